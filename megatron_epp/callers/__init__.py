@@ -38,11 +38,14 @@ def settings() -> dict[str, Any] | None:
     if text.lower() in ("", "0", "off"):
         return None
     from megatron_epp.mcore.arguments.parser import add_epp_args  # a process without the variable needs none of it
+    from megatron_epp.mcore.microbatches.wrap import OF_LOOP
 
     words = [] if text.lower() in ("1", "on") else text.replace(",", " ").split()
     given = dict(word.partition("=")[::2] for word in words)
     flags = [(f"--epp-{name.replace('_', '-')}", value) for name, value in given.items()]
     parser = _Parser(prog=VARIABLE, add_help=False, allow_abbrev=False)
+    for name in OF_LOOP:
+        parser.add_argument(f"--epp-{name.replace('_', '-')}", type=int)
     found = add_epp_args(parser).parse_args([word for flag in flags for word in flag if word])
     names = [name.replace("-", "_") for name in given]
     return {name: getattr(found, f"epp_{name}") for name in names}

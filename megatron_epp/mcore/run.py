@@ -7,7 +7,8 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import process_groups
+from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.ways import ways
@@ -41,6 +43,10 @@ from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megatron_epp.losses import Loss
+    from megatron_epp.mcore.training.vocabulary import RankVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +81,21 @@ class Run:
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
+    loss: Loss | None = None
+    """A loss of the user's, which our own stages compute; None for Megatron's, and where the caller's step has its loss."""
+    vocabulary: RankVocabulary | None = None
+    """This rank's shard of the output layer; None if the last stage has all of it."""
+    plan_wait_us = 0.0
+    """Time spent waiting for the last plan, in microseconds."""
+    memory_is_told = False
+    """True once the parts of the planned peaks have been logged."""
+    report_folder: ReportFolder | None = None
+    """Files of --epp-report-dir, on the first rank; None without it."""
+
     names: Names = TRAINING
     """Names of settings, in errors and logs, for who started the run."""
+    cuts_documents = True
+    """False if chunks are whole microbatches of a caller."""
 
     _step: str | None = None  # of settling costs, while it is under way
 
@@ -91,6 +110,22 @@ class Run:
         self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures, limit_name=limit)
         self.stages = {}
         self.run_id = of_first(lambda: _hold_folders(args))
+        self.iteration: int = args.iteration
+        self.batches_seen: list[tuple[int, ...]] = []
+        """Lengths of the first planned batches that were logged, on this replica."""
+        self.reports = Reports()
+        if dist.get_rank() == 0 and args.epp_report_dir is not None:
+            self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
+
+    @property
+    def fixes_recompute(self) -> bool:
+        """True if the planner is not free to choose the amount of recompute."""
+        return bool(self.args.epp_recompute != "auto")
+
+    @property
+    def records(self) -> bool:
+        """True if times of a training iteration's actions are needed, whether they are reported or not."""
+        return self.watch is not None
 
     @property
     def own_ranks(self) -> list[int]:
@@ -134,6 +169,7 @@ class Run:
         first = min(itertools.chain(*everyone), default=self.placement.num_stages)
         for number, stage in stages.items():
             stage.has_gradient = number >= first
+        self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
 
     def use_communicators(self) -> None:
         """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""
@@ -247,6 +283,7 @@ class Run:
 
     def close(self) -> None:
         """Wait until background threads have completed their work."""
+        complete_at_end(self.reports.complete)
         if self.watch is not None:
             complete_at_end(self.watch.complete)
 

@@ -90,7 +90,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.training import training
 
     from megatron_epp.mcore.features import logged_prediction_losses
-    from megatron_epp.mcore.training import forward_backward as schedule
+    from megatron_epp.mcore.iteration import run_plan as schedule
     from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 
     step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor

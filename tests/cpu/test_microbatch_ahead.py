@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_epp.mcore.iteration.agreement import AgreedShapes
 from megatron_epp.mcore.microbatches.ahead import Ahead, LookAhead, installed
-from megatron_epp.mcore.microbatches.planning import Agreed
 from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import EppError
 
@@ -31,7 +31,7 @@ def ahead_of_one_rank():
     def agree(shapes, problem, items):
         if problem:
             raise EppError(problem)
-        return Agreed(shapes, ())
+        return AgreedShapes(shapes, ())
 
     return Ahead(agree)
 
@@ -76,14 +76,14 @@ def test_the_next_iteration_is_agreed_on_while_the_present_one_runs():
 
     def agree(shapes, problem, items):
         assert runs.wait(LIMIT_S)
-        return Agreed(shapes, ())
+        return AgreedShapes(shapes, ())
 
     ahead, (source,) = Ahead(agree), installed([iterator()])
     present = [next(source) for _ in range(2)]
     ahead.begin([source], 2, shapes_of)  # does not wait
     runs.set()
     assert present == [5, 3]
-    assert ahead.take([source], 2) == Agreed(shapes_of([8, 2]), ())
+    assert ahead.take([source], 2) == AgreedShapes(shapes_of([8, 2]), ())
     assert [next(source) for _ in range(2)] == [8, 2]
 
 
@@ -116,9 +116,9 @@ def test_an_iterator_that_moved_since_is_an_error(change: str):
 
 
 def test_a_rank_without_data_gets_what_the_others_agreed_on():
-    ahead = Ahead(lambda shapes, problem, items: Agreed(shapes_of([7]), ()) if shapes is None else Agreed(shapes, ()))
+    ahead = Ahead(lambda shapes, problem, items: AgreedShapes(shapes_of([7]) if shapes is None else shapes, ()))
     ahead.begin([], 1, shapes_of)
-    assert ahead.take([], 1) == Agreed(shapes_of([7]), ())
+    assert ahead.take([], 1) == AgreedShapes(shapes_of([7]), ())
     ahead.close()
 
 
@@ -127,7 +127,7 @@ def test_items_of_the_next_iteration_are_held_until_it_takes_them():
 
     def agree(shapes, problem, items):
         seen.append(items)
-        return Agreed(shapes, ())
+        return AgreedShapes(shapes, ())
 
     ahead, (source,) = Ahead(agree), installed([iterator()])
     ahead.begin([source], 2, shapes_of)

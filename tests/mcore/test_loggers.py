@@ -12,6 +12,7 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore import run
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.report import IterationReport, layout_words
@@ -22,6 +23,7 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from megatron_epp.report.facts import main_items
+from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
 LINE = {
@@ -102,15 +104,16 @@ def test_without_writers_nothing_happens(monkeypatch):
 
 
 def test_the_log_line_has_planned_beside_measured(capsys):
-    loggers.log(LINE)
+    loggers.line_of(TRAINING)(loggers.iteration_text(LINE))
     line = capsys.readouterr().out
     assert "epp iteration 7 | makespan (ms): 2.0 planned, 2.5 measured" in line
     assert "planning (ms): 12.0" in line
 
 
 def test_lines_about_iterations_reach_the_terminal_of_a_run_with_a_short_log(capsys):
-    loggers.log(LINE)
-    loggers.log_hint("fewer layers on the last stage")
+    say = loggers.line_of(TRAINING)
+    say(loggers.iteration_text(LINE))
+    say("epp hint | fewer layers on the last stage")
     iteration, hint = capsys.readouterr().out.encode().splitlines()
     assert iteration.startswith(b"epp iteration 7 | makespan")
     assert is_shown(iteration)
@@ -121,7 +124,7 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     shape = ModelShape(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=512)
     costs = analytic_costs(shape, CPU, [1, 1])
     account = account_of(plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs), costs)
-    loggers.log_memory(account, 3)
+    loggers.line_of(TRAINING)(loggers.memory_text(account, 3))
     line = capsys.readouterr().out
     assert is_shown(line.encode())
     peaks = [peak / 2**30 for peak in account.timeline.peak_bytes]
@@ -135,8 +138,8 @@ def reports(layers, **flags):
     shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
     costs = analytic_costs(shape, CPU, layers)
     made = plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs)
-    run = Namespace(batches_seen=[], args=Namespace(**flags))
-    return IterationReport(run, Namespace(plan=made), 1, False, True, 0.0, 0.0), made, costs
+    run = Namespace(batches_seen=[], names=TRAINING, args=Namespace(**flags))
+    return IterationReport(run, Namespace(plan=made), 1, True, 0.0, Recorder()), made, costs
 
 
 def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting():
@@ -157,14 +160,13 @@ def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
     assert not any(report._hint(made, costs) for _ in range(20))
 
 
-def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):
+def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both):
     loggers.write(LINE)
     assert not any("imbalance" in name for name, _ in both[0].seen)
     line = LINE | {"replicas": 4, "imbalance": 0.015}
     loggers.write(line)
     assert both[0].seen["epp/planned imbalance of replicas", 7] == 0.015
-    loggers.log(line)
-    assert "imbalance of 4 replicas: 1.5% planned" in capsys.readouterr().out
+    assert "imbalance of 4 replicas: 1.5% planned" in loggers.iteration_text(line)
 
 
 def test_a_batch_is_summed_up_for_errors():
@@ -244,8 +246,8 @@ def test_a_rank_that_does_not_plan_has_nothing_to_agree_on():
     ],
 )
 def test_iterations_are_collected_when_the_log_or_a_writer_that_is_there_shows_them(writer, collected):
-    args = Namespace(log_interval=10, tensorboard_log_interval=4, epp_report_dir=None, **writer)
-    run = Namespace(args=args, iteration=0, plan_wait_us=0.0)
+    flags = {"log_interval": 10, "tensorboard_log_interval": 4, "epp_report_dir": None, "epp_schedule": "elastic"}
+    run = Namespace(args=Namespace(**flags, **writer), iteration=0, records=False)
     planned = Namespace(plan=object())
     reports = [IterationReport.begin(run, planned, forward_only=False) for _ in range(20)]
     assert {report.iteration for report in reports if report.collects} == collected

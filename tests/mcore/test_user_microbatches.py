@@ -84,6 +84,7 @@ def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int,
     check_equal(own, planned)
     assert "in their own order, while costs are learnt" in planned.output
     assert "costs learnt from 3 iterations" in planned.output
+    assert re.findall(r"epp iteration (\d+) \| makespan \(ms\): ", planned.output) == [str(1 + i) for i in range(ITERATIONS)]
     assert "agreed while the last iteration ran" in planned.output
     told = f"plans recompute no layers: {DECIDES.format('full')}"
     assert planned.output.count(told) == ("--recompute-granularity" in flags)

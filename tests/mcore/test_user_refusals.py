@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments.table import FIELDS
+from megatron_epp.mcore.iteration.agreement import AgreedShapes
 from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
-from megatron_epp.mcore.microbatches.planning import Agreed
 from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.plan import EppError, Op
-from megatron_epp.planner import Options
-from tests.support.runtime.agreement_runs import COSTS, PROBLEM, SHAPES
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from tests.support.plan.planner_cases import pipeline as costs_of
+from tests.support.runtime.agreement_runs import SHAPES
 
 TOKENS = {"tokens": torch.zeros(1, 8, dtype=torch.int64)}
 
@@ -70,16 +70,17 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
 ) -> None:
     pipeline: Any = SimpleNamespace(
         args=SimpleNamespace(epp_order="given"),
-        problem=replace(PROBLEM, cap_bytes=(cap_bytes,) * 2),
-        costs=COSTS,
+        problem=Problem((), (0, 1), (min(cap_bytes, UNLIMITED_BYTES),) * 2),
+        costs=costs_of(2, 2),
         learner=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
         _options=Options(),
+        _planner=SimpleNamespace(plan=lambda make, *asked: make(*asked)),
         names=FIELDS,
     )
-    made = MicrobatchPipeline._make(pipeline, Agreed(SHAPES, (0, 0)), forward_only)
-    assert made.order == (0, 1, 2, 3)
-    for row in made.plan.ranks:
+    plan, order = MicrobatchPipeline._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)
+    assert order == (0, 1, 2, 3)
+    for row in plan.ranks:
         actions = [action for step in row for action in step.actions]
         for op in (Op.F,) if forward_only else (Op.F, Op.B):
             assert [action.chunk for action in actions if action.op is op] == [0, 1, 2, 3]

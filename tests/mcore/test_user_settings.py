@@ -63,7 +63,9 @@ def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_onc
         assert not called(case["planned"], "incomplete")
         held, released = called(case["planned"], "held"), called(case["planned"], "released")
         assert [number for _, number in held] == [number for _, number in released] == [*range(case["world"])]
-        assert called(case["planned"][: case["world"]], "parameters") == [["parameters", n] for n in range(case["world"])]
+        assert called(case["planned"][case["world"] : 2 * case["world"]], "parameters") == [
+            ["parameters", n] for n in range(case["world"])
+        ]
 
 
 def test_without_a_function_that_starts_reductions_nothing_holds_hooks_in_the_last_backward(

@@ -71,6 +71,8 @@ _HONOURED = {
     "epp_offload",
     "epp_host_memory_gb",
     "epp_wait_limit_seconds",
+    "epp_report_dir",
+    "epp_trace",
     "epp_allow_unknown_megatron",
 }
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""

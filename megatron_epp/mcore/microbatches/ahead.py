@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from megatron_epp.mcore.microbatches.planning import Agreed, Shapes
+from megatron_epp.mcore.iteration.agreement import AgreedShapes, Shapes
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.side_thread import this_device
 
@@ -69,12 +69,12 @@ class Ahead:
             runs in the thread.
     """
 
-    def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], Agreed]) -> None:
+    def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], AgreedShapes]) -> None:
         self._agree = agree
         # One worker: it makes collective calls, which all ranks must make in the same order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead", initializer=this_device())
         self._is_told = False
-        self._next: tuple[int, list[tuple[LookAhead, int]], Future[Agreed]] | None = None
+        self._next: tuple[int, list[tuple[LookAhead, int]], Future[AgreedShapes]] | None = None
 
     def begin(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> None:
         """Start to agree on the next iteration, while the present one runs. Its microbatches have been taken.
@@ -85,7 +85,7 @@ class Ahead:
         positions = [(source, source.num_taken) for source in sources]
         self._next = count, positions, self._thread.submit(self._agreed, sources, count, shapes_of)
 
-    def _agreed(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> Agreed:
+    def _agreed(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> AgreedShapes:
         mine, problem, items = None, "", list[Any]()
         try:
             items = [source.peek(count) for source in sources]
@@ -107,7 +107,7 @@ class Ahead:
         """Items of the next iteration that are here already, once the thread has finished."""
         return [] if self._next is None else [source.seen for source, _ in self._next[1]]
 
-    def take(self, sources: Sequence[LookAhead], count: int) -> Agreed | None:
+    def take(self, sources: Sequence[LookAhead], count: int) -> AgreedShapes | None:
         """Return what was agreed for the iteration that begins; None, on all ranks, if nothing was agreed.
 
         Call it before its microbatches are taken.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +13,16 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.features import training_args
+from megatron_epp.mcore.iteration.agreement import agree_on_shapes
 from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
-from megatron_epp.mcore.microbatches.planning import agree_on_shapes
 from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.run import check_messages
-from megatron_epp.mcore.training.reduction import gather_parameters
+from megatron_epp.mcore.training.report import NOTHING, IterationReport
 from megatron_epp.plan import EppError
 
 
@@ -83,6 +84,7 @@ class Schedule:
         )
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+            start_s = time.perf_counter()
             with pipeline.telling_others():
                 in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
                 ahead = (installed(iterators) or []) if in_turn else []
@@ -91,25 +93,28 @@ class Schedule:
                     pipeline.ahead.wait()
                 agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
             with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
-                sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
+                sources, shapes, problem = self._taken(iterators, num_microbatches, len(models))
                 if agreed is None:
-                    found = pipeline.found(sources, mine, problem, looks_ahead=in_turn and pipeline.learner.is_done)
-                    agreed = agree_on_shapes(found, pipeline.links.control)
+                    looks_ahead = in_turn and pipeline.learner.is_done
+                    agreed = agree_on_shapes(
+                        pipeline.local_shapes(sources, shapes, problem, looks_ahead), pipeline.links.control
+                    )
                 elif problem:
                     raise EppError(problem)
                 planned = pipeline.plan_of_call(agreed, forward_only)
+                pipeline.plan_wait_us = (time.perf_counter() - start_s) * 1e6
             with pipeline.telling_others():
                 # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
                 # Not while costs are learnt: the next plan needs what this run measures.
                 if in_turn and pipeline.learner.is_done:
                     pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
-                if not forward_only:
-                    gather_parameters(config, models)
-                results, num_tokens = pipeline.run(call, sources, agreed, planned)
+                report = IterationReport.begin(pipeline, planned or NOTHING, forward_only)
+                results, num_tokens = pipeline.run(call, sources, agreed, planned, report)
                 for source in sources:
                     source.finish()
                 if not forward_only:
                     pipeline.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+                report.finish(None)
         return results
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +155,6 @@ class Schedule:
     def close(self) -> None:
         """End the threads that look ahead, and complete what others do."""
         for pipeline in self._pipelines:
-            pipeline.ahead.close()
             pipeline.close()
         self._pipelines.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,39 +28,73 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.shape import costs_of_stages, formulas, optimizer_bytes, trained_share
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
+from megatron_epp.mcore.iteration.agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes, from_first
+from megatron_epp.mcore.iteration.run_plan import run_plan
+from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
-from megatron_epp.mcore.microbatches.memory import KeptTensors
-from megatron_epp.mcore.microbatches.planning import (
-    Agreed,
-    Found,
-    Planned,
-    Shapes,
-    agree_on_plan,
-    agree_on_shapes,
-    plan_as_given,
-    plan_in_order,
-    plan_microbatches,
-)
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.run import Run
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.mcore.training.reduction import Reduction
-from megatron_epp.plan import EppError, InfeasibleError, Op
+from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.planner import Options
+from megatron_epp.planner.microbatches import (
+    Lengths,
+    OrderedPlan,
+    plan_as_given,
+    plan_in_order,
+    plan_in_order_as_given,
+    plan_microbatches,
+)
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.service.background import MicrobatchPlanner
+from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.facts import offload_share
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import ObjectGroup, from_each
-from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
 _MOST_PLANS = 64
 """Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size. Not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchPlan:
+    """This replica's plan of whole microbatches.
+
+    Attributes:
+        plan: the plan, a chunk per microbatch.
+        order: the microbatch of every chunk.
+        actions: the lowered actions of this rank.
+        plan_digest: of the plan as it was made, for the microbatches that all replicas run it with.
+        planning_us: how long it took to make.
+    """
+
+    plan: Plan
+    order: tuple[int, ...]
+    actions: tuple[Action, ...]
+    plan_digest: str
+    planning_us: float
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence."""
+        return self.plan.lengths
+
+    def of(self, shapes: Shapes) -> MicrobatchPlan:
+        """Return the same plan for other microbatches (`OrderedPlan.of`)."""
+        return replace(self, plan=OrderedPlan(self.plan, self.order).of(_lengths_of(shapes)).plan)
+
+
+def _lengths_of(shapes: Shapes) -> Lengths:
+    return tuple(shape.lengths for shape in shapes)
 
 
 class MicrobatchPipeline(Run):
@@ -74,6 +108,7 @@ class MicrobatchPipeline(Run):
     """
 
     stages: dict[int, MicrobatchStage]
+    cuts_documents = False
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
@@ -83,6 +118,8 @@ class MicrobatchPipeline(Run):
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_multiple(args))
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
+        self._planner = MicrobatchPlanner() if dist.get_rank() == self.own_ranks[0] else None
+        """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
         self.connect(stages)
         # For the thread that looks ahead: the training thread uses `links.control` meanwhile, and each group is for one thread.
         self._next_control = ObjectGroup.create(self.own_ranks, self.groups)
@@ -100,17 +137,19 @@ class MicrobatchPipeline(Run):
             self._split_weights()
         # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
         # wait for the latter.
-        self._plans: dict[tuple[Shapes, tuple[int, ...], bool], Planned] = {}
-        self._measured: tuple[Planned, Agreed] | None = None
+        self._plans: dict[tuple[Shapes, tuple[int, ...], bool], MicrobatchPlan] = {}
+        self._measured: tuple[MicrobatchPlan, AgreedShapes] | None = None
         """The last training iteration that was recorded for costs."""
-        self._last: tuple[tuple[Shapes, bool], Planned | None] | None = None
+        self._last: tuple[tuple[Shapes, bool], MicrobatchPlan | None] | None = None
 
     @property
     def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
         """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
-    def found(self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool) -> Found:
+    def local_shapes(
+        self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool
+    ) -> LocalShapes:
         """Return this rank's knowledge of an iteration's microbatches, for the agreement.
 
         Args:
@@ -119,9 +158,9 @@ class MicrobatchPipeline(Run):
         """
         own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
         held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
-        return Found(shapes, problem, self.rank, held_bytes, self.replica)
+        return LocalShapes(shapes, problem, self.rank, held_bytes, self.replica)
 
-    def plan_of_call(self, agreed: Agreed, forward_only: bool) -> Planned | None:
+    def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
         """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
@@ -131,18 +170,22 @@ class MicrobatchPipeline(Run):
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
-    def planned(self, agreed: Agreed, forward_only: bool, group: ObjectGroup | None = None) -> Planned | None:
-        """Return this replica's plan for microbatches of given shapes. A collective call at their first use, on a CPU group."""
+    def planned(self, agreed: AgreedShapes, forward_only: bool, group: ObjectGroup | None = None) -> MicrobatchPlan | None:
+        """Return this replica's plan for microbatches of given shapes. A collective call at their first use, on a CPU group.
+
+        The first rank of the group makes it, in a process, so that planning takes no time from the interpreter that trains.
+        """
         if not agreed.shapes:
             return None
         key = agreed.shapes, agreed.num_bytes, forward_only
         if key not in self._plans:
-            made = agree_on_plan(lambda: self._make(agreed, forward_only), group or self.links.control)
+            packed, order = from_first(partial(self._make, agreed, forward_only), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = made
+            actions = packed.actions(self.rank)
+            self._plans[key] = MicrobatchPlan(packed.plan(), order, actions, packed.plan_digest, packed.planning_us)
             if dist.get_rank() == 0:
-                _tell(made, agreed, self.learner.is_done)
+                _tell(self._plans[key].plan, agreed, self.learner.is_done)
         return self._plans[key].of(agreed.own) if agreed.own else self._plans[key]
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
@@ -152,15 +195,19 @@ class MicrobatchPipeline(Run):
             self._can_look_ahead = all(self.links.control.from_each(mine))
         return self._can_look_ahead
 
-    def _plan_ahead(self, mine: Shapes | None, problem: str, items: list[Any]) -> Agreed:
+    def _plan_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
         num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, the iteration after them is looked at, too
-        found = Found(mine, problem, self.rank, num_bytes, self.replica)
-        agreed = agree_on_shapes(found, self._next_control)
+        agreed = agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self._next_control)
         self.planned(agreed, False, self._next_control)
         return agreed
 
     def run(
-        self, call: Call, sources: list[Microbatches], agreed: Agreed, planned: Planned | None
+        self,
+        call: Call,
+        sources: list[Microbatches],
+        agreed: AgreedShapes,
+        planned: MicrobatchPlan | None,
+        report: IterationReport,
     ) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
@@ -172,7 +219,6 @@ class MicrobatchPipeline(Run):
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learner.is_recording and not call.forward_only
-        recorder = Recorder(enabled=measures or (self.learner.is_done and not call.forward_only))
         reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
         if planned is None:
             if not call.forward_only:
@@ -183,19 +229,22 @@ class MicrobatchPipeline(Run):
                     self._fit()
             return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = (parameter for model in self.models for parameter in model.parameters())
-        kept = KeptTensors(parameters, self.host, measures, self._on_gpu)
-        with kept.context, reduction:
-            for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
-                first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, agreed.here, planned.order, first, last, kept)
-            running = planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload
-            Executor(*running, OutOfMemoryReport(cuts_documents=False, names=self.names)).run()
+        counts = self.host is not None or (measures and not self._on_gpu)
+        report.tracker = SavedTensorTracker(parameters, self.host, counts=counts, measures_shares=True)
+        microbatches = dict(zip(self.stages.values(), sources, strict=True))
+
+        def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
+            order = planned.order
+            stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.tracker)
+
+        program = program_of(planned.plan, planned.actions)
+        run_plan(self, self.models, planned.plan, report, reduction, begin, program=program)
         if not call.forward_only:
             if self.learner.is_done:
                 assert self.watch is not None  # since `settle`
-                self.watch.after(planned.plan, recorder)
+                self.watch.after(planned.plan, report.recorder)
             else:
-                self._learn(planned, agreed, recorder if measures else None, kept.offloadable_share)
+                self._learn(planned, agreed, report.recorder if measures else None, report.tracker.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -230,25 +279,35 @@ class MicrobatchPipeline(Run):
             text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
             raise EppError(text, remedy).within(names=self.names)
 
-    def _make(self, agreed: Agreed, forward_only: bool) -> Planned:
+    def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
         """Plan the microbatches, which ranks hold on their devices throughout."""
         assert self.costs is not None  # since `settle`
-        problem, costs = replace(self.problem, forward_only=forward_only), self._with_microbatches(self.costs, agreed)
-        planned, as_given = plan_microbatches, plan_as_given
-        if self.args.epp_order == GIVEN:
-            planned, as_given = partial(plan_in_order, plain=False), partial(plan_in_order, plain=True)
+        assert self._planner is not None  # this rank plans
+        problem: Problem = replace(self.problem, forward_only=forward_only)
+        asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
+        in_order = self.args.epp_order == GIVEN
+        as_given = plan_in_order_as_given if in_order else plan_as_given
         if not self.learner.is_done:
-            return as_given(agreed.shapes, problem, costs, self._options)
+            return self._planner.plan(as_given, *asked)
         try:
-            return planned(agreed.shapes, problem, costs, self._options)
+            return self._planner.plan(plan_in_order if in_order else plan_microbatches, *asked)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
-            return as_given(agreed.shapes, problem, costs, self._options)
+            return self._planner.plan(as_given, *asked)
 
-    def _with_microbatches(self, costs: PipelineCosts, agreed: Agreed) -> PipelineCosts:
+    def close(self) -> None:
+        """End planning, and wait until background threads have completed their work."""
+        self.ahead.close()
+        try:
+            super().close()
+        finally:
+            if self._planner is not None:
+                self._planner.close()
+
+    def _with_microbatches(self, costs: PipelineCosts, agreed: AgreedShapes) -> PipelineCosts:
         return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
 
-    def _learn(self, planned: Planned, agreed: Agreed, recorder: Recorder | None, share: float | None) -> None:
+    def _learn(self, planned: MicrobatchPlan, agreed: AgreedShapes, recorder: Recorder | None, share: float | None) -> None:
         """Record a training iteration; after the last one that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
@@ -289,7 +348,7 @@ class MicrobatchPipeline(Run):
             return (0,) * self.problem.num_ranks
         agreed = self._measured[1]
         counted = self._with_microbatches(learnt, agreed)
-        return plan_as_given(agreed.shapes, self.problem, counted, self._options).plan.predicted.peak_bytes
+        return plan_as_given(_lengths_of(agreed.shapes), self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
 def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bool) -> Options:
@@ -305,10 +364,10 @@ def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bo
     return replace(options, recompute=0, offload=False)
 
 
-def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:
+def _tell(plan: Plan, agreed: AgreedShapes, is_learnt: bool) -> None:
     """Log a plan: number and sizes of microbatches, and the predicted time."""
-    predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in agreed.shapes]
-    num_layers = max(1, sum(made.plan.num_layers))  # 0 where no stage has a decoder
+    predicted, sizes = plan.predicted, [sum(shape.lengths) for shape in agreed.shapes]
+    num_layers = max(1, sum(plan.num_layers))  # 0 where no stage has a decoder
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
         "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
@@ -318,8 +377,8 @@ def _tell(made: Planned, agreed: Agreed, is_learnt: bool) -> None:
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
-        100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (num_layers * len(sizes)),
-        100 * offload_share(made.plan),
-        sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
+        100 * sum(recompute.num_layers for row in plan.recompute for recompute in row) / (num_layers * len(sizes)),
+        100 * offload_share(plan),
+        sum(action.op is Op.W for row in plan.ranks for step in row for action in step.actions),
         max(agreed.num_bytes) / 2**20,
     )

@@ -13,8 +13,8 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.features import backward_step
+from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.microbatches.call import Call, checked_step
-from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import begin_graphs, run_again
@@ -83,7 +83,7 @@ class MicrobatchStage:
         order: Sequence[int],
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
-        kept: KeptTensors,
+        tracker: SavedTensorTracker,
     ) -> None:
         """Start an iteration.
 
@@ -91,11 +91,11 @@ class MicrobatchStage:
             shapes: of every microbatch, in the caller's order.
             order: the microbatch of every chunk of the plan.
             before_last_gradient, reduce_gradients: see `runtime.context.Stage`.
-            kept: counts what is kept for backward.
+            tracker: counts what is kept for backward.
         """
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
-        self._has_run, self._kept = False, kept
+        self._has_run, self._tracker = False, tracker
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
@@ -112,7 +112,7 @@ class MicrobatchStage:
         """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
-        before, self._num_recomputed = self._kept.held_bytes(), context.recompute.num_layers
+        before, self._num_recomputed = self._tracker.kept_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
         # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
@@ -133,7 +133,7 @@ class MicrobatchStage:
                 is_last_stage=self.is_last,
             )
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
-        self.kept_bytes[context.chunk] = self._kept.held_bytes() - before
+        self.kept_bytes[context.chunk] = self._tracker.kept_bytes() - before
         if self.is_last:
             self.results[index] = store
             self.total_tokens += num_tokens
@@ -145,11 +145,11 @@ class MicrobatchStage:
         """Run the backward of a microbatch; with `keep_weights`, without the weight gradients of layers that can delay them."""
         if grad is not None:
             grad = grad.view(self._shape(self._order[context.chunk]))
-        before = self._kept.held_bytes()
+        before = self._tracker.kept_bytes()
         with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights):
             backward_step(output, grad, self.config)
         if keep_weights:
-            self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._kept.held_bytes() - before
+            self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._tracker.kept_bytes() - before
 
     def weight(self, chunk: int) -> None:
         """Compute the weight gradients that a microbatch's backward has delayed."""

@@ -20,12 +20,13 @@ from megatron_epp.mcore.microbatches.forward_backward import Schedule
 from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
 from megatron_epp.mcore.microbatches.stage import language_model_of
 from megatron_epp.mcore.patches import patching
-from megatron_epp.plan import EppError
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.objects import from_each
 
-_MINUTES = 30
-"""Default time limit of messages, in minutes; torch's own for gloo."""
+OF_LOOP = {"distributed_timeout_minutes": 30, "log_interval": 1}
+"""Settings that a program's own loop gives in place of Megatron's flags: the time limit of messages, which is torch's own for
+gloo, and the number of training iterations for one line in the log."""
 
 
 def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
@@ -37,33 +38,46 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
         shape_of: finds the lengths of a microbatch's sequences where no column says them that `source.shape_of` knows; a
             `Microbatch` where several rows are not packed.
         settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
-            ``order="given"``; and ``distributed_timeout_minutes``.
+            ``order="given"``; and those of `OF_LOOP`.
 
     Raises:
         EppError: there is no such setting or value, or it needs this package's own data or layers; or a function of the
             installed Megatron takes other arguments. A release that is not tested causes a warning.
     """
-    defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
-    minutes = settings.pop("distributed_timeout_minutes", _MINUTES)
-    if unknown := [name for name in settings if not hasattr(defaults, f"epp_{name}")]:
-        known = [name.removeprefix("epp_") for name in vars(defaults)]
-        told = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
-        raise EppError(f"wrap has no setting {told}: settings have the names of flags behind --epp-")
-    given = vars(defaults) | {f"epp_{name}": value for name, value in settings.items()}
-    check_choices(given)
-    check_settings(given, names=FIELDS)
-    features.check_calls()
-    if not given["epp_allow_unknown_megatron"]:
-        features.tell_untested()
-    given |= {"epp": True, "epp_microbatches": "user", "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
-    return Schedule(lambda models: arguments_of(models, given), shape_of)
+    flags = flags_of("wrap", settings)
+    check_settings(flags, names=FIELDS)
+    return Schedule(lambda models: arguments_of(models, flags | {"epp_microbatches": "user"}), shape_of)
 
 
-def check_choices(given: Mapping[str, object]) -> None:
-    """Raise `EppError` for a value that a setting does not have."""
+NO_LOOP = {"iteration": 0, "train_iters": UNLIMITED_BYTES}
+"""What stands for the state of Megatron's loop, where a program has its own."""
+
+
+def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the values of all flags, and of Megatron's that a program's own loop stands for, given its settings.
+
+    Args:
+        function: name of the function that takes the settings, for errors.
+        names: of the settings that it has besides `OF_LOOP`; None for all that training has.
+
+    Raises:
+        EppError: there is no such setting or value, or the installed Megatron's functions take other arguments.
+    """
+    defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
+    known = [*(names or (name.removeprefix("epp_") for name in defaults)), *OF_LOOP]
+    if unknown := [name for name in settings if name not in known]:
+        listed = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
+        has = "settings have the names of flags behind --epp-" if names is None else f"it has {', '.join(known)}"
+        raise EppError(f"{function} has no setting {listed}{':' if names is None else ';'} {has}")
+    flags = defaults | {f"epp_{name}": value for name, value in settings.items()} | OF_LOOP
+    flags |= {name: settings[name] for name in OF_LOOP if name in settings}
     for row in TABLE:
-        if row.is_ours and row.choices and (value := given.get(row.dest)) not in (*row.choices, row.default):
+        if row.is_ours and row.choices and (value := flags.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
+    features.check_calls()
+    if not flags["epp_allow_unknown_megatron"]:
+        features.tell_untested()
+    return flags | NO_LOOP | {"epp": True, "epp_names": FIELDS}
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -132,11 +146,11 @@ _OF_SHAPE = (
 """Fields of a model's shape that Megatron's flags and its configuration call alike."""
 
 
-def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
+def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> argparse.Namespace:
     """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
 
     Args:
-        given: values of the `--epp-*` flags, and as `epp_names` the names of settings for errors.
+        flags: of `flags_of`.
 
     Raises:
         EppError: the model's configuration asks for what a plan cannot honour.
@@ -144,13 +158,13 @@ def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> ar
     config = get_model_config(models[0])
     for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
         check_conflicts(settings, CONFLICTS, names=FIELDS)
-    check_order(config, given["epp_order"], names=FIELDS)
+    check_order(config, flags["epp_order"], names=FIELDS)
     check_routers(config, names=FIELDS)
     check_weight_shards(config, names=FIELDS)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
-        **given,
+        **flags,
         rank=dist.get_rank(),
         data_parallel_size=mpu.get_data_parallel_world_size(),
         pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),

@@ -70,7 +70,8 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        with report.measuring(inputs.upload.buffer):
+        report.counts_documents(inputs.upload.buffer, call["forward_only"])
+        with report.tracker.context:
             losses = stock(**call)
         report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses

@@ -18,24 +18,20 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
+from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
-from megatron_epp.mcore.model.stage import timed
+from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.run import check_messages
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
-from megatron_epp.mcore.training.reduction import NoReduction, Reduction, gather_parameters
+from megatron_epp.mcore.training.reduction import NoReduction, Reduction
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
-from megatron_epp.plan import EppError, Plan
-from megatron_epp.plan.lazy import load
-from megatron_epp.runtime.executor import Executor, PairRunner
-from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
+from megatron_epp.plan import EppError
 
 logger = logging.getLogger(__name__)
 
-_PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
-"""Function that makes the runner of steps of two actions, imported for the first plan that has such steps."""
 _RAISED_BY_ALL = (EppError, StopIteration)
 """Errors that all ranks of the job raise: errors of planning, and the end of the documents. Others are one rank's own."""
 
@@ -152,12 +148,11 @@ def run_batch(
     Returns:
         on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
     """
-    config = get_model_config(models[0])
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
     with session.telling_others():
         _warm_up(session, batch)
-        _run(session, models, config, batch, report, reduces)
+        _run(session, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in session.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
         with session.watching("waits for the loss"):
@@ -194,38 +189,22 @@ def leave_out(session: Session, models: Sequence[Any], config: Any, batch: Globa
         )
 
 
-def _run(
-    session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport, reduces: bool
-) -> None:
+def _run(session: Session, models: list[torch.nn.Module], batch: GlobalBatch, report: IterationReport, reduces: bool) -> None:
     """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
-    args = session.args
     assert batch.plan is not None
-    program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
-    uploaded = batch.prepared.inputs.upload.buffer
-    out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto", names=session.names)
-    vocabulary, host = session.vocabulary, session.host
-    tied = None if vocabulary is None else vocabulary.tied
+    program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, session.vocabulary
     by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
-    reduction = Reduction(config, models, by_hooks, args.epp_split_weight_gradient) if reduces else NoReduction(models)
-    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
-    # the embedding's rows before it, the embedding's gradient and its reduction behind it.
-    with reduction, report.measuring(uploaded), torch.set_grad_enabled(not batch.plan.forward_only):
-        if not batch.plan.forward_only:
-            gather_parameters(config, models)
-        for index, stage in enumerate(session.stages.values()):
-            if stage.loss is not None:
-                stage.loss.name_of = batch.name_of
-            reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
-            stage.begin(inputs, partial(reduction.before_last_gradient, index), reduce)
-        with session.watching("waits for the embedding's rows"):
-            handlers = None if vocabulary is None else vocabulary.begin(inputs)
-        links, recorder, watchdog = session.links, report.recorder, session.watchdog
-        running = batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, host
-        Executor(*running, handlers, _pair_runner(batch.plan, session.rank, args), program).run()
-        if tied is not None and not batch.plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
-            with session.watching("waits for the embedding's gradient"):
-                tied.add_gradients()
-            reduction.reduce(0)
+    splits = session.args.epp_split_weight_gradient
+    reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
+    report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
+
+    def begin(stage: MegatronStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
+        if stage.loss is not None:
+            stage.loss.name_of = batch.name_of
+        stage.begin(inputs, before_last_gradient, reduce)
+
+    open_shard = _nothing if vocabulary is None else partial(vocabulary.begin, inputs)
+    run_plan(session, models, batch.plan, report, reduction, begin, open_shard, program)
     for stage in session.stages.values():
         stage.end()
     if vocabulary is not None:
@@ -233,7 +212,7 @@ def _run(
 
 
 def _nothing() -> None:
-    """Reduce nothing: the shard's gradient is not complete yet."""
+    """Begin nothing: the last stage has the whole vocabulary."""
 
 
 def _warm_up(session: Session, batch: GlobalBatch) -> None:
@@ -284,11 +263,3 @@ def _next_batch(data_iterator: Any, num_microbatches: int, session: Session, for
             f"{batch.global_size} in all"
         )
     return batch
-
-
-def _pair_runner(plan: Plan, rank: int, args: argparse.Namespace) -> PairRunner | None:
-    """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
-    if not any(step.also for step in plan.ranks[rank]):
-        return None
-    runner: PairRunner | None = load(_PAIR_RUNNER)(args)
-    return runner

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Callable
 from typing import Any
 
-from megatron.training import global_vars
-from megatron.training.utils import print_rank_last
-
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan.account import Account
+from megatron_epp.plan.errors import Names
 from megatron_epp.report.facts import main_items
+
+logger = logging.getLogger(__name__)
 
 _MS, _GIB = 1e3, 2**30
 
 
 def is_due(args: argparse.Namespace, iteration: int) -> bool:
     """True if Megatron's log, or a writer of the last rank, shows an iteration; the same on all ranks."""
-    writes = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
-    return iteration % args.log_interval == 0 or (writes and iteration % args.tensorboard_log_interval == 0)
+    return iteration % args.log_interval == 0 or is_written(args, iteration)
+
+
+def is_written(args: argparse.Namespace, iteration: int) -> bool:
+    """True if a writer of the last rank shows an iteration."""
+    has_writer = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
+    return has_writer and iteration % args.tensorboard_log_interval == 0
+
+
+def line_of(names: Names) -> Callable[[str], None]:
+    """Return what writes a line to the log of who started the run: Megatron's, or Python's where a program has its own loop."""
+    if names is not TRAINING:
+        return logger.info
+    from megatron.training.utils import print_rank_last  # which a program without Megatron's loop may lack
+
+    return print_rank_last
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -52,6 +69,8 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 
 def write(line: dict[str, Any]) -> None:
     """Pass the figures to this rank's writers (Megatron gives them to the last rank only)."""
+    from megatron.training import global_vars
+
     values, iteration = scalars(line), line["iteration"]
     if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
         for name, value in values.items():
@@ -60,8 +79,8 @@ def write(line: dict[str, Any]) -> None:
         wandb.log(values, iteration)
 
 
-def log(line: dict[str, Any], loss: str = "") -> None:
-    """Print a line next to Megatron's own, on the last rank; with a loss's name its value, that Megatron shows only above 0."""
+def iteration_text(line: dict[str, Any], loss: str = "") -> str:
+    """Return the line of an iteration; with a loss's name its value, that Megatron shows only above 0."""
     makespan, bubble = line["makespan_us"], line["bubble_fraction"]
     parts = [
         f"epp iteration {line['iteration']}",
@@ -82,23 +101,18 @@ def log(line: dict[str, Any], loss: str = "") -> None:
         parts.append(f"KV offload (GiB): {line['kv_offload_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
-    print_rank_last(" | ".join(parts))
+    return " | ".join(parts)
 
 
-def log_memory(account: Account, iteration: int) -> None:
-    """Print one line on the last rank with the planned peaks and the parts of the highest one."""
+def memory_text(account: Account, iteration: int) -> str:
+    """Return a line with the planned peaks and the parts of the highest one."""
     peaks = [account.peak(rank) for rank in range(len(account.static))]
     highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
     sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
-    print_rank_last(
+    return (
         f"epp memory planned for iteration {iteration} | peak per pipeline rank (GiB): {sizes} | "
         f"rank {highest}: {main_items(peaks[highest].items)}"
     )
-
-
-def log_hint(text: str) -> None:
-    """Print one line on the last rank with a hint that would make the run faster."""
-    print_rank_last(f"epp hint | {text}")
 
 
 def _peaks(line: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ class ReplicaFigures(NamedTuple):
     """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens."""
 
     replica: int
-    loss_sum: float
+    loss_sum: float | None
     num_tokens: float
     planned_us: float
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,15 +17,11 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
-from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.table import FIELDS
-from megatron_epp.mcore.microbatches.wrap import arguments_of, check_choices
+from megatron_epp.mcore.microbatches.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.training.forward_backward import finish_batch, leave_out, run_batch
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each, raise_for
 
@@ -46,6 +40,8 @@ SETTINGS = (
     "loss_block_tokens",
     "warm_up",
     "wait_limit_seconds",
+    "report_dir",
+    "trace",
     "allow_unknown_megatron",
 )
 """Flags of training, by their names behind ``--epp-``, that apply to samples of another program."""
@@ -101,8 +97,8 @@ class _Unfinished:
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
-    def __init__(self, loss: Loss, given: Mapping[str, Any]) -> None:
-        self.loss, self._asks, self._given = loss, columns_of(loss), given
+    def __init__(self, loss: Loss, flags: Mapping[str, Any]) -> None:
+        self.loss, self._asks, self._flags = loss, columns_of(loss), flags
         self._session: Session | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
@@ -179,9 +175,9 @@ class SampleSchedule:
             self._unfinished = _Unfinished()
 
         problems = list[str]()
-        _, report = run_batch(session, models, batch, forward_only, finish, problems.append, reduces=last)
+        loss, report = run_batch(session, models, batch, forward_only, finish, problems.append, reduces=last)
         sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
-        finish_batch(session, batch, None, report, forward_only)
+        finish_batch(session, batch, loss, report, forward_only)
         return self._report(batch, sums, kept, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
@@ -198,15 +194,12 @@ class SampleSchedule:
             if models != self._models:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._session
-        args = arguments_of(models, dict(self._given))
+        args = arguments_of(models, dict(self._flags))
         longest = max(from_each(max(int(getattr(unwrap_model(one), "max_sequence_length", 0) or 0) for one in models)))
-        # What Megatron's loop has: nothing is logged or kept by itself, and each report is complete with its call.
+        # What Megatron's loop has: nothing is kept by itself.
         vars(args).update(
             epp_microbatches="plan",
             epp_latents="off",
-            iteration=0,
-            train_iters=0,
-            log_interval=sys.maxsize,
             seq_length=longest,
             save=None,
             load=None,
@@ -390,17 +383,7 @@ def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> Sampl
     Raises:
         EppError: there is no such setting, value or loss.
     """
-    defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
-    minutes = settings.pop("distributed_timeout_minutes", 30)
-    if unknown := [name for name in settings if name not in SETTINGS]:
-        told = ", ".join(f"{name}{nearest(name, SETTINGS)}" for name in unknown)
-        raise EppError(f"wrap_samples has no setting {told}; it has {', '.join(SETTINGS)}")
-    given = defaults | {f"epp_{name}": value for name, value in settings.items()}
-    check_choices(given)
-    features.check_calls()
-    if not given["epp_allow_unknown_megatron"]:
-        features.tell_untested()
-    given |= {"epp": True, "epp_names": FIELDS, "distributed_timeout_minutes": minutes}
+    flags = flags_of("wrap_samples", settings, SETTINGS)
     if isinstance(loss, str):
-        return SampleSchedule(load_loss(loss), given)
-    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), given)
+        return SampleSchedule(load_loss(loss), flags)
+    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), flags)

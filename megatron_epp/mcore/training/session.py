@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from megatron_epp.mcore.run import Run, lockstep_groups
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.training.learning import CostLearning
-from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lazy import load
@@ -40,12 +38,7 @@ from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.warm_up import KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
-from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.trace import Recorder
-
-if TYPE_CHECKING:
-    from megatron_epp.losses import Loss
-    from megatron_epp.mcore.training.vocabulary import RankVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +57,11 @@ class Session(Run):
     stages: dict[int, MegatronStage]
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
-    vocabulary: RankVocabulary | None = None
-    """This rank's shard of the output layer; None before `attach`, and if the last stage has all of it."""
     warm_up: KernelWarmUp | None = None
     """Warm-up of this rank's attention; None before `attach`, and if there is nothing to warm up."""
     inputs: RankInputs | None = None
     """Upload of batches to this rank's device; None before `attach`."""
-    plan_wait_us = 0.0
-    """Time spent waiting for the last batch, in microseconds."""
     untrained_batches = 0
-    memory_is_told = False
-    """True once the parts of the planned peaks have been logged."""
-    report_folder: ReportFolder | None = None
-    """Files of --epp-report-dir, on the first rank; None without it."""
 
     _process: Worker | None = None
     """Planning process that is started, for the first planner; None if there is none, or it has it."""
@@ -85,15 +70,9 @@ class Session(Run):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self.iteration = args.iteration
         self.plans = dist.get_rank() == self.own_ranks[0]
         """True if this rank plans, which is the first rank of its group."""
-        self.reports = Reports()
-        if dist.get_rank() == 0 and args.epp_report_dir is not None:
-            self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
-        self.batches_seen: list[tuple[int, ...]] = []
-        """Lengths of the first planned batches that were logged, on this replica."""
-        self.loss: Loss | None = None if args.epp_loss is None else load("megatron_epp.losses:load_loss")(args.epp_loss)
+        self.loss = None if args.epp_loss is None else load("megatron_epp.losses:load_loss")(args.epp_loss)
         self._process = _take_process()
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
@@ -106,7 +85,6 @@ class Session(Run):
         # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
         # the rank.
         self.connect(stages)
-        self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
         if shards_vocabulary(self.args):
             shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
             self.vocabulary = load("megatron_epp.mcore.training.vocabulary:rank_vocabulary")(*shard)
@@ -166,11 +144,6 @@ class Session(Run):
             tied.forget_gradient()
         return costs
 
-    @property
-    def records(self) -> bool:
-        """True if times of a training iteration's actions are needed, whether they are reported or not."""
-        return self.watch is not None
-
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
@@ -198,7 +171,6 @@ class Session(Run):
     def close(self) -> None:
         """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
         try:
-            complete_at_end(self.reports.complete)
             super().close()
         finally:
             for planning in (self._planner, self._process):

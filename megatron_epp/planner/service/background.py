@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.estimate import about_us
+from megatron_epp.planner.microbatches import Lengths, PlanMicrobatches
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.loading import load_planner
@@ -37,8 +39,57 @@ hardly ever come again, and each plan takes memory.
 """
 
 
-class BackgroundPlanner:
-    """Plans the batches of one run for a group of its replicas, from any thread, one at a time.
+class PlanningProcess:
+    """A process that plans the batches of one run, from any thread, one at a time.
+
+    Args:
+        make: makes the function that the process calls for every batch (`Worker`), given `args`.
+        process: of `start_early`, which is used and ended; None to start one.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, process: Worker | None = None) -> None:
+        self._start = functools.partial(Worker, make, *args, niceness=NICENESS)
+        if process is not None:
+            with contextlib.suppress(EndedError):  # `call` starts it again
+                process.send(make, *args)
+        self._worker = process or self._start()
+        self._is_closed = False
+        self._lock, self._exchange = threading.Lock(), threading.Lock()
+
+    def call(self, *args: Any) -> Any:
+        """Plan a batch. A process that has ended is started again.
+
+        Raises:
+            what planning raises, and `WorkerError` when the process ends again and again, or is closed.
+        """
+        with self._lock:
+            for restarts_left in range(RESTARTS, -1, -1):
+                try:
+                    return self._worker.call(*args)
+                except EndedError as ended:
+                    if not (restarts_left and self._restarted(ended)):
+                        raise
+        raise AssertionError("the last restart returns or raises")
+
+    def _restarted(self, ended: EndedError) -> bool:
+        """Start the process again. Return False if it is closed."""
+        with self._exchange:
+            if self._is_closed:
+                return False
+            logger.warning("%s; it is started again, and plans as before", ended)
+            self._worker.close()
+            self._worker = self._start()
+            return True
+
+    def close(self) -> None:
+        """End the process. A thread that waits for a plan gets a `WorkerError`."""
+        with self._exchange:
+            self._is_closed = True
+            self._worker.close()
+
+
+class BackgroundPlanner(PlanningProcess):
+    """Plans the batches of one run for a group of its replicas.
 
     Without a budget, equal problems get equal plans, on every machine and after a resume. The division over replicas is the
     same for equal problems in any case.
@@ -57,48 +108,37 @@ class BackgroundPlanner:
         lockstep_groups: LockstepGroups = ((0,),),
         process: Worker | None = None,
     ) -> None:
-        planning = (_planning, costs, options, lockstep_group, lockstep_groups)
-        self._start = functools.partial(Worker, *planning, niceness=NICENESS)
-        if process is not None:
-            with contextlib.suppress(EndedError):  # `plan` starts it again
-                process.send(*planning)
-        self._worker = process or self._start()
-        self._is_closed = False
-        self._lock, self._exchange = threading.Lock(), threading.Lock()
+        super().__init__(_planning, costs, options, lockstep_group, lockstep_groups, process=process)
 
     def plan(self, problem: Problem) -> PackedPlans:
-        """Plan the shares that the group's replicas have of a batch, in their order.
-
-        A process that has ended is started again.
-
-        Raises:
-            what `planner.plan` raises, and `WorkerError` when the process ends again and again, or the planner is closed.
-        """
-        with self._lock:
-            for restarts_left in range(RESTARTS, -1, -1):
-                try:
-                    plans: PackedPlans = self._worker.call(problem)
-                    break
-                except EndedError as ended:
-                    if not (restarts_left and self._restarted(ended)):
-                        raise
+        """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises."""
+        plans: PackedPlans = self.call(problem)
         return plans
 
-    def _restarted(self, ended: EndedError) -> bool:
-        """Start the process again. Return False if the planner is closed."""
-        with self._exchange:
-            if self._is_closed:
-                return False
-            logger.warning("%s; it is started again, and plans as before", ended)
-            self._worker.close()
-            self._worker = self._start()
-            return True
 
-    def close(self) -> None:
-        """End the process. A thread that waits for a plan gets a `WorkerError`."""
-        with self._exchange:
-            self._is_closed = True
-            self._worker.close()
+class MicrobatchPlanner(PlanningProcess):
+    """Plans whole microbatches of a caller."""
+
+    def __init__(self) -> None:
+        super().__init__(_microbatch_planning)
+
+    def plan(
+        self, make: PlanMicrobatches, microbatches: Lengths, problem: Problem, costs: Costs, options: Options
+    ) -> tuple[PackedPlan, tuple[int, ...]]:
+        """Return the plan that a function of `planner.microbatches` makes, and the microbatch of each of its chunks."""
+        plan, order = self.call(make, microbatches, problem, costs, options)
+        return plan, order
+
+
+def _microbatch_planning() -> Callable[..., tuple[PackedPlan, tuple[int, ...]]]:
+    _load(Options())
+
+    def packed(make: PlanMicrobatches, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
+        start_s = time.perf_counter()
+        plan, order = make(*asked)
+        return PackedPlan.of(plan, (time.perf_counter() - start_s) * 1e6, ()), order
+
+    return packed
 
 
 def start_early(options: Options) -> Worker:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.mcore.microbatches.planning import Planned, plan_as_given, plan_microbatches
-from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import UNLIMITED_BYTES
 from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.microbatches import Lengths, OrderedPlan, plan_as_given, plan_microbatches
 from scripts.bench.emulation import emulated_us
 from scripts.bench.microbatches.batches import batch
 
@@ -41,17 +40,17 @@ class Compared(NamedTuple):
     capped_s: float
 
 
-def microbatches(kind: str, count: int) -> tuple[Microbatch, ...]:
+def microbatches(kind: str, count: int) -> Lengths:
     """Return the microbatches of a batch: each a sample, or samples packed in their order up to the context."""
     samples = batch(0, count * (8 if kind == "packed" else 1), CONTEXT)
     if kind == "one sample each":
-        return tuple(Microbatch((length,)) for length in samples)
+        return tuple((length,) for length in samples)
     packed: list[tuple[int, ...]] = [()]
     for length in samples:
         if sum(packed[-1]) + length > CONTEXT:
             packed.append(())
         packed[-1] += (length,)
-    return tuple(map(Microbatch, packed))
+    return tuple(packed)
 
 
 def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared:
@@ -60,21 +59,21 @@ def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared
     Args:
         cap_share: the cap's place between the peak of 1F1B with full recompute (0) and without (1).
     """
-    shapes = microbatches(kind, count)
+    lengths = microbatches(kind, count)
     costs = analytic_profile(shape_of(load_flags("llama3-8b")), H100).costs((32 // num_ranks,) * num_ranks)
     costs = replace(costs, stages=tuple(stage.changed(recompute={}) for stage in costs.stages))  # a caller's layers: in full
     problem = Problem((), tuple(range(num_ranks)), (UNLIMITED_BYTES,) * num_ranks)
-    stock = plan_as_given(shapes, problem, costs, Options(recompute=0))
-    full = plan_as_given(shapes, problem, costs, Options(recompute=32 // num_ranks))
+    stock = plan_as_given(lengths, problem, costs, Options(recompute=0))
+    full = plan_as_given(lengths, problem, costs, Options(recompute=32 // num_ranks))
     least, most = (max(one.plan.predicted.peak_bytes) for one in (full, stock))
     cap = int(least + cap_share * (most - least))
-    capped = plan_microbatches(shapes, replace(problem, cap_bytes=(cap,) * num_ranks), costs, Options())
-    free = plan_microbatches(shapes, problem, costs, Options(recompute=0))
+    capped = plan_microbatches(lengths, replace(problem, cap_bytes=(cap,) * num_ranks), costs, Options())
+    free = plan_microbatches(lengths, problem, costs, Options(recompute=0))
     scale = SECONDS * 1e6 / stock.plan.predicted.makespan_us
     return Compared(kind, num_ranks, *(_seconds(one, scale) for one in (stock, free, full, capped)))
 
 
-def _seconds(planned: Planned, scale: float) -> float:
+def _seconds(planned: OrderedPlan, scale: float) -> float:
     return emulated_us(planned.plan, scale) / 1e6
 
 

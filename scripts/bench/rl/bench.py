@@ -27,11 +27,10 @@ import numpy as np
 from megatron_epp.cost import Costs, analytic_costs
 from megatron_epp.cost.hardware import H100_NODE
 from megatron_epp.cost.library import even_layers, load_flags, shape_of
-from megatron_epp.mcore.microbatches.planning import plan_as_given, plan_microbatches
-from megatron_epp.mcore.microbatches.source import Microbatch
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us
+from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
 from scripts.bench.planner.report import table
 from scripts.bench.rl.rules import RULES, balanced, verl
@@ -117,17 +116,17 @@ class Bench:
         shares = balanced(self.lengths, REPLICAS)
         found = {}
         for name, rule in RULES.items():
-            rows = [_shapes(rule(share, self.case.budget)) for share in shares]
+            rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
             for told, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
                 found[name + told] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
-        rows = [_shapes(verl(share, self.case.budget)) for share in shares]
+        rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
         found["order"] = self._planned(rows, self.every_layer)
         found["recompute"] = self._planned(rows, Options())
         found["slices"] = self._sliced(())
         found["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
         return found
 
-    def _planned(self, rows: Sequence[tuple[Microbatch, ...]], options: Options) -> Found:
+    def _planned(self, rows: Sequence[Lengths], options: Options) -> Found:
         try:
             return Found.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
         except InfeasibleError as error:
@@ -141,8 +140,8 @@ class Bench:
         return Found.of([plan(batch.part(share), self.costs, options) for share in shares])
 
 
-def _shapes(rows: Sequence[Sequence[int]]) -> tuple[Microbatch, ...]:
-    return tuple(Microbatch(tuple(row)) for row in rows)
+def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
+    return tuple(map(tuple, rows))
 
 
 def rows_of(case: Case, draws: Sequence[dict[str, Found]]) -> list[str]:

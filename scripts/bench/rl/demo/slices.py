@@ -158,14 +158,15 @@ def measured(updates: Updates, rounds: int) -> dict[str, Any]:
 def _plans(updates: Updates, session: Any) -> tuple[Any, Any]:
     """Plan the batch by the costs that were learnt: verl's microbatches in 1F1B with every layer recomputed, and slices."""
     from megatron_epp.mcore.arguments.parser import options_from
-    from megatron_epp.mcore.microbatches.planning import plan_as_given
-    from megatron_epp.mcore.microbatches.source import Microbatch
     from megatron_epp.planner import Options, plan
+    from megatron_epp.planner.microbatches import plan_as_given
 
     lengths, costs = updates.samples.lengths, session.costs
     rows = by_budget(lengths, updates.size.budget)
-    shapes = tuple(Microbatch(tuple(lengths[number] for number in row)) for row in rows)
-    whole = plan_as_given(shapes, session.problem, costs, Options(recompute=updates.size.layers // updates.size.stages)).plan
+    microbatches = tuple(tuple(lengths[number] for number in row) for row in rows)
+    whole = plan_as_given(
+        microbatches, session.problem, costs, Options(recompute=updates.size.layers // updates.size.stages)
+    ).plan
     tokens = tuple(length - 1 for length in lengths)  # the last token of a sample is only a label
     return whole, plan(replace(session.problem, lengths=tokens), costs, options_from(session.args, training=True))
 

@@ -47,7 +47,7 @@ def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]
     from scripts.random_documents import write_documents
 
     load_megatron()
-    from megatron_epp.mcore.training import forward_backward as schedule
+    from megatron_epp.mcore.iteration import run_plan as schedule
 
     schedule.Executor = of_batches(schedule.Executor, batches)
     common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]

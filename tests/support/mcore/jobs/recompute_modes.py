@@ -72,7 +72,7 @@ def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     from scripts.random_documents import write_documents
 
     load_megatron()
-    from megatron_epp.mcore.training import forward_backward as schedule
+    from megatron_epp.mcore.iteration import run_plan as schedule
     from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()

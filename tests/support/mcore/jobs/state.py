@@ -77,17 +77,19 @@ def build(**settings):
 
 def plan_by(recomputed):
     """Let plans have forwards and backwards in the orders above, and so many layers of each microbatch recompute."""
-    from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
+    from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline, MicrobatchPlan
     from megatron_epp.plan import Op, Recompute
+    from megatron_epp.plan.lowering import lower
 
     def plan_of_call(self, agreed, forward_only):
-        made = self._make(agreed, forward_only)
-        (steps,) = made.plan.ranks
+        packed, chunks = self._make(agreed, forward_only)
+        made = packed.plan()
+        (steps,) = made.ranks
         by_action = {(step.action.op, step.action.chunk): step for step in steps}
         order = [*((Op.F, chunk) for chunk in FORWARDS), *((Op.B, chunk) for chunk in BACKWARDS)]
         recompute = (tuple(Recompute(full=count) for count in recomputed),)
-        plan = replace(made.plan, ranks=(tuple(by_action[action] for action in order),), recompute=recompute)
-        return made._replace(plan=plan)
+        plan = replace(made, ranks=(tuple(by_action[action] for action in order),), recompute=recompute)
+        return MicrobatchPlan(plan, chunks, lower(plan)[0], "", 0.0)
 
     MicrobatchPipeline.plan_of_call = plan_of_call
 

@@ -1,0 +1,141 @@
+"""Agreement of the ranks of a group: on the microbatches of an iteration, and on what the first rank makes for all."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megatron_epp.cost import causal_pairs
+from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.objects import ObjectGroup
+
+Shapes = tuple[Microbatch, ...]
+
+
+class LocalShapes(NamedTuple):
+    """Microbatches of an iteration, as one rank has found them.
+
+    Attributes:
+        shapes: of the microbatches; None if the caller has no data on this rank.
+        problem: error in finding them; empty if there was none.
+        position: of this rank in the pipeline.
+        num_bytes: of microbatches that this rank holds on its device during the iteration.
+        replica: number of this rank's replica.
+    """
+
+    shapes: Shapes | None
+    problem: str
+    position: int
+    num_bytes: int = 0
+    replica: int = 0
+
+
+class AgreedShapes(NamedTuple):
+    """Microbatches of an iteration, as all ranks that run the same plan know them.
+
+    Attributes:
+        shapes: of the microbatches; where replicas that share experts have different ones, shapes with the most tokens and the
+            most pairs of a query and a key that any of them has.
+        num_bytes: of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas.
+        own: of this replica's microbatches; empty if they are `shapes`.
+    """
+
+    shapes: Shapes
+    num_bytes: tuple[int, ...]
+    own: Shapes = ()
+
+    @property
+    def here(self) -> Shapes:
+        """Shapes of this replica's microbatches."""
+        return self.own or self.shapes
+
+
+def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
+    """Return the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
+
+    Args:
+        group: all ranks that run the same plan: one replica's, or all ranks of replicas that share experts.
+
+    Raises:
+        EppError: on every rank: a rank failed, no rank has data, ranks of a replica have different microbatches, or replicas
+            that share experts different numbers of them.
+    """
+    everyone = group.from_each((local, dist.get_rank()))
+    if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
+        raise EppError("; ".join(failed))
+    known = [(one.shapes, one.replica, rank) for one, rank in everyone if one.shapes is not None]
+    if not known:
+        raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
+    replicas: dict[int, tuple[Shapes, int]] = {}
+    for shapes, replica, rank in known:
+        first, first_rank = replicas.setdefault(replica, (shapes, rank))
+        if shapes != first:
+            raise EppError(f"microbatches differ between ranks of a replica: {_difference(first, first_rank, shapes, rank)}")
+    (first, first_rank), *others = replicas.values()
+    for shapes, rank in others:
+        if len(shapes) != len(first):
+            difference = _difference(first, first_rank, shapes, rank)
+            raise EppError(
+                f"replicas that share experts run the same actions, and have other numbers of microbatches: {difference}. Give "
+                "them as many; keep experts within a replica (EP x ETP at most TP x CP); or use Megatron's own schedule"
+            )
+    of_all = tuple(map(_largest, zip(*(shapes for shapes, _ in replicas.values()), strict=True)))
+    own = replicas[local.replica][0] if local.replica in replicas else of_all
+    num_bytes: dict[int, int] = {}
+    for one, _ in everyone:
+        num_bytes[one.position] = max(one.num_bytes, num_bytes.get(one.position, 0))
+    sizes = tuple(num_bytes[position] for position in sorted(num_bytes))
+    return AgreedShapes(of_all, sizes, () if own == of_all else own)
+
+
+def _largest(shapes: Shapes) -> Microbatch:
+    """Return the shape of a microbatch with the most tokens and the most pairs that one of these has.
+
+    It is one of them, or has two sequences.
+    """
+    best = max(shapes, key=lambda one: (sum(one.lengths), _pairs(one.lengths)))
+    tokens, pairs = sum(best.lengths), max(_pairs(one.lengths) for one in shapes)
+    if pairs <= _pairs(best.lengths):
+        return best
+    longest = range(-(-tokens // 2), tokens + 1)
+    at = bisect.bisect_left(longest, pairs, key=lambda long: _pairs((long, tokens - long)))
+    return best._replace(lengths=tuple(filter(None, (longest[at], tokens - longest[at]))))
+
+
+def _pairs(lengths: Iterable[int]) -> int:
+    return sum(causal_pairs(0, length) for length in lengths)
+
+
+def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str:
+    if len(first) != len(other):
+        return f"rank {first_rank} has {len(first)}, rank {rank} has {len(other)}"
+    index = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+    ones = (sum(first[index].lengths), len(first[index].lengths), sum(other[index].lengths), len(other[index].lengths))
+    return "microbatch {} has {} tokens in {} sequences on rank {} and {} in {} on rank {}".format(
+        index, *ones[:2], first_rank, *ones[2:], rank
+    )
+
+
+def from_first[T](make: Callable[[], T], group: ObjectGroup) -> T:
+    """Return what a function makes on the group's first rank, on all of its ranks. A collective call on the CPU.
+
+    Raises:
+        EppError: on all of them, if it fails there.
+    """
+    results: list[Any] = []
+    if group.is_first:
+        try:
+            results = [make()]
+        except EppError as error:
+            results = [error]
+        except Exception as error:  # the others wait for an answer, and may not be able to unpickle this one
+            results = [EppError(f"{type(error).__name__}: {error}")]
+            results[0].__cause__ = error  # stays on this rank
+    (result,) = group.from_first(results)
+    if isinstance(result, EppError):
+        raise result
+    return result  # type: ignore[no-any-return]

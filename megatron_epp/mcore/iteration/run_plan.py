@@ -1,0 +1,73 @@
+"""One iteration on one rank: its part of a plan, run on the rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron_epp.mcore.run import Run
+from megatron_epp.mcore.training.reduction import Reduction, gather_parameters
+from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.plan import Op, Plan
+from megatron_epp.plan.lazy import load
+from megatron_epp.runtime.context import Program
+from megatron_epp.runtime.executor import Executor, Handler, PairRunner
+from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
+
+_PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
+"""Function that makes the runner of steps of two actions, imported for the first plan that has such steps."""
+
+BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
+"""Gives a stage its inputs, and what it calls before its last gradient and when its gradients are complete."""
+
+
+def run_plan(
+    run: Run,
+    models: Sequence[torch.nn.Module],
+    plan: Plan,
+    report: IterationReport,
+    reduction: Reduction,
+    begin: BeginStage,
+    open_shard: Callable[[], Mapping[Op, Handler] | None] = lambda: None,
+    program: Program | None = None,
+) -> None:
+    """Run this rank's part of a plan, and start the reduction of gradients.
+
+    Args:
+        open_shard: begins the iteration of this rank's vocabulary shard, and returns the handlers of its actions.
+        program: see `Executor`.
+    """
+    config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
+    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.fixes_recompute, run.cuts_documents, run.names)
+    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
+    # the embedding's rows before it, the embedding's gradient and its reduction behind it.
+    with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only):
+        if not plan.forward_only:
+            gather_parameters(config, models)
+        for index, stage in enumerate(run.stages.values()):
+            reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
+            begin(stage, partial(reduction.before_last_gradient, index), reduce)
+        with run.watching("waits for the embedding's rows"):
+            handlers = open_shard()
+        running = plan, run.rank, run.stages, run.links, report.recorder, run.watchdog, report.tracker.offload, out_of_memory
+        Executor(*running, run.host, handlers, _pair_runner(plan, run), program).run()
+        if tied is not None and not plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
+            with run.watching("waits for the embedding's gradient"):
+                tied.add_gradients()
+            reduction.reduce(0)
+
+
+def _nothing() -> None:
+    """Reduce nothing: the shard's gradient is not complete yet."""
+
+
+def _pair_runner(plan: Plan, run: Run) -> PairRunner | None:
+    """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
+    if not any(step.also for step in plan.ranks[run.rank]):
+        return None
+    runner: PairRunner | None = load(_PAIR_RUNNER)(run.args)
+    return runner
