@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
@@ -286,32 +285,6 @@ class Run:
         complete_at_end(self.reports.complete)
         if self.watch is not None:
             complete_at_end(self.watch.complete)
-
-
-def check_messages(adjust_tensor_shapes_fn: Any, p2p_communicator: Any, pg_collection: Any) -> None:
-    """Raise `EppError` for arguments of a schedule that would send other messages than the plan's, or over another pipeline.
-
-    Plans run on the pipeline of Megatron's parallel state. Megatron's own communicator of it is not used.
-    """
-    # The loops of 0.17 and 0.18 pass no communicator and no groups; 0.19's may.
-    obstacle = ""
-    if adjust_tensor_shapes_fn is not None:
-        obstacle = "adjust_tensor_shapes_fn: messages follow the plan"
-    elif p2p_communicator is not None and type(p2p_communicator) is not P2PCommunicator:
-        obstacle = f"a p2p_communicator of type {type(p2p_communicator).__name__}: messages follow the plan"
-    else:
-        groups = {"p2p_communicator": (p2p_communicator, "pp_group"), "pg_collection": (pg_collection, "pp")}
-        for name, (given, attribute) in groups.items():
-            group = getattr(given, attribute, None)
-            if given is not None and (group is None or not _is_own_pipeline(group)):
-                obstacle = f"{name}: its pipeline is not the one of megatron.core.parallel_state"
-    if obstacle:
-        raise EppError(f"a plan cannot honour {obstacle}. Leave it out, or use Megatron's own schedule")
-
-
-def _is_own_pipeline(group: Any) -> bool:
-    own = mpu.get_pipeline_model_parallel_group()
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
 
 
 def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:

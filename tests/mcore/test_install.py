@@ -16,11 +16,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.adopt import relayed
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install
 from megatron_epp.mcore.training import session
-from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 from megatron_epp.plan import EppError
 
 
@@ -29,7 +29,7 @@ def core_attention(spec):
 
 
 def test_the_schedule_takes_exactly_what_megatron_passes():
-    ours = inspect.signature(forward_backward_elastic).parameters
+    ours = inspect.signature(ScheduleCall).parameters
     stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters
     assert list(ours) == list(stock)
     for name, parameter in stock.items():

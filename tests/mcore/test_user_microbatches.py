@@ -140,7 +140,7 @@ def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
 def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_epp.mcore import run
+    from megatron_epp.mcore.iteration import schedule_call
 
     class Bridging(P2PCommunicator):
         """Sends by another way."""
@@ -151,10 +151,17 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
         return made
 
     ranks = {"own": [0, 1], "other": [0, 2], "again": [0, 1]}
-    monkeypatch.setattr(run.mpu, "get_pipeline_model_parallel_group", lambda: "own")
-    monkeypatch.setattr(run.dist, "get_process_group_ranks", ranks.__getitem__)
+    monkeypatch.setattr(schedule_call.mpu, "get_pipeline_model_parallel_group", lambda: "own")
+    monkeypatch.setattr(schedule_call.dist, "get_process_group_ranks", ranks.__getitem__)
     pipeline = "its pipeline is not the one of megatron.core.parallel_state. Leave it out, or use Megatron's own schedule"
-    for given, said in (
+
+    def check(*values: object) -> None:
+        names = "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"
+        required = {"forward_step_func": print, "data_iterator": None, "model": None, "num_microbatches": 1}
+        call = schedule_call.ScheduleCall(**required, seq_length=1, micro_batch_size=1, **dict(zip(names, values, strict=True)))
+        call.check_messages()
+
+    for values, said in (
         ((print, None, None), "adjust_tensor_shapes_fn: messages follow the plan."),
         ((None, communicator(Bridging, "own"), None), "a p2p_communicator of type Bridging: messages follow the plan."),
         ((None, Namespace(pp_group="own"), None), "a p2p_communicator of type Namespace: messages follow the plan."),
@@ -165,10 +172,10 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
         ((None, None, Namespace(pp=None)), f"pg_collection: {pipeline}"),
     ):
         with pytest.raises(EppError) as error:
-            run.check_messages(*given)
+            check(*values)
         assert str(error.value).startswith(f"a plan cannot honour {said}")
-    run.check_messages(None, None, None)
-    run.check_messages(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
+    check(None, None, None)
+    check(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
 
 
 LOOPS = {

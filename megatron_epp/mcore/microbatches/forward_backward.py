@@ -8,20 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.features import training_args
 from megatron_epp.mcore.iteration.agreement import agree_on_shapes
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.microbatches.ahead import installed
-from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.model.stage import timed
-from megatron_epp.mcore.run import check_messages
 from megatron_epp.mcore.training.report import NOTHING, IterationReport
 from megatron_epp.plan import EppError
 
@@ -46,43 +44,16 @@ class Schedule:
         self._pipelines: list[MicrobatchPipeline] = []
         self._loaded: tuple[KeptCosts, ...] = ()
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-    ) -> list[Any]:
-        """Run one call of the schedule by a plan. Megatron's pipeline schedules have the same arguments and results.
-
-        `seq_length`, `micro_batch_size` and `decoder_seq_length` are not used: shapes of messages follow from the microbatches.
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Run one call of the schedule by a plan, with the arguments (`ScheduleCall`) and results of Megatron's own.
 
         Raises:
             EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
         """
-        check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
-        models = model if isinstance(model, list) else [model]
-        pipeline, config = self._pipeline(models), get_model_config(models[0])
-        call = Call(
-            forward_step_func=forward_step_func,
-            num_microbatches=num_microbatches,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            context_ranks=mpu.get_context_parallel_world_size() if pg_collection is None else pg_collection.cp.size(),
-        )
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        call = ScheduleCall(**arguments)
+        call.check_messages()
+        models, iterators, forward_only, count = call.models, call.iterators, call.forward_only, call.num_microbatches
+        pipeline, config = self._pipeline(models), call.config
         with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             start_s = time.perf_counter()
             with pipeline.telling_others():
@@ -91,9 +62,9 @@ class Schedule:
                 # In evaluation, too: until the thread has ended, this one must not plan.
                 with pipeline.watching("waits for others' microbatches and plans"):
                     pipeline.ahead.wait()
-                agreed = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
+                agreed = pipeline.ahead.take(ahead, count) if in_turn else None
             with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
-                sources, shapes, problem = self._taken(iterators, num_microbatches, len(models))
+                sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
                     looks_ahead = in_turn and pipeline.learner.is_done
                     agreed = agree_on_shapes(
@@ -107,13 +78,13 @@ class Schedule:
                 # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
                 # Not while costs are learnt: the next plan needs what this run measures.
                 if in_turn and pipeline.learner.is_done:
-                    pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
+                    pipeline.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
                 report = IterationReport.begin(pipeline, planned or NOTHING, forward_only)
                 results, num_tokens = pipeline.run(call, sources, agreed, planned, report)
                 for source in sources:
                     source.finish()
                 if not forward_only:
-                    pipeline.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+                    pipeline.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
                 report.finish(None)
         return results
 

@@ -31,8 +31,8 @@ from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes, from_first
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.microbatches.ahead import Ahead, installed
-from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
@@ -203,7 +203,7 @@ class MicrobatchPipeline(Run):
 
     def run(
         self,
-        call: Call,
+        call: ScheduleCall,
         sources: list[Microbatches],
         agreed: AgreedShapes,
         planned: MicrobatchPlan | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_epp.mcore.features import backward_step
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
-from megatron_epp.mcore.microbatches.call import Call, checked_step
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
 from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import begin_graphs, run_again
@@ -77,7 +77,7 @@ class MicrobatchStage:
 
     def begin(
         self,
-        call: Call,
+        call: ScheduleCall,
         microbatches: Microbatches,
         shapes: Sequence[Microbatch],
         order: Sequence[int],

@@ -19,10 +19,10 @@ from megatron.training import get_args
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration.run_plan import run_plan
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
-from megatron_epp.mcore.run import check_messages
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
 from megatron_epp.mcore.training.reduction import NoReduction, Reduction
@@ -61,53 +61,30 @@ def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callabl
     return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)
 
 
-def forward_backward_elastic(
-    *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-    p2p_communicator: Any = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = False,
-) -> list[dict[str, torch.Tensor]]:
-    """Run one iteration by its plan. Megatron's pipeline schedules have the same signature.
+def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
+    """Run one iteration by its plan, called as Megatron's pipeline schedules are (`ScheduleCall`).
 
-    Args:
-        data_iterator: yields one `GlobalBatch` per call; in a list with one iterator per model chunk, the first is used.
-        model: the model chunk, or a list of all of this rank's.
-        num_microbatches: sequences per replica on average. The division of the batch determines how many a replica gets, and
-            the plan how they are cut and packed.
-        forward_only: True for an evaluation step.
-
-    The others are as Megatron passes them. `forward_step_func` is not called, since it does not take chunks, and is refused
-    unless it is Megatron's own.
+    `num_microbatches` is the number of sequences per replica on average: the division of the batch determines how many a
+    replica gets, and the plan how they are cut and packed. The data iterator yields one `GlobalBatch` per call.
+    `forward_step_func` is not called, since it does not take chunks, and is refused unless it is Megatron's own.
 
     Returns:
         on the last rank one report, ``{"lm loss": [sum, tokens]}`` (see `report_of`); elsewhere an empty list.
     """
-    if collect_non_loss_data:
+    call = ScheduleCall(**arguments)
+    if call.collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
-    require_stock({FORWARD_STEP: forward_step_func})
-    check_messages(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
-    models = model if isinstance(model, list) else [model]
-    batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    config = get_model_config(models[0])
+    require_stock({FORWARD_STEP: call.forward_step_func})
+    call.check_messages()
+    models, config, forward_only, count = call.models, call.config, call.forward_only, call.num_microbatches
     session = sessions.current()
     session.attach(models, config)
     with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
         with timed(config.timers, "batch-generator"), session.telling_others(unless=_RAISED_BY_ALL):
-            batch = _next_batch(batches, num_microbatches, session, forward_only)
+            batch = _next_batch(call.iterators[0], count, session, forward_only)
 
         def finish(num_tokens: torch.Tensor) -> None:
-            session.finish_gradients(models, num_tokens, pg_collection, force_all_reduce)
+            session.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
             if not batch.trains:
                 leave_out(session, models, config, batch)
 
@@ -116,9 +93,9 @@ def forward_backward_elastic(
             count_tokens(batch.prepared.inputs)
             if session.args.epp_batch_tokens is not None:
                 # To which Megatron's loop adds the sequences that it has asked for.
-                session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
+                session.args.consumed_train_samples = batch.consumed_samples - count * session.replicas
     if not forward_only and batch.plan is not None:
-        average_router_losses(num_microbatches, len(batch.plan.chunks))
+        average_router_losses(count, len(batch.plan.chunks))
     finish_batch(session, batch, loss, report, forward_only)
     return [] if loss is None else [report_of(loss, session.loss)]
 

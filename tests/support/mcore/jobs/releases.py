@@ -34,8 +34,8 @@ def known() -> dict[str, object]:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_epp.mcore import features
+    from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
     from megatron_epp.mcore.patches import fingerprints, install, patching
-    from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 
     stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving)
     applied = set(patching.applied())
@@ -44,5 +44,5 @@ def known() -> dict[str, object]:
         "path": megatron.training.__path__[0],
         "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON | fingerprints.SHOWN),
         "not applied": [patch.target for patch in install.patches() if patch not in applied],
-        "parameters": [list(stock.parameters), list(inspect.signature(forward_backward_elastic).parameters)],
+        "parameters": [list(stock.parameters), list(inspect.signature(ScheduleCall).parameters)],
     }
