@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to
+from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
@@ -146,6 +146,15 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
         vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
         offloadable_share=min(shares, default=base.offloadable_share),
     )
+
+
+def untold(base: PipelineCosts, ranks: Sequence[Learnt]) -> tuple[str, ...]:
+    """Return the coefficients of forwards whose ratio to the others `fitted_costs` leaves as by formula, on some stage."""
+    names: dict[str, None] = {}
+    for number, stage in enumerate(base.stages):
+        times = [timed for learnt in ranks for timed in learnt.times.get((number, Op.F), ())]
+        names |= dict.fromkeys(undetermined(stage.line("forward"), times))
+    return tuple(names)
 
 
 def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of
+from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.microbatches import names_of
@@ -258,7 +258,9 @@ class Run:
         costs = complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))
         if dist.get_rank() == 0 and plan is not None:
             ratio = deviation(before, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
-            logger.info("costs learnt from %d iterations: they took %s%s", learner.recorded, ratio, told)
+            stays = ", ".join(untold(before, everyone))
+            stays = stays and f"; these batches do not tell, so the ratio is that of formulas: {stays}"
+            logger.info("costs learnt from %d iterations: they took %s%s%s", learner.recorded, ratio, stays, told)
         self._keep(costs)
         self.costs = costs
         return costs

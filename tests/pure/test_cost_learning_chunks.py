@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from megatron_epp.cost import CPU, Line, ModelShape, StageCosts, analytic_profile
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, fitted_costs, of_whole_microbatches, size_of
+from megatron_epp.cost.timed import Timed, fitted_line, undetermined
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Plan, Recompute, Segment
 from tests.support.plan.small_plans import one_f_one_b
 
@@ -135,3 +139,34 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
     assert same(found.line("forward"), last.line("forward").scaled(slowness))
     assert same(found.line("backward"), last.line("backward").scaled(slowness))
     assert found.line_of_ends("forward").per_token_us == pytest.approx(slowness * last.line_of_ends("forward").per_token_us)
+
+
+def equal_in_time(line: Line, length: int, count: int) -> list[tuple[int, int]]:
+    """Starts and ends of slices of a sequence that take equal times."""
+    whole_us = line.time_us(length, causal_pairs(0, length))
+    ends = [
+        min(range(length + 1), key=lambda end: abs(line.time_us(end, causal_pairs(0, end)) - whole_us * part / count))
+        for part in range(1, count)
+    ]
+    return [*pairwise([0, *ends, length])]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_that_take_equal_times_do_not_make_tokens_look_free(seed: int) -> None:
+    """Any mixture of times per slice, token and pair goes through their times, so noise would choose one."""
+    noise, truth = random.Random(seed), FORWARD.scaled(1.5)
+    slices = [(end - start, causal_pairs(start, end)) for start, end in equal_in_time(FORWARD, 4000, 8)]
+    times = [Timed(*size, truth.time_us(*size) * noise.uniform(0.9, 1.1)) for size in slices * RECORDED]
+    line = fitted_line(FORWARD, times)
+    for start, end in equal_in_time(FORWARD, 4000, 2):
+        size = end - start, causal_pairs(start, end)
+        assert line.time_us(*size) == pytest.approx(truth.time_us(*size), rel=0.1)
+
+
+def test_it_is_told_which_times_the_batches_do_not_tell() -> None:
+    cut = [(end - start, causal_pairs(start, end)) for start, end in equal_in_time(FORWARD, 4000, 8)]
+    assert undetermined(FORWARD, [Timed(*size, 1.0) for size in cut]) == ("fixed time",)
+    assert undetermined(FORWARD, [Timed(700, 250_000, 1.0)]) == ("fixed time", "time per token", "time per pair")
+    alone = [Timed(size, causal_pairs(0, size), 1.0) for size in SIZES]
+    assert undetermined(FORWARD, alone) == ()
+    assert undetermined(FORWARD, []) == ()
