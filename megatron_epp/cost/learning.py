@@ -31,11 +31,6 @@ class Learner:
     seen: int = 0
     learnt: Learnt = field(default_factory=Learnt)
 
-    @staticmethod
-    def done() -> Learner:
-        """Return a learner that has nothing left to record, since costs were learnt earlier."""
-        return Learner(WARM_UP + RECORDED)
-
     @property
     def is_recording(self) -> bool:
         return WARM_UP <= self.seen < WARM_UP + RECORDED
@@ -44,10 +39,6 @@ class Learner:
     def recorded(self) -> int:
         """Number of iterations that were recorded."""
         return min(max(0, self.seen - WARM_UP), RECORDED)
-
-    @property
-    def is_done(self) -> bool:
-        return self.seen >= WARM_UP + RECORDED
 
     def add(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore import run
+from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.run import Run
-from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
 
@@ -50,7 +51,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(run, "from_each", lambda item: [item])
     ours = object.__new__(Run)
     ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
-    return CostLearning(lookahead=2, pipeline=0, fit=ours.fit)
+    return CostLearning(partial(ours.fit, keeps_weights=True))
 
 
 def learn(made: CostLearning) -> PipelineCosts:
@@ -102,39 +103,41 @@ def test_an_error_of_reading_times_is_raised_at_the_next_iteration(made: CostLea
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(made: CostLearning, is_early: bool) -> None:
+def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early: bool) -> None:
+    planner = LearntPlanner(lookahead=2)
     by_formula, by_learnt, used = Planner(), Planner(), []
 
     def plan_ahead() -> None:
-        used.extend(made.planner_of_next(by_formula) for _ in range(made.first_batch + 2))  # type: ignore[arg-type]
+        used.extend(planner.planner_of_next(by_formula) for _ in range(planner.first_batch + 2))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=plan_ahead, daemon=True)
     if is_early:
-        made.plan_with(by_learnt)  # type: ignore[arg-type]
+        planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.start()
     if not is_early:
         thread.join(0.2)
         assert thread.is_alive()
-        made.plan_with(by_learnt)  # type: ignore[arg-type]
+        planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.join(30)
-    assert used == [by_formula] * (made.first_batch - 1) + [by_learnt] * 3
-    assert made.first_batch > LEARNING  # or its plan would be needed before costs are known
-    made.close()
+    assert used == [by_formula] * (planner.first_batch - 1) + [by_learnt] * 3
+    assert planner.first_batch > LEARNING  # or its plan would be needed before costs are known
+    planner.close()
     assert by_learnt.is_closed
 
 
-def test_a_thread_that_waits_ends_with_training(made: CostLearning) -> None:
+def test_a_thread_that_waits_ends_with_training() -> None:
+    planner = LearntPlanner(lookahead=2)
     errors: list[EppError] = []
 
     def plan_ahead() -> None:
         try:
             while True:
-                made.planner_of_next(Planner())  # type: ignore[arg-type]
+                planner.planner_of_next(Planner())  # type: ignore[arg-type]
         except EppError as error:
             errors.append(error)
 
     thread = threading.Thread(target=plan_ahead, daemon=True)
     thread.start()
-    made.close()
+    planner.close()
     thread.join(30)
     assert "training has ended" in str(errors[0])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.microbatches.ahead import Ahead
-from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.reports import Reports
 from tests.support.runtime.device_audit import Audit, run
 from tests.support.runtime.runtime_plans import two_ranks
@@ -35,8 +35,8 @@ def test_stages_are_watched_on_their_ranks_device(audit):
 
 
 def test_costs_are_learnt_on_their_ranks_device(audit):
-    plan, learning = two_ranks(), CostLearning(lookahead=2, pipeline=0, fit=lambda *_: None)
-    while not learning.learner.is_recording:
+    plan, learning = two_ranks(), CostLearning(lambda *_: None)
+    while not learning.is_recording:
         learning.after(plan, run(audit, plan, 0))
         learning._added.result()
     learning.after(plan, run(audit, plan, 0))

@@ -72,7 +72,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         args=SimpleNamespace(epp_order="given"),
         problem=Problem((), (0, 1), (min(cap_bytes, UNLIMITED_BYTES),) * 2),
         costs=costs_of(2, 2),
-        learner=SimpleNamespace(is_done=is_done),
+        learning=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
         _options=Options(),
         _planner=SimpleNamespace(plan=lambda make, *asked: make(*asked)),

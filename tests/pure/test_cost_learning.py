@@ -52,7 +52,7 @@ def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
                 for chunk in range(len(LENGTHS))
             }
             learner.add(plan, events(plan, rank, scale, split), kept if kept_per_token else {}, 7, 0.75 - rank / 4)
-        assert learner.is_done
+        assert not learner.is_recording
         found.append(learner.learnt)
     return fitted_costs(FORMULAS, found)
 

@@ -66,7 +66,7 @@ class Schedule:
             with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
                 sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
-                    looks_ahead = in_turn and pipeline.learner.is_done
+                    looks_ahead = in_turn and pipeline.learning.is_done
                     agreed = agree_on_shapes(
                         pipeline.local_shapes(sources, shapes, problem, looks_ahead), pipeline.links.control
                     )
@@ -77,7 +77,7 @@ class Schedule:
             with pipeline.telling_others():
                 # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
                 # Not while costs are learnt: the next plan needs what this run measures.
-                if in_turn and pipeline.learner.is_done:
+                if in_turn and pipeline.learning.is_done:
                     pipeline.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
                 report = IterationReport.begin(pipeline, planned or NOTHING, forward_only)
                 results, num_tokens = pipeline.run(call, sources, agreed, planned, report)

@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import (
-    Learner,
     of_whole_microbatches,
     with_microbatches,
     with_static,
@@ -29,6 +28,7 @@ from megatron_epp.mcore.costs.shape import costs_of_stages, formulas, optimizer_
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes, from_first
+from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
@@ -57,7 +57,6 @@ from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import ObjectGroup, from_each
-from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class MicrobatchPipeline(Run):
         self.ahead = Ahead(self._plan_ahead)
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
-        self.learner = Learner() if self.kept is None else Learner.done()
+        self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.kept is not None)
         told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
         options = options_from(args, training=True, offload=offloads(args))
         if obstacle := next((text for each in told for text in each if text), ""):
@@ -138,8 +137,8 @@ class MicrobatchPipeline(Run):
         # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
         # wait for the latter.
         self._plans: dict[tuple[Shapes, tuple[int, ...], bool], MicrobatchPlan] = {}
-        self._measured: tuple[MicrobatchPlan, AgreedShapes] | None = None
-        """The last training iteration that was recorded for costs."""
+        self._measured: AgreedShapes | None = None
+        """Microbatches of the last training iteration that was recorded for costs."""
         self._last: tuple[tuple[Shapes, bool], MicrobatchPlan | None] | None = None
 
     @property
@@ -185,7 +184,7 @@ class MicrobatchPipeline(Run):
             actions = packed.actions(self.rank)
             self._plans[key] = MicrobatchPlan(packed.plan(), order, actions, packed.plan_digest, packed.planning_us)
             if dist.get_rank() == 0:
-                _tell(self._plans[key].plan, agreed, self.learner.is_done)
+                _tell(self._plans[key].plan, agreed, self.learning.is_done)
         return self._plans[key].of(agreed.own) if agreed.own else self._plans[key]
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
@@ -218,15 +217,13 @@ class MicrobatchPipeline(Run):
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
-        measures = self.learner.is_recording and not call.forward_only
+        measures = self.learning.is_recording and not call.forward_only
         reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
         if planned is None:
             if not call.forward_only:
                 with reduction:
                     reduction.reduce_all()
-                if not self.learner.is_done:
-                    self.learner.skip()
-                    self._fit()
+                self._learn(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = (parameter for model in self.models for parameter in model.parameters())
         counts = self.host is not None or (measures and not self._on_gpu)
@@ -239,12 +236,9 @@ class MicrobatchPipeline(Run):
 
         program = program_of(planned.plan, planned.actions)
         run_plan(self, self.models, planned.plan, report, reduction, begin, program=program)
+        self._measured = agreed if measures else self._measured
         if not call.forward_only:
-            if self.learner.is_done:
-                assert self.watch is not None  # since `settle`
-                self.watch.after(planned.plan, report.recorder)
-            else:
-                self._learn(planned, agreed, report.recorder if measures else None, report.tracker.offloadable_share)
+            self._learn(planned.plan, report)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -287,7 +281,7 @@ class MicrobatchPipeline(Run):
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
         in_order = self.args.epp_order == GIVEN
         as_given = plan_in_order_as_given if in_order else plan_as_given
-        if not self.learner.is_done:
+        if not self.learning.is_done:
             return self._planner.plan(as_given, *asked)
         try:
             return self._planner.plan(plan_in_order if in_order else plan_microbatches, *asked)
@@ -307,37 +301,34 @@ class MicrobatchPipeline(Run):
     def _with_microbatches(self, costs: PipelineCosts, agreed: AgreedShapes) -> PipelineCosts:
         return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
 
-    def _learn(self, planned: MicrobatchPlan, agreed: AgreedShapes, recorder: Recorder | None, share: float | None) -> None:
-        """Record a training iteration; after the last one that is measured, fit costs, in a collective call."""
-        if recorder is None:
-            self.learner.add(planned.plan, (), {})
-            if self._on_gpu:  # the first iteration, in which kernels are chosen, may have had a higher peak
-                torch.cuda.reset_peak_memory_stats()
+    def _learn(self, plan: Plan | None, report: IterationReport) -> None:
+        """Learn costs from a training iteration, or compare it with its plan; in some, a collective call of all ranks."""
+        if self.learning.is_done:
+            if plan is not None and self.watch is not None:
+                self.watch.after(plan, report.recorder)
             return
-        kept_bytes = {
-            (op, number, c): size
-            for number, stage in self.stages.items()
-            for op, found in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
-            for c, size in found.items()
-        }
-        peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-        self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
-        self._measured = planned, agreed
-        self._fit()
-
-    def _fit(self) -> None:
-        """Fit costs if all iterations are recorded. A collective call then, over all replicas."""
-        if not self.learner.is_done:
-            return
-        plan = None if self._measured is None else self._measured[0].plan
-        self.fit(self.learner, plan, complete=self._with_static)
-        self._plans.clear()  # they were made with costs by formula
+        measured: dict[str, Any] = {}
+        if self.learning.is_recording and plan is not None:
+            measured = {
+                "kept_bytes": {
+                    (op, number, chunk): size
+                    for number, stage in self.stages.items()
+                    for op, sizes in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+                    for chunk, size in sizes.items()
+                },
+                "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
+                "offloadable_share": report.tracker.offloadable_share,
+            }
+        elif self._on_gpu:  # kernels are chosen in the first iteration, which may have had a higher peak
+            torch.cuda.reset_peak_memory_stats()
+        if self.learning.after(plan, report.recorder, **measured) is not None:
+            self._plans.clear()  # they were made with costs by formula
 
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted."""
         if not self._on_gpu:
             return learnt
-        peaks, counted = gathered(self.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
+        peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each(first)
         return with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
@@ -346,9 +337,8 @@ class MicrobatchPipeline(Run):
         """Return the peak bytes by rank of the last recorded iteration, by learnt costs, which have no static bytes."""
         if self._measured is None:
             return (0,) * self.problem.num_ranks
-        agreed = self._measured[1]
-        counted = self._with_microbatches(learnt, agreed)
-        return plan_as_given(_lengths_of(agreed.shapes), self.problem, counted, self._options).plan.predicted.peak_bytes
+        counted = self._with_microbatches(learnt, self._measured)
+        return plan_as_given(_lengths_of(self._measured.shapes), self.problem, counted, self._options).plan.predicted.peak_bytes
 
 
 def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bool) -> Options:

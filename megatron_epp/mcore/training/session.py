@@ -22,6 +22,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
+from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -29,7 +30,6 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.run import Run, lockstep_groups
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
-from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lazy import load
@@ -57,6 +57,8 @@ class Session(Run):
     stages: dict[int, MegatronStage]
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
+    learnt_planner: LearntPlanner | None = None
+    """Planner of batches while costs are learnt and afterwards; None as `learning` is."""
     warm_up: KernelWarmUp | None = None
     """Warm-up of this rank's attention; None before `attach`, and if there is nothing to warm up."""
     inputs: RankInputs | None = None
@@ -96,7 +98,9 @@ class Session(Run):
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
             if learns and self.kept is None:
-                self.learning = CostLearning(self.args.epp_lookahead, self.links.ranks[0], self.fit)
+                self.learnt_planner = LearntPlanner(self.args.epp_lookahead)
+                told = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
+                self.learning = CostLearning(partial(self.fit, keeps_weights=True, told=told), self.links.ranks[0])
             if self.plans:
                 assert self.costs is not None  # since `settle`
                 self._planner = self._planner_by(self.costs)
@@ -152,8 +156,9 @@ class Session(Run):
         inputs = batch.prepared.inputs
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
         with self.watching("waits for others' times"):
-            if self.learning is not None and (learnt := self.learning.after(plan, recorder, share)) is not None and self.plans:
-                self.learning.plan_with(self._planner_by(learnt))
+            learnt = None if self.learning is None else self.learning.after(plan, recorder, share)
+            if learnt is not None and self.plans and self.learnt_planner is not None:
+                self.learnt_planner.plan_with(self._planner_by(learnt))
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
                 self.watch.after(plan, recorder)
 
@@ -173,11 +178,9 @@ class Session(Run):
         try:
             super().close()
         finally:
-            for planning in (self._planner, self._process):
+            for planning in (self._planner, self._process, self.learnt_planner):
                 if planning is not None:
                     planning.close()
-            if self.learning is not None:
-                self.learning.close()
 
     def _plan(
         self,
@@ -190,8 +193,8 @@ class Session(Run):
         self._can_plan.wait()
         assert self._planner is not None
         planner = self._planner
-        if self.learning is not None and not forward_only:  # evaluations stay with formulas: they follow no iteration
-            planner = self.learning.planner_of_next(planner)
+        if self.learnt_planner is not None and not forward_only:  # evaluations stay with formulas: they follow no iteration
+            planner = self.learnt_planner.planner_of_next(planner)
         try:
             asked = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups)
             return planner.plan(replace(asked, forward_only=forward_only))

@@ -53,13 +53,13 @@ def main():
         entry.prepare()
         import torch.distributed as dist
 
+        from megatron_epp.mcore.iteration.learn_costs import CostLearning
         from megatron_epp.mcore.model import gpt
-        from megatron_epp.mcore.training.learning import CostLearning
 
         after = CostLearning.after
 
-        def with_given_times(self, plan, recorder, output_share=None):
-            return after(self, plan, Given(plan, recorder, dist.get_rank()), output_share)
+        def with_given_times(self, plan, recorder, output_share=None, **measured):
+            return after(self, plan, Given(plan, recorder, dist.get_rank()), output_share, **measured)
 
         CostLearning.after = with_given_times
         gpt.pretrain()

@@ -18,7 +18,7 @@ def main():
 
         def forward(self, *rest):
             run = session.current()
-            if run.rank == 1 and run.learning is not None and run.iteration >= run.learning.first_batch:
+            if run.rank == 1 and run.learnt_planner is not None and run.iteration >= run.learnt_planner.first_batch:
                 time.sleep(SLEEP_S)
             return quick(self, *rest)
 
