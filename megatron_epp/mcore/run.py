@@ -73,7 +73,7 @@ class Run:
     """Costs of the pipeline; None before `settle`, and if the schedule needs no plans."""
     learnt_with: dict[str, Any] | None = None
     """Flags and model that learnt costs depend on; None if none are learnt."""
-    kept: KeptCosts | None = None
+    saved_costs: KeptCosts | None = None
     """Learnt costs, to be kept with checkpoints; None while they are learnt, and if they are not."""
     host: HostMemory | None = None
     """Host memory that receives offloaded activations; None without --epp-offload."""
@@ -163,7 +163,7 @@ class Run:
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
         self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
         self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
-        trains = {number: any(one.requires_grad for one in stage.model.parameters()) for number, stage in stages.items()}
+        trains = {number: any(weight.requires_grad for weight in stage.model.parameters()) for number, stage in stages.items()}
         everyone = self.links.control.from_each([number for number, does in trains.items() if does])
         first = min(itertools.chain(*everyone), default=self.placement.num_stages)
         for number, stage in stages.items():
@@ -244,7 +244,7 @@ class Run:
         plan: Plan | None,
         keeps_weights: bool = False,
         complete: Callable[[PipelineCosts], PipelineCosts] = lambda costs: costs,
-        told: str = "",
+        note: str = "",
     ) -> PipelineCosts:
         """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them.
 
@@ -260,15 +260,15 @@ class Run:
             ratio = deviation(before, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
             stays = ", ".join(untold(before, everyone))
             stays = stays and f"; these batches do not tell, so the ratio is that of formulas: {stays}"
-            logger.info("costs learnt from %d iterations: they took %s%s%s", learner.recorded, ratio, stays, told)
+            logger.info("costs learnt from %d iterations: they took %s%s%s", learner.recorded, ratio, stays, note)
         self._keep(costs)
         self.costs = costs
         return costs
 
     def _keep(self, costs: PipelineCosts) -> None:
         assert self.learnt_with is not None  # costs are learnt
-        self.kept = KeptCosts(costs, self.learnt_with)
-        keep(self.args, self.kept)
+        self.saved_costs = KeptCosts(costs, self.learnt_with)
+        keep(self.args, self.saved_costs)
 
     def finish_gradients(
         self, models: list[torch.nn.Module], num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None

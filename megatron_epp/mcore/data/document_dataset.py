@@ -83,10 +83,12 @@ class DocumentDataset:
         document, before = self._sequences.locate(index)
         # A document's sentences lie one after the other in the file, so reading on past the first one is a read of them all.
         sentence = int(self.file.data.document_indices[self._first + document])
-        found: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)
+        tokens: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)
         if self._vocab_size is not None:
-            check_ids(self.file.prefix, found, self._vocab_size, self.file.first_token(self._first + document) + before + start)
-        return found
+            check_ids(
+                self.file.prefix, tokens, self._vocab_size, self.file.first_token(self._first + document) + before + start
+            )
+        return tokens
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
         """Return the mask of tokens ``[start, end)`` of a sequence; None if the file has no mask, and all tokens are trained.

@@ -113,7 +113,7 @@ def build_splits(
         return _samples(args, tokenizer)
     blend, blend_per_split = _blends(args)
     if args.epp_documents == "stream":
-        return _streams(args, num_samples, tokenizer, [one for one in (blend, *(blend_per_split or ())) if one])
+        return _streams(args, num_samples, tokenizer, list(filter(None, (blend, *(blend_per_split or ())))))
     if blend_per_split is not None and args.split is not None:
         log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
@@ -186,8 +186,8 @@ def check_files_of(args: Namespace) -> None:
     if getattr(args, "epp_samples", None):
         return
     blend, blend_per_split = _blends(args)
-    for one in (blend, *(blend_per_split or ())):
-        for prefix in one[0] if one else ():
+    for blend_of_split in (blend, *(blend_per_split or ())):
+        for prefix in blend_of_split[0] if blend_of_split else ():
             check_pair(prefix)
             check_mask_size(prefix)
             if args.epp_documents == "stream":
@@ -257,11 +257,11 @@ def _build_split(
         return (sources[0], True) if sources else None
     if weights is None:
         return concatenate(sources), True
-    kept = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
-    draws = weighted(sources, kept, num_samples, seed)
+    own_weights = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
+    draws = weighted(sources, own_weights, num_samples, seed)
     while draws.lengths.sum(dtype=np.int64) < num_tokens:
         num_samples = 2 * max(1, num_samples)
-        draws = weighted(sources, kept, num_samples, seed)
+        draws = weighted(sources, own_weights, num_samples, seed)
     return draws, False
 
 
@@ -276,7 +276,7 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
             f"the data paths cannot be read ({type(error).__name__}: {error}); give prefixes, or weight and prefix in turn"
         ) from error
     if blend_per_split is not None:
-        blend_per_split = [one if one and one[0] else None for one in blend_per_split]
+        blend_per_split = [own if own and own[0] else None for own in blend_per_split]
     if not (blend and blend[0]) and not (blend_per_split and any(blend_per_split)):
         raise EppError(
             "there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair"

@@ -50,10 +50,10 @@ class StreamDataset:
     def _read_sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         sample = self._samples[index]
         tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
-        found = np.concatenate((tokens, labels[-1:]))
-        check_ids(f"a sample of the {self._name} split", found, self._vocab_size)
+        ids = np.concatenate((tokens, labels[-1:]))
+        check_ids(f"a sample of the {self._name} split", ids, self._vocab_size)
         mask = np.concatenate(([1], sample["loss_mask"].numpy().astype(np.uint8)))
-        return found, mask
+        return ids, mask
 
 
 def build_streams(
@@ -66,9 +66,9 @@ def build_streams(
     """
     # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
-    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths
-    splits = zip(found, names, strict=True)
-    return [None if one is None else StreamDataset(one, args.seq_length, vocab_size, name) for one, name in splits]
+    datasets = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths
+    splits = zip(datasets, names, strict=True)
+    return [None if dataset is None else StreamDataset(dataset, args.seq_length, vocab_size, name) for dataset, name in splits]
 
 
 def build_gpt_datasets(args: Namespace, num_samples: list[int], is_wanted_here: Callable[[], bool]) -> tuple[Any, Any, Any]:

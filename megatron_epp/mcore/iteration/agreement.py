@@ -64,10 +64,10 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
         EppError: on every rank: a rank failed, no rank has data, ranks of a replica have different microbatches, or replicas
             that share experts different numbers of them.
     """
-    everyone = group.from_each((local, dist.get_rank()))
-    if failed := [f"rank {rank}: {one.problem}" for one, rank in everyone if one.problem]:
+    ranks = group.from_each((local, dist.get_rank()))
+    if failed := [f"rank {rank}: {sent.problem}" for sent, rank in ranks if sent.problem]:
         raise EppError("; ".join(failed))
-    known = [(one.shapes, one.replica, rank) for one, rank in everyone if one.shapes is not None]
+    known = [(sent.shapes, sent.replica, rank) for sent, rank in ranks if sent.shapes is not None]
     if not known:
         raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
     replicas: dict[int, tuple[Shapes, int]] = {}
@@ -86,8 +86,8 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     of_all = tuple(map(_largest, zip(*(shapes for shapes, _ in replicas.values()), strict=True)))
     own = replicas[local.replica][0] if local.replica in replicas else of_all
     num_bytes: dict[int, int] = {}
-    for one, _ in everyone:
-        num_bytes[one.position] = max(one.num_bytes, num_bytes.get(one.position, 0))
+    for sent, _ in ranks:
+        num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
     sizes = tuple(num_bytes[position] for position in sorted(num_bytes))
     return AgreedShapes(of_all, sizes, () if own == of_all else own)
 
@@ -97,8 +97,8 @@ def _largest(shapes: Shapes) -> Microbatch:
 
     It is one of them, or has two sequences.
     """
-    best = max(shapes, key=lambda one: (sum(one.lengths), _pairs(one.lengths)))
-    tokens, pairs = sum(best.lengths), max(_pairs(one.lengths) for one in shapes)
+    best = max(shapes, key=lambda shape: (sum(shape.lengths), _pairs(shape.lengths)))
+    tokens, pairs = sum(best.lengths), max(_pairs(shape.lengths) for shape in shapes)
     if pairs <= _pairs(best.lengths):
         return best
     longest = range(-(-tokens // 2), tokens + 1)

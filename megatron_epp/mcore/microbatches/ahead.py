@@ -47,7 +47,7 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
     Megatron's own iterators replay an iteration's items by themselves and read new ones from their attribute ``iterable``, so
     what is seen ahead is not replayed.
     """
-    found = []
+    ahead = []
     for iterator in iterators:
         if iterator is None:
             continue
@@ -55,8 +55,8 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
             return None
         if not isinstance(iterator.iterable, LookAhead):
             iterator.iterable = LookAhead(iterator.iterable)
-        found.append(iterator.iterable)
-    return found
+        ahead.append(iterator.iterable)
+    return ahead
 
 
 class Ahead:

@@ -93,9 +93,9 @@ class Schedule:
 
         While some are still learnt, loaded costs are in it too.
         """
-        learnt = [pipeline.kept for pipeline in self._pipelines if pipeline.kept is not None]
+        learnt = [pipeline.saved_costs for pipeline in self._pipelines if pipeline.saved_costs is not None]
         is_complete = bool(learnt) and len(learnt) == len(self._pipelines)
-        return to_state(learnt if is_complete else [*learnt, *(one for one in self._loaded if one not in learnt)])
+        return to_state(learnt if is_complete else [*learnt, *(costs for costs in self._loaded if costs not in learnt)])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the costs that `state_dict` returned in an earlier run, on every rank and before the schedule's first call.
@@ -115,13 +115,13 @@ class Schedule:
         for pipeline in self._pipelines:
             if pipeline.models == models:
                 return pipeline
-        made = MicrobatchPipeline(self._arguments(models), models, self._loaded)
-        with made.telling_others():
-            refuse_router_replay(models, made.args.epp_order)
+        pipeline = MicrobatchPipeline(self._arguments(models), models, self._loaded)
+        with pipeline.telling_others():
+            refuse_router_replay(models, pipeline.args.epp_order)
             if len(models) > 1:
-                refuse_other_turns(get_model_config(models[0]), made.placement.num_ranks, made.args.epp_order)
-        self._pipelines.append(made)
-        return made
+                refuse_other_turns(get_model_config(models[0]), pipeline.placement.num_ranks, pipeline.args.epp_order)
+        self._pipelines.append(pipeline)
+        return pipeline
 
     def close(self) -> None:
         """End the threads that look ahead, and complete what others do."""
@@ -154,8 +154,8 @@ class Schedule:
 
     def _shape(self, item: Any) -> Microbatch:
         refuse_group_sizes(item)
-        found = self._shape_of(item)
-        return found if isinstance(found, Microbatch) else Microbatch(tuple(filter(None, map(int, found))))
+        shape = self._shape_of(item)
+        return shape if isinstance(shape, Microbatch) else Microbatch(tuple(filter(None, map(int, shape))))
 
 
 forward_backward_user = Schedule(lambda models: training_args(), looks_ahead=True)

@@ -126,10 +126,10 @@ class MicrobatchPipeline(Run):
         self.ahead = Ahead(self._plan_ahead)
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
-        self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.kept is not None)
-        told = self.links.control.from_each([one.recompute_obstacle for one in self.stages.values()])
+        self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.saved_costs is not None)
+        obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
         options = options_from(args, training=True, offload=offloads(args))
-        if obstacle := next((text for each in told for text in each if text), ""):
+        if obstacle := next((text for each in obstacles for text in each if text), ""):
             options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
         self._options = options
         if options.split_weight:
@@ -249,8 +249,8 @@ class MicrobatchPipeline(Run):
         mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
-        found = costs_of_stages(formulas(self.args), counts, trained, optimizer, replicas=replicas)
-        costs = of_whole_microbatches(found)
+        costs_by_formula = costs_of_stages(formulas(self.args), counts, trained, optimizer, replicas=replicas)
+        costs = of_whole_microbatches(costs_by_formula)
         if not offloads(self.args):
             return costs
         note("measuring what can go to the host")

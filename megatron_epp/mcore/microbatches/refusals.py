@@ -47,8 +47,8 @@ def refuse_group_sizes(item: Any) -> None:
     Megatron's and verl's schedulers of such microbatches write ``local_cp_size``, the number of these ranks, into each. verl
     leaves Megatron's own setting off, so nothing else tells.
     """
-    for one in item if isinstance(item, (tuple, list)) else (item,):
-        for holder in (one, _value(one, "packed_seq_params")):
+    for part in item if isinstance(item, (tuple, list)) else (item,):
+        for holder in (part, _value(part, "packed_seq_params")):
             if _value(holder, "local_cp_size") is not None:
                 raise EppError(
                     "microbatches are shared by replicas, as by dynamic context parallelism (they have local_cp_size): these "

@@ -132,29 +132,29 @@ def tensor_bytes(items: Any, device: torch.device) -> int:
     storages: dict[int, int] = {}
     level = [items]
     for _ in range(_DEEPEST):
-        for one in level:
-            is_plain = isinstance(one, Tensor) and not is_traceable_wrapper_subclass(one) and one.layout is torch.strided
-            if is_plain and one.device == device:
-                storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        level = [part for one in level for part in _parts(one)]
+        for value in level:
+            is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) and value.layout is torch.strided
+            if is_plain and value.device == device:
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        level = [part for value in level for part in _parts(value)]
     return sum(storages.values())
 
 
-def _parts(one: Any) -> Iterable[Any]:
+def _parts(value: Any) -> Iterable[Any]:
     """Return the values of a mapping, the items of a sequence, the tensors that one of a subclass wraps (a jagged one, for
     instance), or the attributes of another object that is no module.
     """
-    if is_traceable_wrapper_subclass(one):
-        return [getattr(one, name) for name in one.__tensor_flatten__()[0]]
-    if isinstance(one, (Tensor, torch.nn.Module, ModuleType, type)):
+    if is_traceable_wrapper_subclass(value):
+        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, (Tensor, torch.nn.Module, ModuleType, type)):
         return ()
-    if isinstance(one, Mapping):
-        return one.values()
-    if isinstance(one, (list, tuple, set, deque)):
-        return one
-    if is_dataclass(one):
-        return [getattr(one, field.name) for field in fields(one)]
-    return vars(one).values() if hasattr(one, "__dict__") else ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, deque)):
+        return value
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:
@@ -184,7 +184,7 @@ class _Columns:
 
     def __init__(self, item: Any) -> None:
         self._item = item
-        self.tokens = next((one for name in _TOKENS if isinstance(one := self.get(name), Tensor)), None)
+        self.tokens = next((tokens for name in _TOKENS if isinstance(tokens := self.get(name), Tensor)), None)
 
     def get(self, name: str) -> Any:
         return self._item.get(name, None) if isinstance(self._item, Mapping) else getattr(self._item, name, None)
@@ -192,8 +192,8 @@ class _Columns:
     def shape(self) -> Microbatch | None:
         """Return the shape by the first column of `_READERS` from which it can be read; None if there is no such column."""
         for name, read in _READERS.items():
-            if (value := self.get(name)) is not None and (found := read(value, self)) is not None:
-                return found
+            if (value := self.get(name)) is not None and (shape := read(value, self)) is not None:
+                return shape
         return None
 
 
@@ -206,12 +206,12 @@ def shape_of(item: Any) -> Microbatch:
     Raises:
         EppError: the item has no such column, or its parts have different shapes.
     """
-    if (found := _shape(item)) is None:
+    if (shape := _shape(item)) is None:
         raise EppError(
             f"a microbatch is a {_described(item)}, in which no lengths are found ({', '.join(_READERS)}): give the function "
             "that finds them, shape_of"
         )
-    return found
+    return shape
 
 
 def _shape(item: Any) -> Microbatch | None:
@@ -220,11 +220,11 @@ def _shape(item: Any) -> Microbatch | None:
     if not isinstance(item, (tuple, list)) or hasattr(item, "_fields"):
         return _Columns(item).shape()
     parts = [part for part in item if not isinstance(part, Tensor)]
-    found = dict.fromkeys(shape for part in parts if (shape := _shape(part)) is not None)
-    if len(found) > 1:
-        shapes = " and ".join(f"{sum(shape.lengths)} tokens in {len(shape.lengths)} sequences" for shape in found)
-        raise EppError(f"parts of a microbatch have {shapes}: give the function that finds its lengths, shape_of")
-    return next(iter(found), None) or next((_shape(part) for part in item if isinstance(part, Tensor)), None)
+    shapes = dict.fromkeys(shape for part in parts if (shape := _shape(part)) is not None)
+    if len(shapes) > 1:
+        sizes = " and ".join(f"{sum(shape.lengths)} tokens in {len(shape.lengths)} sequences" for shape in shapes)
+        raise EppError(f"parts of a microbatch have {sizes}: give the function that finds its lengths, shape_of")
+    return next(iter(shapes), None) or next((_shape(part) for part in item if isinstance(part, Tensor)), None)
 
 
 def _described(item: Any) -> str:

@@ -56,9 +56,9 @@ class MicrobatchStage:
     def split_weights(self) -> tuple[int, list[str]]:
         """Split the weight gradients of layers that can delay them; return their number, and the others with the reasons."""
         chunk: Any = unwrap_model(self.model)
-        found = split_where_possible(chunk)
+        split = split_where_possible(chunk)
         self.weights = chunk.weight_gradients
-        return found
+        return split
 
     @property
     def recompute_obstacle(self) -> str:
@@ -178,8 +178,8 @@ class MicrobatchStage:
 
     def _shape(self, index: int) -> tuple[int, int, int]:
         """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""
-        one = self._shapes[index]
-        return sum(one.lengths) // one.rows // self._shards, one.rows, self.config.hidden_size
+        shape = self._shapes[index]
+        return sum(shape.lengths) // shape.rows // self._shards, shape.rows, self.config.hidden_size
 
     def _check(self, index: int, output: object) -> None:
         wanted = self._shape(index)

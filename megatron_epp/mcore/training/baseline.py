@@ -59,7 +59,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         multiple = args.seq_length if fixed else token_multiple(args)
         tables = [SegmentTable.build(chunk, chunk.padded_tokens(multiple)) for chunk in chunks]
         assert session.inputs is not None  # since `attach`
-        inputs = session.inputs.upload((batch.chunk_of(one.segments, multiple) for one in chunks), batch.lengths, tables)
+        inputs = session.inputs.upload((batch.chunk_of(chunk.segments, multiple) for chunk in chunks), batch.lengths, tables)
         inputs.upload.wait()
         if not call["forward_only"]:
             count_tokens(inputs)

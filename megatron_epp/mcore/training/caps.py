@@ -53,8 +53,8 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     If the loaded checkpoint has caps, they are used where devices have about as much free memory now. The first rank keeps the
     caps with this run's checkpoints.
     """
-    kept = of_first(partial(_kept, args))
-    everyone = from_each((position, cap_bytes(args, kept[position] if kept else None)))
+    saved_caps = of_first(partial(_kept, args))
+    everyone = from_each((position, cap_bytes(args, saved_caps[position] if saved_caps else None)))
     caps = tuple(min(cap for at, cap in everyone if at == number) for number in range(args.pipeline_model_parallel_size))
     if args.rank == 0:
         tell_lowered(args, caps)
@@ -81,29 +81,29 @@ def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
     return caps if len(caps) == args.pipeline_model_parallel_size and wanted == wanted_cap_bytes(args) else None
 
 
-def cap_bytes(args: argparse.Namespace, kept: int | None = None) -> int:
+def cap_bytes(args: argparse.Namespace, saved_bytes: int | None = None) -> int:
     """Return the bytes of this rank's memory that plans may fill: the wanted cap, and on a GPU at most the available memory.
 
     Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use.
 
     Args:
-        kept: cap in bytes of the previous run, which is used if the available memory is nearly the same.
+        saved_bytes: cap of the previous run, which is used if the available memory is nearly the same.
     """
     wanted = wanted_cap_bytes(args)
     if not torch.cuda.is_initialized():
         return wanted
     free, _ = torch.cuda.mem_get_info()
     now = min(wanted, room_bytes(free, torch.cuda.memory_reserved()))
-    if kept is None or kept == now:
+    if saved_bytes is None or saved_bytes == now:
         return now
-    if abs(kept - now) <= KEPT_CAP_SLACK_BYTES:  # so that a resumed run makes the same plans as the run before
-        return kept
+    if abs(saved_bytes - now) <= KEPT_CAP_SLACK_BYTES:  # so that a resumed run makes the same plans as the run before
+        return saved_bytes
     logger.warning(
         "plans fill %.2f GiB of the device of rank %d, where those of the run before filled %.2f GiB, so they may differ: the "
         "device has other room now",
         now / _GIB,
         args.rank,
-        kept / _GIB,
+        saved_bytes / _GIB,
     )
     return now
 

@@ -162,19 +162,19 @@ def _short_files(checkpoint: Path) -> Iterator[str]:
         needed[entry.relative_path] = max(needed[entry.relative_path], entry.offset + entry.length)
     for name, num_bytes in sorted(needed.items()):
         path = checkpoint / name
-        found = path.stat().st_size if path.exists() else 0
-        if found < num_bytes:
-            yield f"{path} is damaged: {found:,} bytes of {num_bytes:,}"
+        size = path.stat().st_size if path.exists() else 0
+        if size < num_bytes:
+            yield f"{path} is damaged: {size:,} bytes of {num_bytes:,}"
 
 
 def _sound_before(folder: Path, newest: Path | None) -> Path | None:
     """Return the newest whole checkpoint before one, or of all where there is none."""
-    found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _ITERATION.fullmatch(path.name)))
-    earlier = (path for _, path in reversed(found) if newest is None or int(path.name[5:]) < int(newest.name[5:]))
+    iterations = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _ITERATION.fullmatch(path.name)))
+    earlier = (path for _, path in reversed(iterations) if newest is None or int(path.name[5:]) < int(newest.name[5:]))
     return next((path for path in earlier if fault_of(path) is None), None)
 
 
 def _free(path: Path) -> Path:
     """Return a path that does not exist: this one, or with a number behind it."""
     numbered = (path, *(path.with_name(f"{path.name}_{number}") for number in range(2, 1000)))
-    return next(one for one in numbered if not one.exists())
+    return next(path for path in numbered if not path.exists())

@@ -69,14 +69,14 @@ def user_settings(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `EppError` if the file holds something else.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if (path := args.nccl_communicator_config_path) is not None:
         with naming(f"--nccl-communicator-config-path {path}"):
-            found |= _of_pipelines(parse_yaml(read_text(path, MOST_YAML_BYTES), "the file"))
+            options |= _of_pipelines(parse_yaml(read_text(path, MOST_YAML_BYTES), "the file"))
     # As Megatron adds the flag to the file's settings, which hold for its own groups only.
     if _GROUP in (args.high_priority_stream_groups or ()):
-        found["is_high_priority_stream"] = True
-    return found
+        options["is_high_priority_stream"] = True
+    return options
 
 
 def _of_pipelines(body: Any) -> dict[str, Any]:

@@ -197,7 +197,8 @@ def _warm_up(session: Session, batch: GlobalBatch) -> None:
     if session.warm_up is not None and batch.plan is not None:
         with session.watching("warms up attention"):
             layouts = batch.prepared.program.layouts
-            session.warm_up.before(layouts, any(one.attention_layers for row in batch.plan.recompute for one in row))
+            attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
+            session.warm_up.before(layouts, attends_again)
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -93,10 +93,10 @@ class RankInputs:
             arrays: of each chunk; not read where no stage of the rank needs them.
             tables: segment tables, whose offsets come to the device with them.
         """
-        given = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
+        positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
         columns = [self._columns(each) for each in arrays] if self.reads_tokens or self.rows_of is not None else []
         sent = [column for each in columns for column in each if column is not None]
-        upload = self.uploader.begin([*given, *sent])
+        upload = self.uploader.begin([*positions, *sent])
         ends, *received = upload.tensors
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
@@ -110,14 +110,16 @@ class RankInputs:
         tokens = (own.tokens[None], own.position_ids[None]) if self.reads_tokens else (None, None)
         if self.rows_of is None:
             return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS))
-        found = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
-        ahead = [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, one.name)[:, None] for one in fields(own.ahead)]
+        own_columns = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
+        ahead = (
+            [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, field.name)[:, None] for field in fields(own.ahead)]
+        )
         if arrays.of_loss is None:
-            return (*found, *ahead, *[None] * _OF_LOSS)
+            return (*own_columns, *ahead, *[None] * _OF_LOSS)
         assert self.of_loss is not None  # whose inputs these are
         shards = self.context_parallel.shards_of_loss(self.of_loss.scope, len(arrays.tokens))
         trained = arrays.of_loss.of_trained(shards, self.context_parallel.shard(len(arrays.tokens)))
-        return (*found, *ahead, *(getattr(trained, one.name) for one in fields(trained)))
+        return (*own_columns, *ahead, *(getattr(trained, field.name) for field in fields(trained)))
 
 
 _AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(TrainedTokens))

@@ -39,23 +39,23 @@ def line_of(names: Names) -> Callable[[str], None]:
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
     """Return names and values for the writers, of an iteration's figures as `IterationReport` collects them, with a plan."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for source in ("planned", "measured"):
-        found[f"epp/{source} makespan (ms)"] = line["makespan_us"][source] / _MS
-        found[f"epp/{source} bubble"] = line["bubble_fraction"][source]
-    found["epp/planned peak activations (GiB)"] = max(line["planned_peak_activation_bytes"]) / _GIB
+        values[f"epp/{source} makespan (ms)"] = line["makespan_us"][source] / _MS
+        values[f"epp/{source} bubble"] = line["bubble_fraction"][source]
+    values["epp/planned peak activations (GiB)"] = max(line["planned_peak_activation_bytes"]) / _GIB
     measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
     if measured:
-        found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
+        values["epp/measured peak activations (GiB)"] = max(measured) / _GIB
     if any(line["planned_host_peak_bytes"]):
-        found["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
-        found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
+        values["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
+        values["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
-        found["epp/planned imbalance of replicas"] = line["imbalance"]
+        values["epp/planned imbalance of replicas"] = line["imbalance"]
     if devices := [peak for peak in line["device_peak_bytes"] if peak is not None]:
         for name, peaks in zip(("allocated", "reserved"), zip(*devices, strict=True), strict=True):
-            found[f"epp/{name} peak so far (GiB)"] = max(peaks) / _GIB
-    return found | {
+            values[f"epp/{name} peak so far (GiB)"] = max(peaks) / _GIB
+    return values | {
         "epp/planning (ms)": line["planning_us"] / _MS,
         "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
         "epp/chunks": line["chunks"],

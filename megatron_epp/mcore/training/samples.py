@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +151,7 @@ class SampleSchedule:
         finally:
             planned.batches.close()
         stage = session.stages.get(session.placement.num_stages - 1)
-        kept: list[tuple[int, torch.Tensor]] = []
+        values_of_chunks: list[tuple[int, torch.Tensor]] = []
         config, divisor = get_model_config(models[0]), self._divisor(planned.dataset) + self._unfinished.divisor
         # Megatron divides losses per token by their number; others by replicas, where they should be by what the average says.
         scale = 1.0
@@ -159,7 +160,7 @@ class SampleSchedule:
         is_only_call = last and self._unfinished.num_tokens is None
         if stage is not None and stage.loss is not None:
             stage.loss.scale = scale if is_only_call else 1.0
-            stage.loss.keeps = kept if wanted else None
+            stage.loss.keeps = values_of_chunks if wanted else None
 
         def finish(num_tokens: torch.Tensor) -> None:
             earlier = self._unfinished
@@ -178,7 +179,7 @@ class SampleSchedule:
         loss, report = run_batch(session, models, batch, forward_only, finish, problems.append, reduces=last)
         sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
         finish_batch(session, batch, loss, report, forward_only)
-        return self._report(batch, sums, kept, problems, len(planned.dataset), wanted)
+        return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
         """End planning, and wait for threads."""
@@ -195,7 +196,7 @@ class SampleSchedule:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._session
         args = arguments_of(models, dict(self._flags))
-        longest = max(from_each(max(int(getattr(unwrap_model(one), "max_sequence_length", 0) or 0) for one in models)))
+        longest = max(from_each(max(int(getattr(unwrap_model(model), "max_sequence_length", 0) or 0) for model in models)))
         # What Megatron's loop has: nothing is kept by itself.
         vars(args).update(
             epp_microbatches="plan",
@@ -248,10 +249,10 @@ class SampleSchedule:
             EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, or there are
                 gradients that are finished already.
         """
-        found, digest, problem = Samples(()), b"", ""
+        dataset, digest, problem = Samples(()), b"", ""
         try:
-            named = [TokenSample.of(given, self._asks, f"sample {at}", vocab_size) for at, given in enumerate(samples)]
-            found, digest = Samples(named, self._asks), _digest(named)
+            named = [TokenSample.of(sample, self._asks, f"sample {at}", vocab_size) for at, sample in enumerate(samples)]
+            dataset, digest = Samples(named, self._asks), _digest(named)
             problem = "" if named else "there are no samples"
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
@@ -263,7 +264,7 @@ class SampleSchedule:
                 "columns in the same order, and this package divides it over replicas"
             )
         if has_gradients is None:
-            return found, digest
+            return dataset, digest
         if not any(with_gradients):
             self._unfinished = _Unfinished()  # the program has given such calls up, and zeroed their gradients
         elif self._unfinished.num_tokens is None:
@@ -271,7 +272,7 @@ class SampleSchedule:
                 "the model has gradients, which Megatron has reduced and divided, and would again with this call's: zero them "
                 "before it, or pass last=False to all calls before an optimizer's step but the last one"
             )
-        return found, digest
+        return dataset, digest
 
     def _divisor(self, dataset: Samples) -> int:
         """Return the number of tokens, sequences or groups that the average divides by."""
@@ -286,7 +287,7 @@ class SampleSchedule:
         self,
         batch: GlobalBatch,
         sums: list[float] | None,
-        kept: list[tuple[int, torch.Tensor]],
+        values_of_chunks: list[tuple[int, torch.Tensor]],
         problems: list[str],
         count: int,
         wants: bool,
@@ -298,7 +299,7 @@ class SampleSchedule:
         """
         assert batch.plan is not None
         is_first = mpu.get_tensor_model_parallel_rank() == 0
-        logprobs = _by_sample(batch, kept) if wants and is_first else {}
+        logprobs = _by_sample(batch, values_of_chunks) if wants and is_first else {}
         reports = from_each((sums, logprobs, problems) if sums is not None and is_first else None)
         of_ranks = [report for report in reports if report is not None]
         if problem := "; ".join(dict.fromkeys(text for _, _, texts in of_ranks for text in texts)):
@@ -351,23 +352,23 @@ def _digest(samples: Sequence[TokenSample]) -> bytes:
     return digest.digest()
 
 
-def _by_sample(batch: GlobalBatch, kept: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:
+def _by_sample(batch: GlobalBatch, values_of_chunks: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:
     """Return this rank's log-probabilities by sample: the first label's position and the values, of each piece."""
     assert batch.plan is not None
-    shared, found = of_group(mpu.get_context_parallel_group()), dict[int, list[tuple[int, np.ndarray]]]()
+    shared, by_sample = of_group(mpu.get_context_parallel_group()), dict[int, list[tuple[int, np.ndarray]]]()
     layouts = batch.prepared.program.layouts
-    for chunk, values in kept:
+    for chunk, values in values_of_chunks:
         table, at = layouts[chunk].table, 0
         for piece in table.part(shared.shard(table.num_tokens)):
             if piece.sequence >= 0:
                 values_of = values[at : at + piece.num_tokens].float().cpu().numpy()
-                found.setdefault(batch.indices[piece.sequence], []).append((piece.start, values_of))
+                by_sample.setdefault(batch.indices[piece.sequence], []).append((piece.start, values_of))
             at += piece.num_tokens
-    return found
+    return by_sample
 
 
 def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
-    return np.concatenate([values for _, values in sorted((piece for of in of_ranks for piece in of), key=lambda one: one[0])])
+    return np.concatenate([values for _, values in sorted((piece for of in of_ranks for piece in of), key=itemgetter(0))])
 
 
 def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> SampleSchedule:

@@ -97,10 +97,10 @@ class Session(Run):
             self.warm_up = warm_up(self.args, self.stages.values(), self.device)
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
-            if learns and self.kept is None:
+            if learns and self.saved_costs is None:
                 self.learnt_planner = LearntPlanner(self.args.epp_lookahead)
-                told = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
-                self.learning = CostLearning(partial(self.fit, keeps_weights=True, told=told), self.links.ranks[0])
+                note = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
+                self.learning = CostLearning(partial(self.fit, keeps_weights=True, note=note), self.links.ranks[0])
             if self.plans:
                 assert self.costs is not None  # since `settle`
                 self._planner = self._planner_by(self.costs)

@@ -168,7 +168,7 @@ def rank_vocabulary(
     Raises:
         EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
     """
-    if any(from_each(any(not one.requires_grad for model in models for one in model.parameters()))):
+    if any(from_each(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):
         raise EppError(
             f"{FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it to off"
         )
@@ -183,5 +183,5 @@ def rank_vocabulary(
     _, _, device = next(iter(stages.values())).message(1)
     for group in filter(None, (spread, gather, statistics, tied)):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    found = ShardGroups(pipeline[last_rank], spread, gather, statistics)
-    return RankVocabulary(args, models, stages, config, found, tied)
+    shard_groups = ShardGroups(pipeline[last_rank], spread, gather, statistics)
+    return RankVocabulary(args, models, stages, config, shard_groups, tied)

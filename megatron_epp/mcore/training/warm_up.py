@@ -22,7 +22,7 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
     """
     shape = model_shape(args)
     kv_heads = shape.expanded_heads or shape.kv_heads_on_rank
-    found = {
+    heads = {
         Heads(
             kv_heads * shape.queries_per_key,
             kv_heads,
@@ -38,5 +38,5 @@ def warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: t
         for part in stage.decoder.modules()
         if isinstance(part, RelayAttention)
     }
-    made = KernelWarmUp(tuple(found), args.seq_length, args.epp_warm_up, offloads(args))
-    return made if made.is_active else None
+    kernel_warm_up = KernelWarmUp(tuple(heads), args.seq_length, args.epp_warm_up, offloads(args))
+    return kernel_warm_up if kernel_warm_up.is_active else None
