@@ -116,7 +116,7 @@ class Sequences:
     Attributes:
         lengths: int32 [sequences], the positions of each, at most `limit`.
         limit: largest number of positions of a sequence.
-        documents: [kept documents], their indices among all documents.
+        documents: [kept documents], their indices among all documents; None if all are kept.
         ends: [kept documents], number of sequences up to and including the last one of each; None if each is one sequence.
         num_long: documents of more than `limit` positions.
         num_left_out: tokens of truncated documents beyond their only sequence.
@@ -124,7 +124,7 @@ class Sequences:
 
     lengths: NDArray[np.int32]
     limit: int
-    documents: Index
+    documents: Index | None
     ends: Index | None
     num_long: int
     num_left_out: int
@@ -134,12 +134,12 @@ class Sequences:
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Return the document of a sequence, and the index in it of the sequence's first token."""
-        if self.ends is None:
-            return int(self.documents[sequence]), 0
-        # A number of the array's own type: with any other numpy would convert the array first.
-        kept = int(np.searchsorted(self.ends, self.ends.dtype.type(sequence), side="right"))
-        before = int(self.ends[kept - 1]) if kept else 0
-        return int(self.documents[kept]), (sequence - before) * self.limit
+        number, first = sequence, 0
+        if self.ends is not None:
+            # A number of the array's own type: with any other numpy would convert the array first.
+            number = int(np.searchsorted(self.ends, self.ends.dtype.type(sequence), side="right"))
+            first = (sequence - (int(self.ends[number - 1]) if number else 0)) * self.limit
+        return number if self.documents is None else int(self.documents[number]), first
 
 
 def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
@@ -150,8 +150,10 @@ def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -
         limit: largest number of positions of a sequence, at least 1.
         long_documents: one of `LONG_DOCUMENTS`.
     """
-    kept = num_tokens >= 2
-    documents, positions = _narrow(np.flatnonzero(kept)), num_tokens[kept] - 1
+    trains = num_tokens >= 2
+    documents, positions = None, num_tokens - 1
+    if not trains.all():
+        documents, positions = _narrow(np.flatnonzero(trains)), positions[trains]
     num_long = int(np.count_nonzero(positions > limit))
     if long_documents == "truncate" or not num_long:
         lengths = np.minimum(positions, limit).astype(np.int32)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.plan.errors import EppError, Remedy
 
 _AT_ONCE = 1024
 """Sequences whose lengths are added up at a time."""
+_LARGE = 1 << 24
+"""Sequences above which the order of an epoch is computed entry by entry. Up to here a rank holds at most 64 MB of it."""
+_ROUNDS = 8
+"""Rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes."""
 
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
@@ -22,8 +27,43 @@ def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
     # RandomState's streams are frozen across numpy releases (the newer Generator's are not), and a resumed run must see the
     # same order under another numpy. uint32 halves the memory of orders over hundreds of millions of documents.
     order = np.arange(num_sequences, dtype=np.uint32 if num_sequences < 2**32 else np.int64)
-    np.random.RandomState([part % 2**32 for part in seed]).shuffle(order)
+    _random(seed).shuffle(order)
     return order
+
+
+def _random(seed: tuple[int, ...]) -> np.random.RandomState:
+    return np.random.RandomState([part % 2**32 for part in seed])
+
+
+def permuted(indices: np.ndarray, num_sequences: int, *seed: int) -> np.ndarray:
+    """Return entries of a permutation of ``range(num_sequences)`` that depends only on the seed, in no memory but for these.
+
+    A Feistel network permutes the numbers of an even number of bits; entries outside of the range are permuted again until
+    they are inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+
+    Args:
+        indices: positions in the permutation, int64.
+        num_sequences: at least 2.
+    """
+    half = np.uint64(-(-(num_sequences - 1).bit_length() // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = _random(seed).randint(0, 2**63, _ROUNDS, dtype=np.int64).astype(np.uint64)
+    values = indices.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> half, values[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right + key) & mask)
+        values[outside] = (left << half) | right
+        outside = values >= num_sequences
+    return values.astype(np.int64)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of 64-bit numbers: the finaliser of SplitMix64 (Steele et al., 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
@@ -77,6 +117,9 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     def _following(self, start: int, most: int) -> np.ndarray:
         """At most so many sequences of the global order from `start` on, up to the end of its epoch."""
         epoch, offset = divmod(start, self._num_sequences)
+        if self._num_sequences > _LARGE:
+            indices = np.arange(offset, min(offset + most, self._num_sequences))
+            return permuted(indices, self._num_sequences, self._seed, epoch) if self._shuffle else indices
         return self._order_of(epoch)[offset : offset + most]
 
     def _order_of(self, epoch: int) -> np.ndarray:

@@ -2,11 +2,13 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
+from megatron_epp.data import sampler
+from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order, permuted
 from megatron_epp.plan.errors import EppError
 
 
@@ -22,6 +24,42 @@ def test_order_is_frozen():
     # A checkpoint resumes into this order; changing it breaks every run under way.
     assert epoch_order(10, 1234, 0).tolist() == [3, 8, 6, 4, 9, 1, 5, 2, 0, 7]
     assert epoch_order(10, 1234, 1).tolist() == [3, 9, 7, 6, 4, 1, 8, 2, 5, 0]
+
+
+def test_the_order_of_many_sequences_is_frozen_too():
+    assert permuted(np.arange(6), 500_000_000, 1234, 0).tolist() == [
+        161653595,
+        237677127,
+        100558641,
+        468261388,
+        21065266,
+        129980819,
+    ]
+    assert permuted(np.arange(3, 6), 500_000_000, 1234, 0).tolist() == [468261388, 21065266, 129980819]
+
+
+@pytest.mark.parametrize("num_sequences", [2, 3, 17, 1000, 1025, 4097])
+def test_entries_computed_one_by_one_are_a_permutation(num_sequences):
+    for seed in range(3):
+        assert sorted(permuted(np.arange(num_sequences), num_sequences, seed, 0)) == list(range(num_sequences))
+
+
+def test_every_place_of_a_computed_permutation_has_every_sequence_about_as_often():
+    counts = np.zeros((8, 8))
+    for seed in range(4000):
+        counts[np.arange(8), permuted(np.arange(8), 8, seed)] += 1
+    assert counts.min() > 400
+    assert counts.max() < 600
+    neighbours = permuted(np.arange(10_000), 10_000_000, 7)
+    assert abs(np.corrcoef(neighbours[:-1], neighbours[1:])[0, 1]) < 0.05
+
+
+def test_many_sequences_are_drawn_in_the_computed_order_across_epochs(monkeypatch):
+    monkeypatch.setattr(sampler, "_LARGE", 5)
+    drawn = flat(global_batches(3, 6, 4, seed=1))
+    assert drawn == [*permuted(np.arange(6), 6, 1, 0), *permuted(np.arange(6), 6, 1, 1)]
+    assert flat(global_batches(2, 6, 4, seed=1, consumed_samples=4)) == drawn[4:]
+    assert flat(global_batches(2, 6, 4, shuffle=False)) == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 @given(

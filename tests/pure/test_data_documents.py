@@ -71,11 +71,14 @@ def test_where_all_documents_fit_both_ways_are_the_same():
     assert [way.num_left_out for way in ways] == [0, 0]
 
 
-def test_an_index_takes_twelve_bytes_of_a_document_and_four_of_a_further_sequence():
-    found = sequences_of(np.full(1000, 41, dtype=np.int64), 10)
-    assert len(found) == 4000
-    held = sum(array.nbytes for array in (found.lengths, found.documents, found.ends))
-    assert held == 12 * 1000 + 4 * 3000
+def test_an_index_takes_eight_bytes_of_a_document_and_four_of_a_further_sequence_or_of_documents_some_of_which_are_skipped():
+    sequences = sequences_of(np.full(1000, 41, dtype=np.int64), 10)
+    assert len(sequences) == 4000
+    assert sequences.documents is None
+    assert sequences.lengths.nbytes + sequences.ends.nbytes == 8 * 1000 + 4 * 3000
+    sequences = sequences_of(np.array([1] + [41] * 1000), 60)
+    assert sequences.ends is None
+    assert sequences.lengths.nbytes + sequences.documents.nbytes == 8 * 1000
 
 
 def test_documents_that_train_nothing_make_no_sequence():

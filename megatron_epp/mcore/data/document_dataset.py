@@ -61,7 +61,8 @@ class DocumentDataset:
         self._num_tokens = num_tokens = self.file.num_tokens[first:last]
         self._sequences = sequences_of(num_tokens, context_limit, long_documents)
         self.lengths = self._sequences.lengths
-        self.num_skipped = len(num_tokens) - len(self._sequences.documents)
+        documents = self._sequences.documents
+        self.num_skipped = 0 if documents is None else len(num_tokens) - len(documents)
         self.num_long, self.num_left_out = self._sequences.num_long, self._sequences.num_left_out
         if not len(self.lengths):
             raise EppError(
@@ -142,7 +143,7 @@ class DocumentDataset:
         log_single_rank(
             logger,
             logging.INFO,
-            f"{name} {self.file.prefix}: {len(self._sequences.documents)} documents are {len(self)} sequences,"
+            f"{name} {self.file.prefix}: {len(num_tokens) - self.num_skipped} documents are {len(self)} sequences,"
             f" {self.num_skipped} skipped (fewer than 2 tokens), {self.num_long} longer than --seq-length {limit} {become};"
             f" positions min {self.lengths.min()}, median {int(np.median(self.lengths))}, max {self.lengths.max()},"
             f" sum {self.lengths.sum(dtype=np.int64)}",

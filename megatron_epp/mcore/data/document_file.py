@@ -33,7 +33,7 @@ class DocumentFile:
 
     Attributes:
         data: Megatron's indexed dataset.
-        num_tokens: number of tokens of each document, int64, summed over its sentences.
+        num_tokens: number of tokens of each document, int32 or int64, summed over its sentences.
         mask: mask of trained tokens, from the file next to the pair; None without one.
 
     Raises:
@@ -127,7 +127,8 @@ def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_byt
             f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {ends[-1] * item_bytes}: they are not a pair or the"
             f" .bin is incomplete; {REMAKE}"
         )
-    return np.diff(ends[boundaries])
+    # A view of the file where every document is one sequence: ranks of a node share its pages.
+    return data.sequence_lengths if (np.diff(boundaries) == 1).all() else np.diff(ends[boundaries])
 
 
 def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
