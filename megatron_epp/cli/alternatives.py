@@ -19,7 +19,7 @@ from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.least import is_told_by_one_order, least_plan
-from megatron_epp.planner.limits import Limits
+from megatron_epp.planner.limits import longest_sequence
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.work import WorkSpentError, limited
 
@@ -144,12 +144,11 @@ class _Search:
         if not problem.has_one_stage_per_rank or max(static_bytes(problem, costs)) > min(problem.cap_bytes):
             return
         with suppress(EppError):
-            limits = Limits(problem, lambda _: costs, replace(options, offload=offload))
-            found = limits.context(sorted(self.lengths)[:-1])
-            if found.value is None or found.value >= max(self.lengths):
+            choice, others = replace(options, offload=offload), sorted(self.lengths)[:-1]
+            longest, step = longest_sequence(problem, costs, choice, others)
+            if longest is None or longest >= max(self.lengths):
                 return
-            step = max(found.step, problem.token_multiple)
-            for context in range(found.value, 0, -step)[:_MOST_CONTEXTS]:
+            for context in range(longest, 0, -max(step, problem.token_multiple))[:_MOST_CONTEXTS]:
                 changed = _changed(self.args, {"context": context})
                 if _peak_bytes(changed, batches.limited(self.lengths, changed), offload) is not None:
                     self.found["context"] = f"{names_of(self.args.parser)['context']} {context}"

@@ -25,7 +25,6 @@ MODULES = {
     "show": "megatron_epp.cli.show",
     "compare": "megatron_epp.cli.compare",
     "advise": "megatron_epp.cli.advise",
-    "memory": "megatron_epp.cli.memory",
     "prepare": "megatron_epp.cli.prepare",
     "train": "megatron_epp.cli.train",
     "doctor": "megatron_epp.cli.doctor",
@@ -58,6 +57,12 @@ class Name(NamedTuple):
 NAMES = {
     "check": Name("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
     "simulate": Name("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
+    "memory": Name(
+        "plan",
+        "memory",
+        "say what a batch takes on every rank, part by part, and the smallest cap that would do",
+        ("--lengths", "--context", "--stages", "--memory-cap-gb", "--offload", "--model", "--cluster", "--memory-out"),
+    ),
     "profile": Name(
         "doctor",
         "profile",
@@ -69,6 +74,7 @@ NAMES = {
 _LAST = """\
 also:
   check, simulate  short for `show --proof` and `show --times`
+  memory           short for `plan --memory`
   profile          short for `doctor --profile`
   schedules        the planners that `plan --help-all` lists
   quickstart       demonstration: train a small GPT with Megatron's schedule and with plans

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
 
-from megatron_epp.cli.alternatives import alternatives, kept_remedies
+from megatron_epp.cli.alternatives import alternatives, kept_remedies, with_alternatives
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
@@ -12,11 +15,15 @@ from megatron_epp.cli.schedules import chosen_for, planners_section
 from megatron_epp.cli.terminal import (
     ERROR,
     EXACT_PLANNER_LOG,
+    PAGE,
+    PICTURES,
     Command,
     Parser,
     add_output,
+    is_page,
     latest_message,
     output,
+    picture_or_page,
     progress,
     say,
     tell,
@@ -27,13 +34,20 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
-from megatron_epp.plan.errors import InfeasibleError
+from megatron_epp.plan.errors import EppError, InfeasibleError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import save
+from megatron_epp.plan.units import format_gib
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
+from megatron_epp.planner.limits import smallest_cap
+from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.why import explain
-from megatron_epp.report.text import summary
+from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
+from megatron_epp.report.page.data import Shown
+from megatron_epp.report.page.html import save_page
+from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import headline, summary
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -43,7 +57,13 @@ a batch of 512 drawn from a file of lengths
 the first 512 documents of a Megatron index, for a shipped model and cluster
   megatron-epp plan --lengths documents.idx --batch-size 512 --context 131072 \\
     --model llama3-8b --cluster h100x8 --stages 8 -o plan.json
+before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it over time
+  megatron-epp plan --memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 \\
+    --stages 8 --memory-out memory.png
 """
+
+_LABEL_WIDTH = 20
+"""Width in characters reserved next to a curve of memory."""
 
 
 def _add_plan(parser: Parser) -> None:
@@ -51,6 +71,15 @@ def _add_plan(parser: Parser) -> None:
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
     parser.add_argument("--why", action="store_true", help="print how the search came to the plan, and what else it tried")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="print what every rank holds at its peak, part by part, and the smallest cap that would do; where the batch does "
+        "not fit, with that cap",
+    )
+    drawn = "draw memory over time: .html for a page to explore, .png, .svg or .pdf for a picture (default: do not)"
+    parser.add_argument("--memory-out", type=picture_or_page, metavar="FILE", help=drawn)
+    parser.add_argument("--json", action="store_true", help="with --memory, print its figures as JSON")
     parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
     add_width(parser)
 
@@ -67,20 +96,37 @@ def text_of(made: Plan, args: argparse.Namespace) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.output and Path(args.output).suffix.lower() in (*PICTURES, PAGE):
+        drawn = "--memory-out draws its memory, `megatron-epp show` its times"
+        raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
     lengths = lengths_of(args)
     tell_sharing(args)
     settle_latents(args, lengths)
     chosen = chosen_for(args, lengths)
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
-    if (explained := _planned(problem, costs, args)) is None:
-        return ERROR
-    made, lines_why = explained
+    try:
+        made, lines_why = _planned(problem, costs, args)
+        refusal = ""
+    except InfeasibleError as error:
+        if not args.memory or not error.least_cap_bytes:
+            tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer
+            if line := alternatives(error, args, problem.lengths):
+                tell(line)
+            return ERROR
+        refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
+        caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
+        made, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
     if args.output:
         save(made, args.output)
     if args.layout_out:
         write_text(args.layout_out, layout.to_json())
-    say(text_of(made, args))
+    if args.memory or args.memory_out:
+        _report_memory(args, problem, costs, made, refusal)
+    else:
+        say(text_of(made, args))
+    if args.json:
+        return 0
     if lines_why:
         say("\n" + "\n".join(lines_why))
     if lines := chosen.lines():
@@ -91,25 +137,63 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]] | None:
-    """Plan, and with ``--why`` explain the plan; return None if nothing fits, after printing why and what would fit."""
-    try:
-        what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
-        with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
-            if not args.why:
-                made, lines = plan(problem, costs, options_from(args)), []
-            else:
-                explanation = explain(problem, costs, options_from(args))
-                made, lines = explanation.plan, why(explanation, None if args.all else args.width)
-    except InfeasibleError as error:
-        tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer
-        if line := alternatives(error, args, problem.lengths):
-            tell(line)
-        return None
+def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]]:
+    """Plan, and with ``--why`` explain the plan. Raises `InfeasibleError` if nothing fits."""
+    what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
+    with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
+        if not args.why:
+            made, lines = plan(problem, costs, options_from(args)), []
+        else:
+            explanation = explain(problem, costs, options_from(args))
+            made, lines = explanation.plan, why(explanation, None if args.all else args.width)
     if message := latest():
         tell(message)
     return made, lines
 
 
+def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, made: Plan, refusal: str) -> None:
+    """Print what every rank holds, draw it, and find the smallest cap, which takes some more plans.
+
+    Args:
+        refusal: why the batch does not fit under the caps that were asked for; empty if it does.
+    """
+    account = account_of(made, costs)
+    if args.memory_out and is_page(args.memory_out):
+        save_page([Shown(args.planner, made, account=account)], args.memory_out)
+    elif args.memory_out:
+        save_memory_picture(account, args.memory_out)
+    if not args.json:
+        blocks = [headline(made), peak_table(account), list(peak_lines(account))]
+        blocks.append(curves(account, max(8, args.width - _LABEL_WIDTH)))
+        if refusal:
+            blocks.insert(0, [*refusal.splitlines(), "What follows is of the smallest cap that would do."])
+        say("\n\n".join("\n".join(lines) for lines in blocks), flush=True)
+    options = options_from(args)
+    choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
+    smallest = {}
+    with progress("looking for the smallest cap"):
+        for name, choice in choices.items():
+            smallest[name] = smallest_cap(problem, costs, choice)
+    if args.json:
+        caps = {
+            name: {"cap_bytes": plan.cap_bytes[0], "makespan_us": plan.predicted.makespan_us} for name, plan in smallest.items()
+        }
+        say(json.dumps({"refusal": refusal, "ranks": figures(account), "smallest_cap": caps}, indent=1))
+        return
+    rows = [
+        [name, format_gib(plan.cap_bytes[0], decimals=4), format_us(plan.predicted.makespan_us)]
+        for name, plan in smallest.items()
+    ]
+    say("\n" + "\n".join(table(("smallest cap for this batch (--memory-gb)", "", "makespan"), rows)))
+
+
 _PURPOSE = "make a plan for a batch of sequence lengths and print its summary"
-COMMAND = Command("plan", _PURPOSE, _add_plan, _plan, _EXAMPLE, (*EVERYDAY_PROBLEM, "--planner", "--output"), planners_section)
+COMMAND = Command(
+    "plan",
+    _PURPOSE,
+    _add_plan,
+    _plan,
+    _EXAMPLE,
+    (*EVERYDAY_PROBLEM, "--output", "--memory"),
+    planners_section,
+)

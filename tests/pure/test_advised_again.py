@@ -25,13 +25,13 @@ def parsed(command, *argv):
 
 @pytest.fixture
 def again(tmp_path, capsys):
-    """Return the plan of printed flags, and the peaks that `memory` tells for them."""
+    """Return the plan of printed flags, and the peaks that `plan --memory` tells for them."""
 
     def run(flags):
         path = tmp_path / "plan.json"
         assert main(["plan", *flags, "-o", str(path)]) == 0
         capsys.readouterr()
-        assert main(["memory", *flags, "--quick", "--no-megatron", "--json"]) == 0
+        assert main(["plan", "--memory", *flags, "--json"]) == 0
         return load(path), [rank["peak_bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
 
     return run

@@ -45,7 +45,7 @@ def test_a_list_says_how_many_stages_there_are(tmp_path, capsys):
 def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(tmp_path, capsys, stages):
     batch = [*BATCH, "--stages", str(stages)]
     lines, layers = [], []
-    for command in (["plan"], ["memory", "--quick", "--no-megatron"], ["compare", "--planner", "greedy"]):
+    for command in (["plan"], ["memory"], ["compare", "--planner", "greedy"]):
         assert main([*command, *batch]) == 0
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: "))
         lines.append(line)
@@ -97,7 +97,7 @@ def test_a_schedule_that_needs_a_v_is_planned_in_one_and_its_layout_is_the_one_t
     assert made.placement == (0, 1, 2, 3, 3, 2, 1, 0)
     assert Layout.from_json(json.loads(path.read_text())).placement == Placement("v", 4, 2)
     assert "2 per rank, v" in capsys.readouterr().out
-    assert main(["memory", *BATCH, "--stages", "4", "--planner", "zb-v", "--quick", "--no-megatron"]) == 0
+    assert main(["memory", *BATCH, "--stages", "4", "--planner", "zb-v"]) == 0
     assert "2 per rank, v" in capsys.readouterr().out
 
 
@@ -120,7 +120,7 @@ def test_auto_keeps_to_one_stage_per_rank_for_planners_that_know_no_other(tmp_pa
 
 @pytest.mark.parametrize("command", ["compare", "memory"])
 def test_other_commands_take_the_layout_of_a_file(command, layout_file, capsys):
-    more = {"compare": ["--planner", "greedy"], "memory": ["--quick", "--no-megatron"]}[command]
+    more = {"compare": ["--planner", "greedy"], "memory": []}[command]
     assert main([command, *BATCH, "--layout", str(layout_file), *more]) == 0
     assert "stages of 7, 8, 9, 8 layers, 2 per rank, v" in capsys.readouterr().out
 

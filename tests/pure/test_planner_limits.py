@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner import limits as search_limits
-from megatron_epp.planner.limits import BATCHES, Limit, Limits
+from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(2, 1)
 BATCH = (20000, 3000, 500)
 CAP = 7 * GIB
-
-
-def limits(cap: int = CAP, costs: PipelineCosts = COSTS, **options: object) -> Limits:
-    return Limits(problem(BATCH, 2, cap), lambda _: costs, Options(**options))  # type: ignore[arg-type]
 
 
 def fits(lengths: tuple[int, ...], cap: int = CAP) -> bool:
@@ -31,105 +27,53 @@ def fits(lengths: tuple[int, ...], cap: int = CAP) -> bool:
 
 @pytest.mark.parametrize("others", [(), (3000, 500)])
 def test_the_longest_sequence_fits_and_a_step_more_does_not(others: tuple[int, ...]):
-    found = limits().context(others)
-    assert found.value is not None
-    assert found.step <= found.value / 16
-    assert fits((found.value, *others))
-    assert not fits((found.value + found.step, *others))
-    assert not fits((2 * found.value, *others))
+    longest, step = longest_sequence(problem(BATCH, 2, CAP), COSTS, Options(), others)
+    assert longest is not None
+    assert step <= longest / 16
+    assert fits((longest, *others))
+    assert not fits((longest + step, *others))
+    assert not fits((2 * longest, *others))
 
 
-def test_the_smallest_cap_fits_and_a_byte_less_does_not():
-    found, made = limits().cap()
-    assert found.value is not None
-    assert found.step == 1
-    assert max(made.predicted.peak_bytes) <= found.value
-    assert fits(BATCH, found.value)
-    assert not fits(BATCH, found.value - 1)
+def test_the_smallest_cap_fits_and_a_hundredth_less_does_not():
+    least = smallest_cap(problem(BATCH, 2, CAP), COSTS, Options())
+    (cap,) = set(least.cap_bytes)
+    assert max(least.predicted.peak_bytes) <= cap
+    assert fits(BATCH, cap)
+    assert not fits(BATCH, int(0.99 * cap))
 
 
-def test_the_smallest_cap_of_a_large_plan_is_what_the_planner_names(monkeypatch: pytest.MonkeyPatch):
-    exact, _ = limits().cap()
-    monkeypatch.setattr(search_limits, "LARGE", 0)
-    found, made = limits().cap()
-    assert exact.value is not None and found.value is not None  # noqa: PT018
-    assert fits(BATCH, found.value)
-    assert (found.step, set(made.cap_bytes)) == (0, {found.value})
-    assert exact.value <= found.value <= 1.01 * exact.value
+def test_with_offload_a_smaller_cap_is_found():
+    costs, asked = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5), problem(BATCH, 2, CAP)
+    without, having = (smallest_cap(asked, costs, Options(slices=4, offload=offload)) for offload in (False, True))
+    assert max(having.predicted.peak_bytes) <= having.cap_bytes[0] < without.cap_bytes[0]
 
 
-def test_with_offload_a_smaller_cap_is_found_in_steps_that_are_small_beside_it():
-    costs = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5)
-    without, (having, made) = limits(costs=costs, slices=4).cap()[0], limits(costs=costs, slices=4, offload=True).cap()
-    assert without.value is not None and having.value is not None  # noqa: PT018
-    assert max(made.predicted.peak_bytes) <= having.value < without.value
-    assert having.step < having.value / 200
-
-
-def test_memory_does_not_grow_with_the_batch_as_planners_let_earlier_sequences_end():
-    found = limits().batch()
-    assert (found.value, found.step) == (BATCHES * len(BATCH), 0)
-    assert limits().context((3000,) * 40).value == limits().context((3000,)).value
-
-
-def test_with_one_chunk_per_sequence_a_cap_that_the_longest_exceeds_leaves_the_shorter_ones():
-    cap, _ = Limits(problem((3000, 500), 2), lambda _: COSTS, Options(planner="1f1b", recompute=0)).cap()
-    assert cap.value is not None
-    asked = replace(limits(cap.value, planner="1f1b", recompute=0), problem=problem((3000, 500, 20000), 2, cap.value))
-    assert asked.batch() == Limit(2, 1)
-
-
-@pytest.mark.parametrize("most", [1, 31, 32, 33, 47])
-def test_what_fits_between_a_power_of_two_and_the_most_that_is_tried_is_found(monkeypatch: pytest.MonkeyPatch, most: int):
-    for name in ("_fits", "_has_plan"):
-        monkeypatch.setattr(Limits, name, lambda self, lengths, offload=False: len(lengths) <= most)
-    assert limits().batch() == Limit(most, 1)
+@pytest.mark.parametrize("most", [1, 31, 32, 33, 47, 1 << 20])
+@pytest.mark.parametrize("guess", [1, 20, 500])
+def test_the_largest_that_fits_is_found_from_any_guess(most: int, guess: int):
+    largest, step = search_limits._largest(lambda size: size <= most, 1, 1 << 12, guess)
+    if most >= 1 << 12:
+        assert (largest, step) == (1 << 12, 0)
+        return
+    assert largest is not None
+    assert largest <= most < largest + step
 
 
 def test_where_nothing_fits_nothing_is_named():
-    assert limits(cap=max(COSTS.static_bytes(s) for s in range(2))).context().value is None
-
-
-def test_without_a_cap_only_the_smallest_cap_is_asked_for():
-    assert [*Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).questions()] == ["cap"]
-    assert [*limits().questions()] == ["alone", "with_rest", "batch", "cap"]
-    assert [*Limits(problem((2000,), 2, CAP), lambda _: COSTS, Options()).questions()] == ["alone", "batch", "cap"]
+    asked = problem(BATCH, 2, max(COSTS.static_bytes(s) for s in range(2)))
+    assert longest_sequence(asked, COSTS, Options())[0] is None
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
     with pytest.raises(PlanError, match="at least 1"):
-        limits(slices=0).context()
+        longest_sequence(problem(BATCH, 2, CAP), COSTS, Options(slices=0))
 
 
 def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
-    asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
+    asked = problem(BATCH, 2, CAP, token_multiple=8)
     with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
-        asked.cap()
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_first_that_is_told_of_the_smallest_cap_is_what_the_planner_names(offload: bool, monkeypatch: pytest.MonkeyPatch):
-    told: list[Limit] = []
-    monkeypatch.setattr(search_limits, "CAP_BITS", 5)  # coarse: by default it takes a dozen plans
-    replace(limits(offload=offload), told=told.append).cap()
-    first = told[0]
-    assert first.value is not None
-    assert fits(BATCH, first.value)
-    assert first.step == (first.value if offload else 0)  # with offload less may do
-    assert [one.value for one in told] == sorted((one.value for one in told), reverse=True)  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize("most", [1, 17, 29, 46])
-@pytest.mark.parametrize("offload", [False, True])
-def test_whatever_is_told_before_the_end_is_true(most: int, offload: bool, monkeypatch: pytest.MonkeyPatch):
-    told: list[Limit] = []
-    monkeypatch.setattr(Limits, "_fits", lambda self, lengths: len(lengths) <= most)
-    found = replace(limits(offload=offload), told=told.append).batch()
-    assert found.value == most
-    for one in told:
-        assert one.value is not None
-        assert one.value <= most
-        assert one.step == 0 or one.value + one.step > most
+        smallest_cap(asked, COSTS, Options(chunk_tokens=4))
 
 
 def test_weights_are_too_large_only_where_they_exceed_the_cap_of_their_own_rank():

@@ -155,10 +155,12 @@ def test_compare_and_memory_write_pages(tmp_path, capsys):
     planners = ["--planner", "greedy", "--planner", "1f1b"]
     assert main(["compare", "--lengths", "900,50", *planners, *SMALL, "-o", str(out)]) == 0
     assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["greedy", "1f1b"]
-    assert main(["memory", "--quick", "--no-megatron", "--lengths", "900,50", *SMALL, "-o", str(out)]) == 0
+    assert main(["memory", "--lengths", "900,50", *SMALL, "--memory-out", str(out)]) == 0
     (shown,) = data_of(out.read_text())["plans"]
     assert len(shown["items"]["ranks"]) == 2
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["memory", "--lengths", "900", *SMALL, "-o", str(tmp_path / "page.gif")])
+        main(["memory", "--lengths", "900", *SMALL, "--memory-out", str(tmp_path / "page.gif")])
     assert ".html" in capsys.readouterr().err
+    assert main(["memory", "--lengths", "900", *SMALL, "-o", str(tmp_path / "memory.png")]) == 2
+    assert "--memory-out draws its memory" in capsys.readouterr().err

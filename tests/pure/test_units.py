@@ -3,9 +3,7 @@
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cli.reach import reach_table
 from megatron_epp.plan.units import enough_gib, format_bytes, format_gib
-from megatron_epp.planner.limits import Limit, Reach
 
 GIB = 1 << 30
 PAIRS = [(72 * GIB, 72 * GIB + 1), (10_737_418, 11_000_000), (80_745_586_688, 80_745_586_680), (1, 2), (5 << 20, 5 << 30)]
@@ -42,11 +40,3 @@ def test_a_small_cap_is_told_from_the_least_that_would_do(capsys):
     assert float(least.removesuffix(" GiB")) > 0.001
     raised = said.split("Raise --memory-cap-gb to ")[1].split(",")[0].split()[0].rstrip(".")
     assert main(["plan", *small, "--lengths", "100", "--stages", "2", "--memory-gb", raised]) == 0
-
-
-def test_the_smallest_cap_has_a_unit():
-    (row,) = [
-        line for line in reach_table({"none": Reach(None, None, None, Limit(80_745_586_688, 1), None)}) if "cap for" in line
-    ]
-    assert float(row.split()[-2]) >= 80_745_586_688 / GIB
-    assert row.split()[-1] == "GiB"

@@ -25,7 +25,7 @@ class CostLearning:
     Args:
         fit: fits costs to what the ranks have recorded, given the plan of the last recorded iteration (`Run.fit`).
         pipeline: any number that the ranks of this rank's pipeline have in common, and no others.
-        is_done: costs were learnt by an earlier run.
+        is_done: True if an earlier run has learnt the costs.
     """
 
     def __init__(self, fit: Callable[[Learner, Plan | None], PipelineCosts], pipeline: int = 0, is_done: bool = False) -> None:

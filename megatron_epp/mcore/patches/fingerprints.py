@@ -27,7 +27,6 @@ _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
-_ESTIMATOR = "megatron.training.theoretical_memory_usage"
 
 PATCHED: dict[str, tuple[str, ...]] = {
     f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
@@ -103,13 +102,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23", "29bb2196b79a"),
 }
 """Functions that our schedule replaces or calls: other code there may still work, and causes a warning."""
-
-SHOWN: dict[str, tuple[str, ...]] = {
-    f"{_ESTIMATOR}:compute_weight_and_optimizer_memory": ("2b61bf53773b", "e625010327fb", "3b373c1b70ea"),
-    f"{_ESTIMATOR}:compute_activation_memory": ("bc2fd8c5ebf3",),
-    f"{_ESTIMATOR}:compute_activation_memory_without_sp": ("a1428184ecb4",),
-}
-"""Functions of Megatron's memory estimate, shown next to a plan's: other code there causes a warning when it is shown."""
 
 _KNOWN = """
     _build_cached_logits_loss_func c28a4f50f8c6 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main

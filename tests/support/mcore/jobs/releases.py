@@ -42,7 +42,7 @@ def known() -> dict[str, object]:
     return {
         "version": features.installed_version(),
         "path": megatron.training.__path__[0],
-        "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON | fingerprints.SHOWN),
+        "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON),
         "not applied": [patch.target for patch in install.patches() if patch not in applied],
         "parameters": [list(stock.parameters), list(inspect.signature(ScheduleCall).parameters)],
     }
