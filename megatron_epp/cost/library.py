@@ -22,7 +22,7 @@ from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
-from megatron_epp.cost.profile import FORM as PROFILE
+from megatron_epp.cost.profile import FORMAT as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.plan import EppError, Remedy
