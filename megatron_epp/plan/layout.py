@@ -149,7 +149,7 @@ class Layout:
             raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
         if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
             raise EppError(f"vocabulary of a layout is {shown(vocabulary)}; it is {_SHARDED!r} or left out")
-        halves = tuple(_halves_at(stage, one) for stage, one in enumerate(layers))
+        halves = tuple(_halves_at(stage, count) for stage, count in enumerate(layers))
         return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
 
 

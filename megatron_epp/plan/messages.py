@@ -40,8 +40,8 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
     launches = Launches.of(rows)
-    found = _slots(plan, launches, launches.ranks())
-    held = np.bincount(found.rank, found.slots, plan.num_ranks).astype(np.int64) * max(plan.messages.num_bytes)
+    slots = _slots(plan, launches, launches.ranks())
+    held = np.bincount(slots.rank, slots.slots, plan.num_ranks).astype(np.int64) * max(plan.messages.num_bytes)
     begins, ends = _changes(plan, launches)
     live = np.cumsum(np.stack([begins, ends], axis=1))
     peaks = []
@@ -59,10 +59,10 @@ def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
     may be on their way, but for each behind `SEND_SLOTS` the rank's stream waits for an earlier one.
     """
     launches = Launches.of([row])
-    found = _slots(plan, launches, np.full(len(launches.op), rank))
-    columns = (found.sender, found.receiver, found.gradient, found.slots)
+    slots = _slots(plan, launches, np.full(len(launches.op), rank))
+    columns = (slots.sender, slots.receiver, slots.gradient, slots.slots)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return {Way(sender, receiver, bool(gradient)): slots for sender, receiver, gradient, slots in rows}
+    return {Way(sender, receiver, bool(gradient)): count for sender, receiver, gradient, count in rows}
 
 
 def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
@@ -142,8 +142,8 @@ def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
     sides = _Sides.of_table()
     sent = _Others.of(plan, launches, sides.sends)
     key = ((rank[sent.at] * plan.num_ranks + rank[sent.at]) * plan.num_ranks + sent.rank) * 2 + ~sent.is_up
-    found, count = np.unique(key, return_counts=True)
-    keys, counts = [found], [np.minimum(count, SEND_SLOTS)]
+    pairs, count = np.unique(key, return_counts=True)
+    keys, counts = [pairs], [np.minimum(count, SEND_SLOTS)]
     received, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.receives, sides.takes))
     at, other = np.append(received.at, taken.at), np.append(received.rank, taken.rank)
     is_up, change = np.append(received.is_up, taken.is_up), np.repeat([1, -1], [len(received.at), len(taken.at)])
@@ -151,8 +151,8 @@ def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
     order = np.lexsort((at, key))
     order = order[other[order] != rank[at[order]]]
     if len(order):
-        found, first = np.unique(key[order], return_index=True)
-        keys.append(found)
+        pairs, first = np.unique(key[order], return_index=True)
+        keys.append(pairs)
         counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every way ends at 0: all messages are taken
     key, gradient = np.divmod(np.concatenate(keys), 2)
     key, receiver = np.divmod(key, plan.num_ranks)
@@ -164,8 +164,8 @@ def _changes(plan: Plan, launches: Launches) -> tuple[Bytes, Bytes]:
     sides, rank = _Sides.of_table(), launches.ranks()
     size = byte_column(plan.messages.num_bytes)[launches.chunk]
     begins, ends = np.zeros_like(size), np.zeros_like(size)
-    made, sent, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.makes, sides.sends, sides.takes))
-    begins[made.at] += size[made.at]
+    results, sent, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.makes, sides.sends, sides.takes))
+    begins[results.at] += size[results.at]
     ends[sent.at] -= size[sent.at]
     opens = launches.by_op(op in sides.opens for op in launches.ops).astype(bool)[taken.at]
     is_local = taken.rank == rank[taken.at]

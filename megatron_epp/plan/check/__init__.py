@@ -66,15 +66,15 @@ def examine(plan: Plan, rows: Rows | None = None) -> Examined:
     columns = columns_of(plan)
     if faults := list(check_tables(plan, columns)):
         return Examined(faults)
-    found = listed(plan, columns)
-    if faults := [*check_tokens(plan), *check_presence(plan, columns, found)]:
+    steps = listed(plan, columns)
+    if faults := [*check_tokens(plan), *check_presence(plan, columns, steps)]:
         return Examined(faults)
     if faults := [*check_kv_offload(plan), *check_extensions(plan)]:
         return Examined(faults)
-    graph = linked(plan, columns, found)
+    graph = linked(plan, columns, steps)
     played = play(graph)
     # Without messages of their own, actions tell in which order their messages are sent.
-    if faults := [*check_order(graph, played), *(check_links(plan, columns, found) if rows is None else ())]:
+    if faults := [*check_order(graph, played), *(check_links(plan, columns, steps) if rows is None else ())]:
         return Examined(faults)
     launches = issue_order(plan, graph, played)
     if rows is not None:

@@ -49,7 +49,7 @@ def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list
         in no row. Each is the first of its row that cannot end.
     """
     joined = list(map(Launches.of, replicas))
-    ranks = [(replica, rank) for replica, one in enumerate(joined) for rank in range(one.num_ranks)]
+    ranks = [(replica, rank) for replica, launches in enumerate(joined) for rank in range(launches.num_ranks)]
     events = _events(joined, lockstep)
     rows = [events.event[part].tolist() for part in events.rows]
     heads = _merge(rows, events.parties.tolist())
@@ -75,7 +75,8 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
-    rows = {at: one.rows() if isinstance(one := replicas[at], Launches) else one for at in {launch.replica for launch in cycle}}
+    in_cycle = {launch.replica: replicas[launch.replica] for launch in cycle}
+    rows = {at: launches.rows() if isinstance(launches, Launches) else launches for at, launches in in_cycle.items()}
     names = []
     for replica, rank, position in cycle:
         own = f"replica {replica} " if len(replicas) > 1 else ""
@@ -108,12 +109,12 @@ def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
     for replica, launches in enumerate(replicas):
         sides = [_Shared.of(op, replica, launches.num_ranks, lockstep) for op in launches.ops]
         shared = _Shared(*map(launches.by_op, zip(*sides, strict=True))) if sides else _Shared(*[launches.op] * 6)
-        (found,) = np.nonzero(shared.operation >= 0)
-        operation, offset, by_site, by_chunk, one, parties = (column[found] for column in shared)
-        site, chunk = by_site * launches.site[found] + offset, by_chunk * launches.chunk[found]
-        columns.append((operation, site, chunk, one, parties, found - launches.starts[launches.ranks()[found]]))
-        rows += [slice(*ends) for ends in pairwise((count + np.searchsorted(found, launches.starts)).tolist())]
-        count += len(found)
+        (at,) = np.nonzero(shared.operation >= 0)
+        operation, offset, by_site, by_chunk, of_replica, parties = (column[at] for column in shared)
+        site, chunk = by_site * launches.site[at] + offset, by_chunk * launches.chunk[at]
+        columns.append((operation, site, chunk, of_replica, parties, at - launches.starts[launches.ranks()[at]]))
+        rows += [slice(*ends) for ends in pairwise((count + np.searchsorted(at, launches.starts)).tolist())]
+        count += len(at)
     *keys, parties, position = (np.concatenate(column) for column in zip(*columns, strict=True))
     event = _numbered(keys)
     waits_for = np.zeros(event.max(initial=-1) + 1, dtype=np.int64)
@@ -128,7 +129,7 @@ class _Shared[T](NamedTuple):
         operation: number of the operation that names the event; -1 if the launches are in no event.
         offset: from the launch's site to the one that names the event.
         by_site, by_chunk: 1 if every site or chunk has its own event, else 0.
-        one: the replica whose event it is; -1 if all replicas take part.
+        replica: whose event it is; -1 if all replicas take part.
         parties: number of rows that take part; 0 for all that have it.
     """
 
@@ -136,7 +137,7 @@ class _Shared[T](NamedTuple):
     offset: T
     by_site: T
     by_chunk: T
-    one: T
+    replica: T
     parties: T
 
     @staticmethod
@@ -149,9 +150,10 @@ class _Shared[T](NamedTuple):
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
             return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)
-        one = -1 if side.parties is Parties.REPLICAS else replica
+        replica = -1 if side.parties is Parties.REPLICAS else replica
         parties = {Parties.PAIR: 2, Parties.RANKS: num_ranks, Parties.REPLICAS: 0}[side.parties]
-        return _Shared(known.index(side.event), side.site or 0, int(side.site is not None), int(side.by_chunk), one, parties)
+        by_site, by_chunk = int(side.site is not None), int(side.by_chunk)
+        return _Shared(known.index(side.event), side.site or 0, by_site, by_chunk, replica, parties)
 
 
 def _numbered(columns: Sequence[Integers]) -> Integers:

@@ -23,8 +23,8 @@ def check_own_messages(plan: Plan, lowered: Rows, rows: Rows) -> Iterator[Violat
         wanted, at = {action for action in needed if _is_message(action.op)}, dict[Action, int]()
         for position, action in enumerate(row):
             if _is_message(action.op) and (action not in wanted or action in at):
-                told = f"doubled: already at launch {at[action]}" if action in at else "no stage needs this message of the rank"
-                yield Violation(rank, None, action, f"{told} (launch {position})")
+                why = f"doubled: already at launch {at[action]}" if action in at else "no stage needs this message of the rank"
+                yield Violation(rank, None, action, f"{why} (launch {position})")
             at.setdefault(action, position)
         for action in sorted(wanted - at.keys()):
             yield Violation(rank, None, action, f"missing: the rank never launches this {operation(action.op).text}")

@@ -33,9 +33,9 @@ def check_predicted(timeline: Timeline) -> Iterator[Violation]:
         yield _fault(reason)
     if not abs(predicted.bubble_fraction - bubble) <= NOISE:
         yield _fault(f"predicted.bubble_fraction is {predicted.bubble_fraction}; the simulator finds {bubble}")
-    for rank, (said, found) in enumerate(zip(predicted.peak_bytes, timeline.peak_bytes, strict=True)):
-        if said != found:
-            yield _fault(f"predicted.peak_bytes is {said}; the simulator finds {found}", rank)
+    for rank, (planned, simulated) in enumerate(zip(predicted.peak_bytes, timeline.peak_bytes, strict=True)):
+        if planned != simulated:
+            yield _fault(f"predicted.peak_bytes is {planned}; the simulator finds {simulated}", rank)
 
 
 def _fault(reason: str, rank: int | None = None) -> Violation:

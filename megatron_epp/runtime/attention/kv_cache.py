@@ -41,8 +41,8 @@ class DeviceStore:
     def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
         """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
-        made = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
-        self.num_bytes += sum(x.nbytes for x in made)
+        rows = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
+        self.num_bytes += sum(x.nbytes for x in rows)
 
     def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
         """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""

@@ -84,8 +84,7 @@ class _LatentAttention(torch.autograd.Function):
             own_grad, own_q, own_out = (_heads(group, x) for x in (grad, q, out))
             own_saved = tuple(saved[at * count : (at + 1) * count])
             k, v = keys_and_values(seen, expansion[group], unrotated)
-            made = ctx.kernel.backward(own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale)
-            dq[:, group], dk, dv = made
+            dq[:, group], dk, dv = ctx.kernel.backward(own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale)
             sums[1][:, 0] += dk[..., unrotated:].sum(1)
             for gradient, rows in ((dk[..., :unrotated], slice(unrotated)), (dv, slice(unrotated, None))):
                 weight, flat = expansion[group, rows], gradient.flatten(1)

@@ -220,7 +220,7 @@ def host_limit(
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([(machine_bytes, MACHINE), *_limits(groups, membership)], key=lambda found: found[0])
+    return min([(machine_bytes, MACHINE), *_limits(groups, membership)], key=lambda limit: limit[0])
 
 
 def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
