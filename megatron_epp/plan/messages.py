@@ -16,13 +16,13 @@ import numpy as np
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Bytes, Integers, byte_column
+from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.ways import Way
 
 SEND_SLOTS = 2
-"""Slots of a way for messages to send: one is filled while the message before it is on its way."""
+"""Slots of a direction for messages to send: one is filled while the message before it is on its way."""
 
 
 def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
@@ -51,10 +51,10 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
-    """Return the number of slots of every way that messages of a rank go.
+def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Direction, int]:
+    """Return the number of slots of every direction in which messages of a rank go.
 
-    A way from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
+    A direction from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
     posted again only behind the action that needs its message, so no rank waits for a slot. Of the messages to another rank all
     may be on their way, but for each behind `SEND_SLOTS` the rank's stream waits for an earlier one.
     """
@@ -62,7 +62,7 @@ def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
     slots = _slots(plan, launches, np.full(len(launches.op), rank))
     columns = (slots.sender, slots.receiver, slots.gradient, slots.slots)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return {Way(sender, receiver, bool(gradient)): count for sender, receiver, gradient, count in rows}
+    return {Direction(sender, receiver, bool(gradient)): count for sender, receiver, gradient, count in rows}
 
 
 def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
@@ -128,7 +128,7 @@ class _Others(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Number of slots by rank and way."""
+    """Number of slots by rank and direction."""
 
     rank: Integers
     sender: Integers
@@ -153,7 +153,7 @@ def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
     if len(order):
         pairs, first = np.unique(key[order], return_index=True)
         keys.append(pairs)
-        counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every way ends at 0: all messages are taken
+        counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every direction ends at 0: all messages are taken
     key, gradient = np.divmod(np.concatenate(keys), 2)
     key, receiver = np.divmod(key, plan.num_ranks)
     return _Slots(*np.divmod(key, plan.num_ranks), receiver, gradient, np.concatenate(counts))

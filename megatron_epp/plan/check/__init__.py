@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
-from megatron_epp.plan.check.launches import check_launches
+from megatron_epp.plan.check.launches import check_launches, check_own_messages
 from megatron_epp.plan.check.memory import check_memory
-from megatron_epp.plan.check.messages import check_own_messages
-from megatron_epp.plan.check.predicted import check_predicted
-from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked

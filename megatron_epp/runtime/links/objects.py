@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
 from megatron_epp.plan.errors import EppError, Names
-from megatron_epp.plan.tree import LARGEST_MESH, tree_of
 
 GroupOptions = Callable[[], Any]
 """Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
