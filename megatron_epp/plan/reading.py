@@ -150,7 +150,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {similar!r}?" if similar else ""
 
 
-def in_units(text: str) -> str:
+def nearest_number(text: str) -> str:
     """Return ``; did you mean 8192?`` for a number with a unit, as in ``8k``, ``2M`` and ``80GB``, or an empty text."""
     match = re.fullmatch(r"(\d{1,6})\s*(k|M|g|Gi?B)", text, re.IGNORECASE)
     if match is None:
@@ -165,7 +165,7 @@ def missing_file(name: str) -> str:
     return f"{shown_as} is a folder, not a file" if os.path.isdir(name) else f"there is no file {shown_as}"
 
 
-def found_as(name: str, present: Mapping[str, Any]) -> str:
+def similar_key(name: str, present: Mapping[str, Any]) -> str:
     """Return ``; there is 'num_layer'`` for a missing name under which a similar one is given, or an empty text."""
     similar = _similar(name, present)
     return f"; there is {similar!r}" if similar else ""

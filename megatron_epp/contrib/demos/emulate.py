@@ -137,7 +137,7 @@ class WaitingStage:
 
 
 class WaitingOffload:
-    """Implements `runtime.context.Mover` by timed waits: each copy waits for its link, then for its planned time.
+    """Implements `runtime.context.ActivationOffloader` by timed waits: each copy waits for its link, then for its planned time.
 
     Copies run in a thread of their own, one at a time among ranks that share a link.
     """

@@ -64,7 +64,7 @@ class DeviceStore:
         own = []
         for total, grad in zip(self._gradients[key], grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
-            if not view.is_tail:
+            if not view.is_last_slice:
                 of_heads[: view.stop] += grad[: view.stop]
             elif heads is not None:
                 of_heads[:] = grad
@@ -192,7 +192,7 @@ class KVRelay:
             progress.filled = view.stop
         return seen
 
-    def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
+    def fetch(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
@@ -205,7 +205,7 @@ class KVRelay:
             RelayError: a later slice has not run backward, or this one has.
         """
         taken_from = self._progress(layer, view, part).taken_from
-        if taken_from is None and not view.is_tail:
+        if taken_from is None and not view.is_last_slice:
             raise RelayError(f"{_where(layer, view)}: backward at token {view.start} comes before that of the last slice")
         if taken_from is not None and taken_from != view.end:
             raise RelayError(
