@@ -38,7 +38,6 @@ from megatron_epp.plan.reading import (
     parse_json,
     read_text,
     shown,
-    similar_key,
 )
 
 RATES = {"h100": H100_NODE, "cpu": CPU}
@@ -163,7 +162,7 @@ def load_flags(name: str) -> dict[str, Any]:
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
     body = read_yaml(path)
     if not isinstance(flags := body.get("megatron"), dict):
-        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{similar_key('megatron', body)}")
+        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{nearest('megatron', body, 'there is {!r}')}")
     if unnamed := [key for key in flags if not isinstance(key, str)]:
         raise EppError(f"{path}: `megatron:` has {shown(unnamed[0])} where the name of a flag should stand")
     return flags
@@ -378,7 +377,7 @@ def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if value is None else value
     most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
     if type(value) is not int or not 1 <= value <= most:
-        got = f"; got {shown(value)}" if value is not None else similar_key(name, flags) or "; it is missing"
+        got = f"; got {shown(value)}" if value is not None else nearest(name, flags, "there is {!r}") or "; it is missing"
         raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}{got}")
     return value
 

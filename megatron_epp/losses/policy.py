@@ -1,5 +1,5 @@
-"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO), and the loss
-of the value model of PPO.
+"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO), and
+the loss of PPO's value model.
 """
 
 from __future__ import annotations

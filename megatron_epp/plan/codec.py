@@ -46,8 +46,8 @@ def _converted(entries: Iterable[tuple[str | int, Converter, Any]]) -> list[Any]
     try:
         for key, read, value in entries:  # noqa: B007 - `key` is used where one of them fails
             values.append(read(value))
-    except EppError as error:
-        path, behind = (error.path, error.behind) if isinstance(error, MalformedError) else ("", f": {error.message}")
+    except (EppError, TypeError, ValueError) as error:
+        path, behind = (error.path, error.behind) if isinstance(error, MalformedError) else ("", f": {error}")
         outer = f"[{key}]" if isinstance(key, int) else printable(key)
         raise MalformedError("", f"{outer}{'.' if path and path[0] != '[' else ''}{path}", behind) from None
     return values
@@ -58,7 +58,7 @@ class Codec:
     """Conversion of values to plain data of JSON and back.
 
     Attributes:
-        readers: of types that are neither dataclasses nor tuples of values; they raise `EppError`.
+        readers: of types that are no dataclasses or tuples of values; they raise `EppError`, TypeError or ValueError.
         to_plain: formats values of these types; others are numbers and text, which are converted to their field's type.
         least, most: limits of numbers, by the field's name.
         least_of_others: smallest number in other fields; the largest are `MOST_NUMBER` and `MOST_WHOLE`.

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 from megatron_epp.plan.chunk import Chunk
 
 FIELDS = {"context_groups": "megatron_epp.contrib.papers.context_groups:ContextGroups"}
-"""Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field. Its `from_json`
-reads the value, and raises `EppError`, or another error of the value's form."""
+"""Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field. Its
+`from_json` reads the value, and raises `EppError`, or another error of the value's form."""
 
 
 class Extension(Protocol):

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -144,10 +144,10 @@ def _cut(word: str) -> str:
     return word if len(word) <= _MOST_WORD else word[:_MOST_WORD] + "..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], words: str = "did you mean {!r}?") -> str:
     """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
-    similar = _similar(name, known)
-    return f"; did you mean {similar!r}?" if similar else ""
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; {words.format(similar[0])}" if similar else ""
 
 
 def nearest_number(text: str) -> str:
@@ -163,16 +163,6 @@ def missing_file(name: str) -> str:
     """Say that there is no file of a name, or that it is a folder."""
     shown_as = printable(_cut(name))
     return f"{shown_as} is a folder, not a file" if os.path.isdir(name) else f"there is no file {shown_as}"
-
-
-def similar_key(name: str, present: Mapping[str, Any]) -> str:
-    """Return ``; there is 'num_layer'`` for a missing name under which a similar one is given, or an empty text."""
-    similar = _similar(name, present)
-    return f"; there is {similar!r}" if similar else ""
-
-
-def _similar(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from functools import partial
 from typing import Any
 
 from megatron_epp.plan.action import Action, Op
@@ -93,9 +92,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
 def _document(plan: Plan) -> dict[str, Any]:
     """Convert a plan to plain data in the file's layout. Times become floats and sizes ints, whatever their numeric type."""
     hints = hints_of(Plan)
-    values = {
-        name: _CODEC.writer(hints[name])(getattr(plan, name)) for name in (*_LEFT_OUT_IF_EMPTY, *_FIELDS) if name in hints
-    }
+    names = [name for name in (*_LEFT_OUT_IF_EMPTY, *_FIELDS) if name in hints]
+    values = {name: _CODEC.writer(hints[name])(getattr(plan, name)) for name in names}
     values |= {"schema": SCHEMA, "version": VERSION, "num_stages": plan.num_stages, "num_ranks": plan.num_ranks}
     extensions = {extension.field: extension.to_json() for extension in plan.extensions}
     optional = {name: values[name] for name in _LEFT_OUT_IF_EMPTY if values[name]}
@@ -114,26 +112,12 @@ def _read_step(value: Any) -> Step:
     return Step(action, number(time_us), whole(alloc_bytes), whole(free_bytes), tuple(also))
 
 
-def _read_recompute(value: Any) -> Recompute:
-    try:
-        return Recompute(*map(whole, of_type(list, value, "a list")))
-    except TypeError as error:  # more counts than modes
-        raise EppError(str(error)) from None
-
-
-def _read_name[T](parse: Callable[[str], T], value: Any) -> T:
-    try:
-        return parse(of_type(str, value, "text"))
-    except ValueError as error:
-        raise EppError(str(error)) from None
-
-
 _CODEC = Codec(
     readers={
         Step: _read_step,
-        Recompute: _read_recompute,
-        Action: partial(_read_name, Action.parse),
-        Op: partial(_read_name, Op),
+        Recompute: lambda counts: Recompute(*map(whole, of_type(list, counts, "a list"))),
+        Action: lambda name: Action.parse(of_type(str, name, "text")),
+        Op: lambda name: Op(of_type(str, name, "text")),
     },
     to_plain={Step: _write_step, Recompute: lambda counts: list(map(int, counts)), Action: str, Op: str},
     ignores_unknown=True,
