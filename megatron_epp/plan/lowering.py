@@ -218,6 +218,8 @@ def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) 
 def _sorted(*posted: _Posted) -> _Posted:
     """Join and sort by rank and moment; at one moment by stream, and at one moment of a stream by action."""
     joined = _Posted(*map(np.concatenate, zip(*posted, strict=True)))
+    # Both sides of a message have one moment and one stream, so sender and receiver sort the messages between them alike. They
+    # have no tags: the n-th receive takes the n-th message.
     key = joined.stream - joined.stream.min(initial=0)
     for column in (joined.op, joined.site, joined.chunk):
         key = key * (1 + column.max(initial=0)) + column

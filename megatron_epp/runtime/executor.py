@@ -140,7 +140,7 @@ class Executor:
             stage.relay.begin(self.plan.kv_offload_on(number), self.host)
         watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
-            self._open_slots()
+            self._open_slots()  # here, where slots change between iterations: no message is under way
             with torch.set_grad_enabled(not self.plan.forward_only), watched:
                 position = 0
                 while position < len(self._actions):
@@ -233,14 +233,14 @@ class Executor:
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
-            self.offload.before_backward(key)
+            self.offload.before_backward(key)  # compute, not the host, waits for the load
         self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
             if self._differentiates(stage):
                 with context.relay.running(context.view, True, context.recompute.attention_layers):
                     self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
-        del self._contexts[key], self._outputs[key]
+        del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
             return
         if leaf is None:  # no stage before this one trains either: it waits for a message, and does not read it

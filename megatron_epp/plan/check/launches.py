@@ -28,6 +28,7 @@ from megatron_epp.plan.operations import MessageKind, Parties, Track, needs_of, 
 from megatron_epp.plan.plan import Plan
 
 _MOST_KEY = 1 << 62
+"""Keys above could overflow 64 bits when the next column is added; they are numbered anew first."""
 
 
 class BlockedAt(NamedTuple):

@@ -212,6 +212,7 @@ class Links:
             buffer = _part(slot, shape, dtype)
         else:
             raise EppError(f"pipeline rank {self.position} has no slot left for a message of rank {peer}")
+        # Posted where lowering put it, ahead of the compute that needs the message, which arrives meanwhile.
         # No tag: the n-th receive on a communicator takes the n-th message of that rank, in the order of lowering.
         return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 

@@ -29,7 +29,7 @@ _INSTALL = "pip install 'megatron-epp[liger]'"
 _MOST_COLUMNS = 32768
 """Largest number of columns that the kernel keeps in registers at once: more would spill."""
 
-_PROOF_TOKENS = 6
+_PROOF_TOKENS = 6  # the four special ones of `errors`, and two ordinary ones
 _LOSS_TOLERANCE = 1e-5
 """Largest relative error of a loss, about a hundred roundings in fp32; a loss rounded to bf16 is 4e-3 off."""
 _GRADIENT_TOLERANCE = 1.1 * 2**-8
