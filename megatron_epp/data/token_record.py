@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming, nearest, of_type, parse_json, read_text, shown
+from megatron_epp.plan.reading import naming, nearest, of_type, read_text, shown
 from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
@@ -115,9 +115,7 @@ def load_record(prefix: str) -> TokenRecord | None:
         return None
     try:
         with naming(path):
-            body = of_type(dict, parse_json(read_text(path), "the record"), "a JSON object")
-            _FORMAT.check(body, "another schema: ")
-            return _FORMAT.codec.read(TokenRecord, body, ignore_unknown=True)
+            return _FORMAT.parse(TokenRecord, read_text(path), "the record")
     except EppError as error:
         reason = error.message.removeprefix(f"{path}: ")
         raise EppError(

@@ -218,8 +218,17 @@ class FileFormat:
         body = {name: None if entry == math.inf else entry for name, entry in asdict(value).items()}
         return json.dumps(self.head | body, sort_keys=True, indent=1, allow_nan=False)
 
+    def parse[T](self, kind: type[T], text: str, what: str = "the text") -> T:
+        """Read the text of a file; names that are not fields are ignored, see `Codec.read`. Raises `EppError`."""
+        body = of_type(dict, parse_json(text, what), "a JSON object")
+        if self.of_older is not None and (body.get("schema"), body.get("version")) == (self.schema, self.version - 1):
+            body = self.of_older(body)
+        else:
+            self.check(body)
+        return self.codec.read(kind, body, ignore_unknown=True)
+
     def read[T](self, kind: type[T], text: str, check: Callable[[T], None]) -> T:
-        """Read what `write` wrote; names that are not fields are ignored, see `Codec.read`.
+        """Read what `write` wrote.
 
         Args:
             check: raises `EppError` if fields contradict each other.
@@ -228,12 +237,7 @@ class FileFormat:
             EppError: the text is something else.
         """
         try:
-            body = of_type(dict, parse_json(text, "the text"), "a JSON object")
-            if self.of_older is not None and (body.get("schema"), body.get("version")) == (self.schema, self.version - 1):
-                body = self.of_older(body)
-            else:
-                self.check(body)
-            value = self.codec.read(kind, body, ignore_unknown=True)
+            value = self.parse(kind, text)
             check(value)
         except EppError as error:
             raise EppError(f"not a {self.name} ({error}); write one with `megatron-epp profile`") from error

@@ -21,7 +21,7 @@ from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, number, of_type, parse_json, read_text, shown, told
+from megatron_epp.plan.reading import naming, number, read_text, shown, told
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.plan.writing import write_text
@@ -96,9 +96,7 @@ class Measured:
     def from_json(text: str) -> Measured:
         """Read `to_json`. Raises `PlanError` if the text is not a measurement of a version this package reads."""
         try:
-            body = of_type(dict, parse_json(text, "the text"), "a JSON object")
-            _FORMAT.check(body)
-            return _FORMAT.codec.read(Measured, body, ignore_unknown=True)
+            return _FORMAT.parse(Measured, text)
         except EppError as error:
             raise PlanError(
                 f"not a measurement: {error}; expected the JSON the runtime writes, schema {_FORMAT.schema!r} version "
