@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, control_connections, link_use
+from megatron_epp.plan.communicators import LARGEST_MESH
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.tree import LARGEST_MESH
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
 SMS = 132
@@ -28,7 +28,7 @@ file that `--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
 
 """
 FORMULAS = (
-    ("communicators of a rank", "directions of messages that begin or end at it", "`megatron_epp/plan/ways.py`"),
+    ("communicators of a rank", "directions of messages that begin or end at it", "`megatron_epp/plan/communicators.py`"),
     (
         "CTAs of a communicator",
         "4, or the power of two with which all communicators of a rank hold at most a quarter of the SMs",
@@ -59,9 +59,9 @@ CONTROL = f"""
 ## Connections for plans and agreements
 
 Ranks that must run the same plan exchange it over gloo, which connects every two members of a group. Beyond {LARGEST_MESH}
-ranks the group is a tree (`megatron_epp/plan/tree.py`): groups of at most {LARGEST_MESH}, whose first ranks form groups again.
-Here tensor and context parallelism together have {TENSOR_AND_CONTEXT} ranks per stage; a job without expert parallelism has
-such a group for each replica.
+ranks the group is a tree (`megatron_epp/plan/communicators.py`): groups of at most {LARGEST_MESH}, whose first ranks form
+groups again. Here tensor and context parallelism together have {TENSOR_AND_CONTEXT} ranks per stage; a job without expert
+parallelism has such a group for each replica.
 
 """
 STAGES = (("one per rank", "looped", 1), ("two per rank, looped", "looped", 2), ("two per rank, V", "v", 2))

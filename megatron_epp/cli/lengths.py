@@ -14,7 +14,7 @@ from megatron_epp.data.documents import document_tokens, sequences_of, stream_le
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_BYTES, in_units, naming, nearest, read_text, shown
+from megatron_epp.plan.reading import MOST_BYTES, naming, nearest, nearest_number, read_text, shown
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
@@ -132,7 +132,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
             f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
-            f"{', '.join(LIKE)}{in_units(wrong) or nearest(source, LIKE)}"
+            f"{', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
         )
     if path.suffix == ".idx":
         return _index(path)
@@ -156,7 +156,9 @@ def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
     if wrong := next((word for word in words if not _is_count(word)), None):
         number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
         where = f"line {number}: " if has_lines else ""
-        raise EppError(f"{where}{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){in_units(wrong)}")
+        raise EppError(
+            f"{where}{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
+        )
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_epp.plan.communicators import directions, most_links, num_connections
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.tree import num_connections
-from megatron_epp.plan.ways import most_links, ways
 
 _CTAS = 4
 """Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
@@ -72,7 +71,7 @@ def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> Lin
     Args:
         ctas: CTAs of one link; as training sets them if None.
     """
-    used = ways(placement.rank_of)
+    used = directions(placement.rank_of)
     links = most_links(used)
     each = link_ctas(links, num_sms) if ctas is None else ctas
     return LinkUse(links, len(used), each, links * each, links * each * CHANNEL_BYTES)

@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import EppError
+from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.reading import shown, told
 
-SCHEMA, VERSION = "megatron-epp/learnt-costs", 1
+SCHEMA = "megatron-epp/learnt-costs"
 FILE_NAME = "epp_learnt_costs.json"
 """File in a folder of checkpoints."""
 
@@ -38,27 +39,31 @@ class KeptCosts:
         )
 
 
-def to_state(kept: Iterable[KeptCosts]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Pipelines:
+    pipelines: tuple[KeptCosts, ...]
+
+
+_FORMAT = FileFormat(
+    name="learnt costs",
+    schema=SCHEMA,
+    version=1,
+    codec=Codec({PipelineCosts: lambda body: PipelineCosts.from_json(json.dumps(body))}, ignores_unknown=True),
+)
+
+
+def to_state(pipelines: Iterable[KeptCosts]) -> dict[str, Any]:
     """Return learnt costs as a dictionary that JSON can write; `from_state` gives equal ones."""
-    pipelines = [{"learnt_with": dict(one.learnt_with), "costs": json.loads(one.costs.to_json())} for one in kept]
-    return {"schema": SCHEMA, "version": VERSION, "pipelines": pipelines}
+    entries = [{"learnt_with": dict(learnt.learnt_with), "costs": json.loads(learnt.costs.to_json())} for learnt in pipelines]
+    return _FORMAT.head | {"pipelines": entries}
 
 
 def from_state(state: object) -> tuple[KeptCosts, ...]:
     """Read what `to_state` returned. Raises `EppError` if it is something else."""
     if not isinstance(state, dict):
         raise EppError(f"learnt costs are not a dictionary: {shown(state)}")
-    if (found := (state.get("schema"), state.get("version"))) != (SCHEMA, VERSION):
-        raise EppError(
-            f"learnt costs have schema {shown(found[0])} version {shown(found[1])}, where this reads {SCHEMA!r} {VERSION}"
-        )
-    pipelines = state.get("pipelines")
-    if not isinstance(pipelines, list) or not all(isinstance(one, dict) for one in pipelines):
-        raise EppError("learnt costs have no list of pipelines")
-    kept = []
-    for one in pipelines:
-        learnt_with = one.get("learnt_with")
-        if not isinstance(learnt_with, dict):
-            raise EppError("learnt costs do not say what they were learnt with")
-        kept.append(KeptCosts(PipelineCosts.from_json(json.dumps(one.get("costs"))), learnt_with))
-    return tuple(kept)
+    _FORMAT.check(state, "learnt costs have ")
+    try:
+        return _FORMAT.codec.read(_Pipelines, state).pipelines
+    except EppError as error:
+        raise EppError(f"learnt costs are damaged: {error}") from None

@@ -22,7 +22,7 @@ from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
-from megatron_epp.cost.profile import FORM as PROFILE
+from megatron_epp.cost.profile import FORMAT as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.plan import EppError, Remedy
@@ -30,7 +30,6 @@ from megatron_epp.plan.reading import (
     MOST_LAYERS,
     MOST_VALUES,
     check_nested,
-    found_as,
     missing_file,
     naming,
     nearest,
@@ -163,7 +162,7 @@ def load_flags(name: str) -> dict[str, Any]:
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
     body = read_yaml(path)
     if not isinstance(flags := body.get("megatron"), dict):
-        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{found_as('megatron', body)}")
+        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{nearest('megatron', body, 'there is {!r}')}")
     if unnamed := [key for key in flags if not isinstance(key, str)]:
         raise EppError(f"{path}: `megatron:` has {shown(unnamed[0])} where the name of a flag should stand")
     return flags
@@ -378,7 +377,7 @@ def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if value is None else value
     most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
     if type(value) is not int or not 1 <= value <= most:
-        got = f"; got {shown(value)}" if value is not None else found_as(name, flags) or "; it is missing"
+        got = f"; got {shown(value)}" if value is not None else nearest(name, flags, "there is {!r}") or "; it is missing"
         raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}{got}")
     return value
 

@@ -17,15 +17,16 @@ from megatron_epp.cost.blocks import HEAD, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.older import of_version_1
-from megatron_epp.cost.serialize import Form
+from megatron_epp.cost.serialize import CODEC
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
+from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
-_FORM = Form("cost profile", "megatron-epp/costs", 2, of_version_1)
+_FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC, of_version_1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +331,12 @@ class PipelineCosts:
 
     def to_json(self) -> str:
         """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""
-        return _FORM.write(self)
+        return _FORMAT.write(self)
 
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
         """Read `to_json`. Raises `EppError` for any other text."""
-        return _FORM.read(PipelineCosts, text, _check)
+        return _FORMAT.read(PipelineCosts, text, _check)
 
 
 def _check(costs: PipelineCosts) -> None:

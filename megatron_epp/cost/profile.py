@@ -36,16 +36,17 @@ from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
-from megatron_epp.cost.serialize import Form, check_part
+from megatron_epp.cost.serialize import CODEC, check_part
 from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
+from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
 _OF_PART = tuple(one.name for one in fields(PartCosts))
 _PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
-FORM = Form("profile", "megatron-epp/profile", 1)
+FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,12 +300,12 @@ class Profile:
 
     def to_json(self) -> str:
         """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""
-        return FORM.write(self)
+        return FORMAT.write(self)
 
     @staticmethod
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` for any other text."""
-        return FORM.read(Profile, text, _check)
+        return FORMAT.read(Profile, text, _check)
 
 
 def _training(part: ModelPart, share: float, most: float) -> ModelPart:

@@ -6,19 +6,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown, whole
+from megatron_epp.plan.reading import naming, nearest, of_type, read_text, shown
 from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
 """Suffix of the file, after the prefix of the pair."""
-_SCHEMA = "megatron-epp/tokenizer"
 _IDS = "NullTokenizer"
 """The kind of tokenizer that reads ids instead of text."""
 _SAMPLE = (
@@ -101,8 +101,7 @@ class TokenRecord:
 
     def save(self, path: str) -> None:
         """Write the record. Raises OSError."""
-        body = {"schema": _SCHEMA, "version": 1} | asdict(self)
-        write_text(path, json.dumps(body, indent=1) + "\n")
+        write_text(path, json.dumps(_FORMAT.head | asdict(self), indent=1) + "\n")
 
 
 def load_record(prefix: str) -> TokenRecord | None:
@@ -116,49 +115,25 @@ def load_record(prefix: str) -> TokenRecord | None:
         return None
     try:
         with naming(path):
-            return _record(parse_json(read_text(path), "the record"))
+            return _FORMAT.parse(TokenRecord, read_text(path), "the record")
     except EppError as error:
-        told = error.message.removeprefix(f"{path}: ")
+        reason = error.message.removeprefix(f"{path}: ")
         raise EppError(
-            f"{path} does not say which tokenizer made {prefix}.bin ({told}); make the pair again with `megatron-epp prepare`, "
-            "or remove that file"
+            f"{path} does not say which tokenizer made {prefix}.bin ({reason}); make the pair again with `megatron-epp "
+            "prepare`, or remove that file"
         ) from error
 
 
-def _record(body: Any) -> TokenRecord:
-    """Return the record of a JSON value. Raises `EppError` if it is none."""
-    if not isinstance(body, dict):
-        raise EppError(f"the record is {shown(body)}, which is not an object")
-    if (found := (body.get("schema"), body.get("version"))) != (_SCHEMA, 1):
-        raise EppError(f"another schema: {shown(found[0])} version {shown(found[1])}, where this reads {_SCHEMA!r} 1")
-    made = body.get("tokenizer")
-    if not isinstance(made, dict):
-        raise EppError(f"tokenizer is {shown(made)}, which is not an object")
-    tokenizer = Tokenizer(
-        kind=_text(made, "kind"),
-        model=None if made.get("model") is None else _text(made, "model"),
-        vocab_size=_count(made, "vocab_size", least=1),
-        eod=None if made.get("eod") is None else _count(made, "eod"),
-        digest=None if made.get("digest") is None else _text(made, "digest"),
-    )
-    counts = (_count(body, name) for name in ("num_documents", "num_tokens", "max_token"))
-    return TokenRecord(tokenizer, _text(body, "flags"), *counts)
+def _printable(value: Any) -> str:
+    """Return text of a record, which is printed later. Raises `EppError` if it is none, or has control characters."""
+    if not of_type(str, value, "text").isprintable():
+        raise EppError(f"{shown(value)} is not text without control characters")
+    return str(value)
 
 
-def _text(body: Mapping[str, Any], name: str) -> str:
-    """Return the text of a field, which is printed later. Raises `EppError` if it is none, or has control characters."""
-    value = body.get(name)
-    if not isinstance(value, str) or not value.isprintable():
-        raise EppError(f"{name} is {shown(value)}, which is not text" + " without control characters" * isinstance(value, str))
-    return value
-
-
-def _count(body: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Return the whole number of a field. Raises `EppError`, which names it, if it is none."""
-    try:
-        return whole(body.get(name), least)
-    except EppError as error:
-        raise EppError(f"{name}: {error}") from None
+_FORMAT = FileFormat(
+    "record", "megatron-epp/tokenizer", 1, Codec({str: _printable}, least={"vocab_size": 1}, least_of_others=0)
+)
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:

@@ -1,11 +1,9 @@
 """Losses that train in slices: what a loss is given, and losses that ship."""
 
 from megatron_epp.losses.distillation import Distillation
-from megatron_epp.losses.loss import Average, Loss, Rows, Scope, load_loss
-from megatron_epp.losses.next_token import NextToken
-from megatron_epp.losses.policy import ClippedRatio, SequenceRatio
+from megatron_epp.losses.loss import Average, Loss, NextToken, Rows, Scope, load_loss
+from megatron_epp.losses.policy import ClippedRatio, ClippedValue, SequenceRatio
 from megatron_epp.losses.preference import Preference, Reward
-from megatron_epp.losses.value import ClippedValue
 
 __all__ = [
     "Average",

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -147,6 +147,31 @@ class Loss(Protocol):
 _ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
 
 
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """Cross entropy of trained tokens, each times the column `weight_column` if there is one.
+
+    Attributes:
+        average: of the batch.
+        weight_column: name of a column of weights; None for none.
+    """
+
+    name: ClassVar[str] = "next token"
+    scope: ClassVar[Scope] = Scope.TOKEN
+    logged: ClassVar[tuple[str, ...]] = ()
+
+    average: Average = Average.TOKENS
+    weight_column: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.weight_column is None else (self.weight_column,)
+
+    def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = rows.weights if self.weight_column is None else rows.weights * rows.columns[self.weight_column]
+        return -(weights * rows.logprobs).sum(), {}
+
+
 def load_loss(text: str) -> Loss:
     """Import a loss by ``module:name``: an object with the attributes of `Loss`, or a class or function that makes one.
 
@@ -154,28 +179,28 @@ def load_loss(text: str) -> Loss:
         EppError: there is none of this name, or it is no loss.
     """
     try:
-        found = load(text)
+        loss = load(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise EppError(f"there is no loss {text} ({type(error).__name__}: {error}): give module:name") from error
-    if isinstance(found, type) or not any(hasattr(found, name) for name in _ATTRIBUTES):
-        make: Callable[[], object] = found
+    if isinstance(loss, type) or not any(hasattr(loss, name) for name in _ATTRIBUTES):
+        make: Callable[[], object] = loss
         try:
-            found = make()
+            loss = make()
         except TypeError as error:
             raise EppError(f"{text} is called without arguments to make a loss, and cannot be: {error}") from error
-    return checked_loss(found, text)
+    return checked_loss(loss, text)
 
 
-def checked_loss(found: Any, text: str) -> Loss:
+def checked_loss(candidate: Any, text: str) -> Loss:
     """Return a loss, which `text` names in errors.
 
     Raises:
         EppError: it is no loss, or what it asks for does not go together.
     """
-    missing = [name for name in _ATTRIBUTES if not hasattr(found, name)] + ["__call__"] * (not callable(found))
+    missing = [name for name in _ATTRIBUTES if not hasattr(candidate, name)] + ["__call__"] * (not callable(candidate))
     if missing:
         raise EppError(f"{text} is no loss: it has no {', '.join(missing)} (see megatron_epp.losses.Loss)")
-    loss: Loss = found
+    loss: Loss = candidate
     for kind, value in ((Scope, loss.scope), (Average, loss.average)):
         if value not in tuple(kind):
             known = ", ".join(kind)

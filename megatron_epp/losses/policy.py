@@ -1,4 +1,6 @@
-"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO)."""
+"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO), and
+the loss of PPO's value model.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from megatron_epp.plan.errors import EppError
 OLD, ADVANTAGES, REFERENCE, IMPORTANCE = "old_logprobs", "advantages", "reference_logprobs", "importance"
 """Columns: log-probabilities under the policy that drew the samples, advantages, log-probabilities under the reference policy,
 and importance weights, for samples that another engine drew."""
+OLD_VALUES, RETURNS = "old_values", "returns"
+"""Columns: the values that the model gave when the samples were drawn, and what they are to come to."""
 
 
 def _k1(difference: Tensor) -> Tensor:
@@ -151,3 +155,36 @@ class SequenceRatio:
         losses, clipped = _clipped(exponents, rows.means(rows.columns[ADVANTAGES]), self.clip_low, self.clip_high)
         trained = rows.trained
         return (trained * losses).sum(), {"clipped share": (trained * clipped).sum()}
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedValue:
+    """Squared error of every token's value, clipped around the old one: the larger of both, halved.
+
+    As in OpenAI's baselines (Dhariwal et al. 2017, ``ppo2``), TRL and verl (`compute_value_loss`).
+
+    Attributes:
+        clip: a value counts between the old one less `clip` and the old one plus `clip`; None for no such limit.
+        average: of the batch.
+    """
+
+    name: ClassVar[str] = "value loss"
+    scope: ClassVar[Scope] = Scope.TOKEN
+    columns: ClassVar[tuple[str, ...]] = (OLD_VALUES, RETURNS)
+    logged: ClassVar[tuple[str, ...]] = ("clipped share",)
+    has_values: ClassVar[bool] = True
+
+    clip: float | None = 0.2
+    average: Average = Average.TOKENS
+
+    def __post_init__(self) -> None:
+        check_settings(self, at_least={"clip": 0})
+
+    def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        assert rows.values is not None  # which the loss asks for
+        old, returns = rows.columns[OLD_VALUES], rows.columns[RETURNS]
+        free = clipped = (rows.values - returns).square()
+        if self.clip is not None:
+            clipped = (rows.values.clamp(old - self.clip, old + self.clip) - returns).square()
+        loss = (rows.weights * torch.maximum(free, clipped)).sum() / 2
+        return loss, {"clipped share": (rows.weights * (clipped > free)).sum()}

@@ -19,7 +19,8 @@ PREFERRED = "preferred"
 
 
 def _pair_problem(columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-    marks = [np.unique(one[PREFERRED][np.isfinite(one[PREFERRED])]).tolist() for one in columns]  # finite where trained
+    values = [sample[PREFERRED] for sample in columns]
+    marks = [np.unique(column[np.isfinite(column)]).tolist() for column in values]  # finite where trained
     if sorted(marks) == [[0.0], [1.0]]:
         return ""
     return f"has {len(columns)} samples; a preference is of two, {PREFERRED} 1 for all tokens of one and 0 of the other"

@@ -31,8 +31,8 @@ from megatron_epp.mcore.training.communicators import groups_in_use, link_option
 from megatron_epp.mcore.training.reduction import process_groups
 from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.ways import ways
 from megatron_epp.planner.order import connected
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import LockstepGroups
@@ -159,7 +159,7 @@ class Run:
         self.stages = stages
         self.device = own_device()
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        used = ways(self.placement.rank_of)
+        used = directions(self.placement.rank_of)
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
         self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
         self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)

@@ -140,15 +140,15 @@ class Listed:
     def number(self, action: Action) -> int | None:
         """Number of the step of an action; None if the plan does not have it."""
         op, site, chunk = action
-        found = self.numbers.get(op)
-        if found is None or not (0 <= site < found.shape[0] and 0 <= chunk < found.shape[1]) or found[site, chunk] == NO_STEP:
+        steps = self.numbers.get(op)
+        if steps is None or not (0 <= site < steps.shape[0] and 0 <= chunk < steps.shape[1]) or steps[site, chunk] == NO_STEP:
             return None
-        return int(found[site, chunk])
+        return int(steps[site, chunk])
 
     def table(self, op: Op, num_sites: int, num_chunks: int) -> Integers:
         """Return the entry of an operation in `numbers`, or one without steps."""
-        found = self.numbers.get(op)
-        return np.full((num_sites, num_chunks), NO_STEP) if found is None else found
+        steps = self.numbers.get(op)
+        return np.full((num_sites, num_chunks), NO_STEP) if steps is None else steps
 
 
 def listed(plan: Plan, columns: PlanColumns) -> Listed:
@@ -175,8 +175,8 @@ def listed(plan: Plan, columns: PlanColumns) -> Listed:
         repeated = np.sort(known[order[1:][keys[order[1:]] == keys[order[:-1]]]])
     steps = np.append(columns.step, NO_STEP)[last]  # NO_STEP is the index of the last entry
     tables = {
-        one: steps[first : first + size * num_chunks].reshape(size, num_chunks)
-        for one, first, size in zip(columns.ops, bases.tolist(), sizes.tolist(), strict=False)
+        kind: steps[first : first + size * num_chunks].reshape(size, num_chunks)
+        for kind, first, size in zip(columns.ops, bases.tolist(), sizes.tolist(), strict=False)
     }
     ops = frozenset(columns.ops[number] for number in np.unique(op[is_listed]).tolist())
     return Listed(tables, ops, np.flatnonzero(~is_known), repeated)

@@ -90,11 +90,11 @@ class EppError(Exception):
 
     def without(self, *settings: str) -> Self:
         """Return a copy that does not advise to change these settings: the same type and attributes."""
-        made = copy.copy(self)
-        made.remedies = tuple(remedy for remedy in self.remedies if remedy.setting not in settings)
-        if made.message.endswith("\n") and not made.remedies:
-            made.message = made.message.rstrip("\n")
-        return made
+        error = copy.copy(self)
+        error.remedies = tuple(remedy for remedy in self.remedies if remedy.setting not in settings)
+        if error.message.endswith("\n") and not error.remedies:
+            error.message = error.message.rstrip("\n")
+        return error
 
     def within(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
         """Return a copy with more text around its message: the same type, remedies and attributes.
@@ -103,10 +103,10 @@ class EppError(Exception):
             before, after: text in front of the message, and behind the remedies.
             names: names that `str` of the copy uses; None for the names of this error.
         """
-        made = copy.copy(self)
-        made.message, made.after = before + self.message, self.after + after
-        made.names = self.names if names is None else names
-        return made
+        error = copy.copy(self)
+        error.message, error.after = before + self.message, self.after + after
+        error.names = self.names if names is None else names
+        return error
 
 
 class NothingLeftError(EppError):

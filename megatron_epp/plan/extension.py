@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 from megatron_epp.plan.chunk import Chunk
-from megatron_epp.plan.lazy import load
 
 FIELDS = {"context_groups": "megatron_epp.contrib.papers.context_groups:ContextGroups"}
-"""Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field."""
+"""Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field. Its
+`from_json` reads the value, and raises `EppError`, or another error of the value's form."""
 
 
 class Extension(Protocol):
@@ -38,9 +38,3 @@ class Extension(Protocol):
     def to_json(self) -> Any:
         """Return plain data for a plan file; `from_json` of its type gives an equal object."""
         ...
-
-
-def read_extension(field: str, value: Any) -> Extension:
-    """Read the value of one of `FIELDS` in a plan file. Raises `EppError`, or another error of the value's form."""
-    read: Callable[[Any], Extension] = load(FIELDS[field]).from_json
-    return read(value)

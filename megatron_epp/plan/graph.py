@@ -130,9 +130,9 @@ class Graph:
         count = self.columns.num_compute
         if count == len(self.steps):
             return self
-        kept = self.needs[: self.need_starts[count]] < count
-        starts = np.concatenate([[0], np.cumsum(kept)])[self.need_starts[: count + 1]]
-        needs, need_us = self.needs[: len(kept)][kept], self.need_us[: len(kept)][kept]
+        is_compute = self.needs[: self.need_starts[count]] < count
+        starts = np.concatenate([[0], np.cumsum(is_compute)])[self.need_starts[: count + 1]]
+        needs, need_us = self.needs[: len(is_compute)][is_compute], self.need_us[: len(is_compute)][is_compute]
         return replace(self, columns=self.columns.without_copies(), links=(), need_starts=starts, needs=needs, need_us=need_us)
 
 
@@ -143,30 +143,30 @@ def build_graph(plan: Plan) -> Graph:
         PlanError: an action occurs twice, or needs one that the plan lacks, or is of a chunk or stage that it does not have.
     """
     columns = columns_of(plan)
-    found = listed(plan, columns)
-    for index in found.unknown[:1]:
+    steps = listed(plan, columns)
+    for index in steps.unknown[:1]:
         action = columns.action(index)
         if not 0 <= action.chunk < len(plan.chunks):
             raise PlanError(f"{action} is of a chunk that the plan does not have; it has {len(plan.chunks)}")
         if not 0 <= action.stage < len(operation(action.op).sites(plan.placement)):
             raise PlanError(f"{action} is of a stage that the plan does not have; it has {plan.num_stages}")
         raise PlanError(f"{action} is in a list of the plan in which it does not belong")
-    for index in found.repeated[:1]:
+    for index in steps.repeated[:1]:
         raise PlanError(f"{columns.action(index)} occurs more than once in the plan")
-    return linked(plan, columns, found)
+    return linked(plan, columns, steps)
 
 
-def linked(plan: Plan, columns: PlanColumns, found: Listed) -> Graph:
+def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
     """Link each step of a plan to the steps it waits for, as the table of operations says.
 
     Args:
         plan: a plan whose actions are all known, and occur once.
-        found: the step of every action.
+        steps: the step of every action.
 
     Raises:
         PlanError: an action needs one that the plan lacks.
     """
-    relations = _Relations(plan, columns, found)
+    relations = _Relations(plan, columns, steps)
     relations.add_issues()
     for op in columns.ops:
         relations.add(op)
@@ -196,8 +196,8 @@ class _Pairs(NamedTuple):
 class _Relations:
     """Relations between the steps of a plan, found operation by operation."""
 
-    def __init__(self, plan: Plan, columns: PlanColumns, found: Listed) -> None:
-        self.plan, self.columns, self.listed = plan, columns, found
+    def __init__(self, plan: Plan, columns: PlanColumns, steps: Listed) -> None:
+        self.plan, self.columns, self.listed = plan, columns, steps
         self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
         self.links: list[Link] = []
         self.pairs: list[_Pairs] = []
@@ -226,8 +226,8 @@ class _Relations:
                 key = need, other if need.site is At.EVERY else 0
                 others.setdefault(key, np.full(count, -1))[site] = other
         actions, order = columns.of(op), needs_of(op)
-        for need, one in sorted(others, key=lambda key: (order.index(key[0]), key[1])):
-            other_of = others[need, one]
+        for need, other_site in sorted(others, key=lambda key: (order.index(key[0]), key[1])):
+            other_of = others[need, other_site]
             if need.op not in columns.ops and need.if_present:
                 continue
             waiting = actions[other_of[columns.site[actions]] >= 0]

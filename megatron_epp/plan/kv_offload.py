@@ -47,12 +47,12 @@ def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
         changes[action, at_end] += size
     for copy in plan.copies[rank] if plan.copies else ():
         changes[copy.action, False] = in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
-    found = [(0.0, 0)]
+    levels = [(0.0, 0)]
     for event in timeline.memory_events(rank):
         if size := changes[event.step.action, event.at_end]:
             level += size
-            found.append((event.time_us, level))
-    return found
+            levels.append((event.time_us, level))
+    return levels
 
 
 def kv_offload_changes(
@@ -85,8 +85,8 @@ def slices_of(plan: Plan) -> dict[int, list[int]]:
 
 def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
     """Chunks of every sliced sequence of a chunk table, in the order of its slices."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
         if (part := chunk.slice_of(lengths)) is not None:
-            found.setdefault(part.sequence, []).append((part.start, c))
-    return {sequence: [c for _, c in sorted(parts)] for sequence, parts in found.items()}
+            starts.setdefault(part.sequence, []).append((part.start, c))
+    return {sequence: [c for _, c in sorted(parts)] for sequence, parts in starts.items()}

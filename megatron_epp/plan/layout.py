@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import MOST_LAYERS, nearest, shown
 
-SCHEMA, VERSION = "megatron-epp/layout", 1
+_FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec())
 _SHARDED = "sharded"
 _KEYS = ("schema", "version", "layers_per_stage", "rank_of", "vocabulary", "chosen_with")
 
@@ -130,7 +131,7 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
-        body = {"schema": SCHEMA, "version": VERSION, "layers_per_stage": self.layers, "rank_of": self.placement.rank_of}
+        body = _FORMAT.head | {"layers_per_stage": self.layers, "rank_of": self.placement.rank_of}
         if self.shards_vocabulary:
             body["vocabulary"] = _SHARDED
         return json.dumps(body, indent=1) + "\n"
@@ -142,16 +143,13 @@ class Layout:
             raise EppError(f"a layout is not an object: {shown(body)}")
         if unknown := [key for key in body if key not in _KEYS]:
             raise EppError(f"a layout has no {shown(unknown[0])}{nearest(unknown[0], _KEYS)}; it has {', '.join(_KEYS)}")
-        if (found := (body.get("schema"), body.get("version"))) != (SCHEMA, VERSION):
-            raise EppError(
-                f"a layout has schema {shown(found[0])} version {shown(found[1])}, where this reads {SCHEMA!r} {VERSION}"
-            )
+        _FORMAT.check(body, "a layout has ")
         layers, rank_of = body.get("layers_per_stage"), body.get("rank_of")
         if not isinstance(layers, list) or not layers:
             raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
         if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
             raise EppError(f"vocabulary of a layout is {shown(vocabulary)}; it is {_SHARDED!r} or left out")
-        halves = tuple(_halves_at(stage, one) for stage, one in enumerate(layers))
+        halves = tuple(_halves_at(stage, count) for stage, count in enumerate(layers))
         return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
 
 

@@ -140,10 +140,10 @@ def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
 
 def _operations(graph: Graph) -> tuple[Op, ...]:
     """Operations that the lowered plan can have, sorted by name."""
-    found = {Op.FREE, Op.REDUCE, *graph.columns.ops}
+    ops = {Op.FREE, Op.REDUCE, *graph.columns.ops}
     for _, _, carries in graph.transfers.links:
-        found |= {carries.op} if isinstance(carries, Collective) else {carries.send, carries.receive}
-    return tuple(sorted(found))
+        ops |= {carries.op} if isinstance(carries, Collective) else {carries.send, carries.receive}
+    return tuple(sorted(ops))
 
 
 def _messages(graph: Graph, moments: _Moments, ops: Sequence[Op]) -> _Posted:
@@ -205,19 +205,21 @@ def _reductions(plan: Plan, graph: Graph, moments: _Moments, ops: Sequence[Op]) 
     stage = np.where(is_of_stage, columns.site, first_stage[rank_of[columns.step]])[gives]
     last = np.full(plan.num_stages, -1)
     np.maximum.at(last, stage, np.flatnonzero(gives))
-    found, due = [], 0
+    rows, due = [], 0
     for behind, at in enumerate(range(plan.num_stages - 1, -1, -1)):
         if last[at] >= 0:
             due = max(due, int(moments.end[columns.step[last[at]]]))
             # In the room behind a moment that `_Moments.of` leaves, one place for each stage: reductions due at one moment
             # keep the same order on all ranks and replicas.
-            found.append((plan.placement[at], due + 1 + behind, -at, ops.index(Op.REDUCE), at, columns.chunk[last[at]]))
-    return _Posted(*np.array(found, dtype=np.int64).reshape(-1, 6).T)
+            rows.append((plan.placement[at], due + 1 + behind, -at, ops.index(Op.REDUCE), at, columns.chunk[last[at]]))
+    return _Posted(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
 
 
 def _sorted(*posted: _Posted) -> _Posted:
     """Join and sort by rank and moment; at one moment by stream, and at one moment of a stream by action."""
     joined = _Posted(*map(np.concatenate, zip(*posted, strict=True)))
+    # Both sides of a message have one moment and one stream, so sender and receiver sort the messages between them alike. They
+    # have no tags: the n-th receive takes the n-th message.
     key = joined.stream - joined.stream.min(initial=0)
     for column in (joined.op, joined.site, joined.chunk):
         key = key * (1 + column.max(initial=0)) + column
@@ -259,19 +261,19 @@ def _is_behind_second(number: Integers, stream: Integers) -> Booleans:
 
 def _slots_of_compute(graph: Graph, ops: Sequence[Op]) -> _Slots:
     """Slots of the compute actions."""
-    columns, (found,) = graph.columns, np.nonzero(graph.columns.step < graph.columns.num_compute)
-    codes, step = np.array([ops.index(op) for op in columns.ops], dtype=np.int64), columns.step[found]
+    columns, (at,) = graph.columns, np.nonzero(graph.columns.step < graph.columns.num_compute)
+    codes, step = np.array([ops.index(op) for op in columns.ops], dtype=np.int64), columns.step[at]
     slots = _slot(columns.ranks()[step], step, _COMPUTE)
-    return _Slots(slots, codes[columns.op[found]], columns.site[found], columns.chunk[found])
+    return _Slots(slots, codes[columns.op[at]], columns.site[at], columns.chunk[at])
 
 
 def _slots_of_copies(graph: Graph, played: Playback, ops: Sequence[Op]) -> _Slots:
     """Slots of offloads, loads and releases."""
-    found = [
+    rows = [
         (4 * (numbers[index] + rank) + _COPIES, ops.index(action.op), action.stage, action.chunk)
         for rank, numbers in enumerate(graph.tracks[: graph.num_ranks])
         for index, actions in place_copies(graph, played.start_us, played.end_us, rank).items()
         if index < len(numbers)
         for action in actions
     ]
-    return _Slots(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+    return _Slots(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)

@@ -16,13 +16,13 @@ import numpy as np
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Bytes, Integers, byte_column
+from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.ways import Way
 
 SEND_SLOTS = 2
-"""Slots of a way for messages to send: one is filled while the message before it is on its way."""
+"""Slots of a direction for messages to send: one is filled while the message before it is on its way."""
 
 
 def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
@@ -40,8 +40,8 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
     launches = Launches.of(rows)
-    found = _slots(plan, launches, launches.ranks())
-    held = np.bincount(found.rank, found.slots, plan.num_ranks).astype(np.int64) * max(plan.messages.num_bytes)
+    slots = _slots(plan, launches, launches.ranks())
+    held = np.bincount(slots.rank, slots.slots, plan.num_ranks).astype(np.int64) * max(plan.messages.num_bytes)
     begins, ends = _changes(plan, launches)
     live = np.cumsum(np.stack([begins, ends], axis=1))
     peaks = []
@@ -51,18 +51,18 @@ def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Way, int]:
-    """Return the number of slots of every way that messages of a rank go.
+def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Direction, int]:
+    """Return the number of slots of every direction in which messages of a rank go.
 
-    A way from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
+    A direction from another rank has as many as there are messages at one time that are posted and not needed yet. A slot is
     posted again only behind the action that needs its message, so no rank waits for a slot. Of the messages to another rank all
     may be on their way, but for each behind `SEND_SLOTS` the rank's stream waits for an earlier one.
     """
     launches = Launches.of([row])
-    found = _slots(plan, launches, np.full(len(launches.op), rank))
-    columns = (found.sender, found.receiver, found.gradient, found.slots)
+    slots = _slots(plan, launches, np.full(len(launches.op), rank))
+    columns = (slots.sender, slots.receiver, slots.gradient, slots.slots)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return {Way(sender, receiver, bool(gradient)): slots for sender, receiver, gradient, slots in rows}
+    return {Direction(sender, receiver, bool(gradient)): count for sender, receiver, gradient, count in rows}
 
 
 def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
@@ -128,7 +128,7 @@ class _Others(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Number of slots by rank and way."""
+    """Number of slots by rank and direction."""
 
     rank: Integers
     sender: Integers
@@ -142,8 +142,8 @@ def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
     sides = _Sides.of_table()
     sent = _Others.of(plan, launches, sides.sends)
     key = ((rank[sent.at] * plan.num_ranks + rank[sent.at]) * plan.num_ranks + sent.rank) * 2 + ~sent.is_up
-    found, count = np.unique(key, return_counts=True)
-    keys, counts = [found], [np.minimum(count, SEND_SLOTS)]
+    pairs, count = np.unique(key, return_counts=True)
+    keys, counts = [pairs], [np.minimum(count, SEND_SLOTS)]
     received, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.receives, sides.takes))
     at, other = np.append(received.at, taken.at), np.append(received.rank, taken.rank)
     is_up, change = np.append(received.is_up, taken.is_up), np.repeat([1, -1], [len(received.at), len(taken.at)])
@@ -151,9 +151,9 @@ def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
     order = np.lexsort((at, key))
     order = order[other[order] != rank[at[order]]]
     if len(order):
-        found, first = np.unique(key[order], return_index=True)
-        keys.append(found)
-        counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every way ends at 0: all messages are taken
+        pairs, first = np.unique(key[order], return_index=True)
+        keys.append(pairs)
+        counts.append(np.maximum.reduceat(np.cumsum(change[order]), first))  # every direction ends at 0: all messages are taken
     key, gradient = np.divmod(np.concatenate(keys), 2)
     key, receiver = np.divmod(key, plan.num_ranks)
     return _Slots(*np.divmod(key, plan.num_ranks), receiver, gradient, np.concatenate(counts))
@@ -164,8 +164,8 @@ def _changes(plan: Plan, launches: Launches) -> tuple[Bytes, Bytes]:
     sides, rank = _Sides.of_table(), launches.ranks()
     size = byte_column(plan.messages.num_bytes)[launches.chunk]
     begins, ends = np.zeros_like(size), np.zeros_like(size)
-    made, sent, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.makes, sides.sends, sides.takes))
-    begins[made.at] += size[made.at]
+    results, sent, taken = (_Others.of(plan, launches, offsets) for offsets in (sides.makes, sides.sends, sides.takes))
+    begins[results.at] += size[results.at]
     ends[sent.at] -= size[sent.at]
     opens = launches.by_op(op in sides.opens for op in launches.ops).astype(bool)[taken.at]
     is_local = taken.rank == rank[taken.at]

@@ -245,8 +245,8 @@ def register(operation: Operation) -> Operation:
             raise ValueError(f"operation {operation.op} names {other}, which is not defined")
     _TABLE[operation.op] = operation
     for waits, need in _relations(operation):
-        for one in _lowered(waits, need):
-            _TABLE.setdefault(one.op, one)
+        for lowered in _lowered(waits, need):
+            _TABLE.setdefault(lowered.op, lowered)
     return operation
 
 

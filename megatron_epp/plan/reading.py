@@ -11,7 +11,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -102,16 +102,16 @@ def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
     """
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
-        found: list[Any] = []
+        deeper: list[Any] = []
         for outer in level:
             inner = outer.values() if isinstance(outer, dict) else outer if type(outer) in _CONTAINERS else ()
             count += len(inner)
             if most_values is not None and count > most_values:
                 raise EppError(f"{what} holds more than {most_values:,} values, those that aliases repeat counted each time")
-            found += [one for one in inner if type(one) in _CONTAINERS]
-        if not found:
+            deeper += [entry for entry in inner if type(entry) in _CONTAINERS]
+        if not deeper:
             return
-        level = found
+        level = deeper
     raise _too_deep(what)
 
 
@@ -132,7 +132,7 @@ def printable(text: str) -> str:
     """Escape characters of untrusted text that would move a terminal's cursor or cannot be encoded; the result is one line."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def one_line(error: BaseException) -> str:
@@ -144,35 +144,25 @@ def _cut(word: str) -> str:
     return word if len(word) <= _MOST_WORD else word[:_MOST_WORD] + "..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], words: str = "did you mean {!r}?") -> str:
     """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
-    similar = _similar(name, known)
-    return f"; did you mean {similar!r}?" if similar else ""
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; {words.format(similar[0])}" if similar else ""
 
 
-def in_units(text: str) -> str:
+def nearest_number(text: str) -> str:
     """Return ``; did you mean 8192?`` for a number with a unit, as in ``8k``, ``2M`` and ``80GB``, or an empty text."""
-    found = re.fullmatch(r"(\d{1,6})\s*(k|M|g|Gi?B)", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})\s*(k|M|g|Gi?B)", text, re.IGNORECASE)
+    if match is None:
         return ""
-    factor = {"k": 1 << 10, "m": 1 << 20}.get(found[2].lower(), 1)
-    return f"; did you mean {int(found[1]) * factor}?"
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(match[2].lower(), 1)
+    return f"; did you mean {int(match[1]) * factor}?"
 
 
 def missing_file(name: str) -> str:
     """Say that there is no file of a name, or that it is a folder."""
     shown_as = printable(_cut(name))
     return f"{shown_as} is a folder, not a file" if os.path.isdir(name) else f"there is no file {shown_as}"
-
-
-def found_as(name: str, given: Mapping[str, Any]) -> str:
-    """Return ``; there is 'num_layer'`` for a missing name under which a similar one is given, or an empty text."""
-    similar = _similar(name, given)
-    return f"; there is {similar!r}" if similar else ""
-
-
-def _similar(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:
@@ -211,7 +201,7 @@ def _no_constant(name: str) -> NoReturn:
 def infinite_at(text: str | bytes) -> str:
     """Return ": line 3 column 7", where the first number of a JSON text stands that no float holds; empty if all do."""
     text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-    start = next((found.start() for found in _NUMBER.finditer(text) if found[1] and not _is_finite(found[1])), None)
+    start = next((match.start() for match in _NUMBER.finditer(text) if match[1] and not _is_finite(match[1])), None)
     if start is None:
         return ""
     return f": line {1 + text.count(chr(10), 0, start)} column {start - text.rfind(chr(10), 0, start)}"

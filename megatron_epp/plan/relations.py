@@ -100,10 +100,10 @@ def deps(
 
     def needs(action: Action) -> list[Action]:
         return [
-            found
+            needed
             for op, site, need in relations(action.op, action.stage)
             for chunk in links.of(need.chunk, action.chunk)
-            if (found := Action(op, site, chunk)) in present or not need.if_present
+            if (needed := Action(op, site, chunk)) in present or not need.if_present
         ]
 
     return needs

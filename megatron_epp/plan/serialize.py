@@ -5,31 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.codec import Codec, hints_of
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.extension import FIELDS, read_extension
-from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
+from megatron_epp.plan.extension import FIELDS as EXTENSIONS
+from megatron_epp.plan.lazy import load as load_type
+from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
 from megatron_epp.plan.reading import infinite_at, naming, number, of_type, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
 from megatron_epp.plan.writing import write_text
 
-_COLUMNS = (
-    "lengths",
-    "num_layers",
-    "half_layers",
-    "placement",
-    "host_links",
-    "static_bytes",
-    "cap_bytes",
-    "host_cap_bytes",
-    "notes",
-)  # lists that stay on one line
+_LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "half_layers", "loss_groups")
+_FIELDS = (
+    *("schema", "version", "lengths", "num_stages", "num_ranks", "num_layers", "placement", "token_multiple", "forward_only"),
+    *("chunks", "recompute", "recompute_us", "offload_share", "ranks", "copies", "messages", "static_bytes", "cap_bytes"),
+    *("predicted", "costs", "planner", "seed", "notes"),
+)
+"""Order of the fields in files, behind the optional ones."""
+_ON_ONE_LINE = frozenset(
+    ("lengths", "num_layers", "half_layers", "placement", "host_links", "static_bytes", "cap_bytes", "host_cap_bytes", "notes")
+)
 
 
 def digest(plan: Plan) -> str:
@@ -60,8 +60,8 @@ def from_json(text: str) -> Plan:
     except EppError as error:
         raise PlanError(str(error)) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise PlanError(f"not a plan: schema is {shown(found)}, expected {SCHEMA!r}")
+        schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise PlanError(f"not a plan: schema is {shown(schema)}, expected {SCHEMA!r}")
     version = document.get("version")
     if version != VERSION:
         raise PlanError(f"plan version {shown(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")
@@ -91,77 +91,37 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def _document(plan: Plan) -> dict[str, Any]:
     """Convert a plan to plain data in the file's layout. Times become floats and sizes ints, whatever their numeric type."""
-    optional: dict[str, Any] = {}  # empty fields are not written
-    if plan.kv_offload:
-        optional["kv_offload"] = [_ints(entry) for entry in plan.kv_offload]
-    if plan.host_links:
-        optional["host_links"] = _ints(plan.host_links)
-    if plan.host_cap_bytes:
-        optional["host_cap_bytes"] = _ints(plan.host_cap_bytes)
-    messages: dict[str, Any] = {
-        "activation_us": [_floats(row) for row in plan.messages.activation_us],
-        "gradient_us": [_floats(row) for row in plan.messages.gradient_us],
-    }
-    if plan.messages.num_bytes:
-        messages["num_bytes"] = _ints(plan.messages.num_bytes)
-    if plan.messages.collective_us:
-        messages["collective_us"] = {str(op): _floats(row) for op, row in plan.messages.collective_us}
-    if plan.messages.message_us:
-        messages["message_us"] = {str(op): _floats(row) for op, row in plan.messages.message_us}
-    if plan.message_bytes:
-        optional["message_bytes"] = _ints(plan.message_bytes)
-    if plan.half_layers:
-        optional["half_layers"] = _ints(plan.half_layers)
-    if plan.loss_groups:
-        optional["loss_groups"] = [_ints(group) for group in plan.loss_groups]
-    optional |= {extension.field: extension.to_json() for extension in plan.extensions}
-    return optional | {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "lengths": _ints(plan.lengths),
-        "num_stages": plan.num_stages,
-        "num_ranks": plan.num_ranks,
-        "num_layers": _ints(plan.num_layers),
-        "placement": _ints(plan.placement),
-        "token_multiple": int(plan.token_multiple),
-        "forward_only": bool(plan.forward_only),
-        "chunks": [{"segments": [_ints(segment) for segment in chunk.segments]} for chunk in plan.chunks],
-        "recompute": [[_ints(counts) for counts in row] for row in plan.recompute],
-        "recompute_us": [_floats(row) for row in plan.recompute_us],
-        "offload_share": [_floats(row) for row in plan.offload_share],
-        "ranks": [_steps(row) for row in plan.ranks],
-        "copies": [_copies(row) for row in plan.copies],
-        "messages": messages,
-        "static_bytes": _ints(plan.static_bytes),
-        "cap_bytes": _ints(plan.cap_bytes),
-        "predicted": {
-            "makespan_us": float(plan.predicted.makespan_us),
-            "lower_bound_us": float(plan.predicted.lower_bound_us),
-            "peak_bytes": _ints(plan.predicted.peak_bytes),
-            "bubble_fraction": float(plan.predicted.bubble_fraction),
-        },
-        "costs": plan.costs,
-        "planner": plan.planner,
-        "seed": int(plan.seed),
-        "notes": list(plan.notes),
-    }
+    hints = hints_of(Plan)
+    names = [name for name in (*_LEFT_OUT_IF_EMPTY, *_FIELDS) if name in hints]
+    values = {name: _CODEC.writer(hints[name])(getattr(plan, name)) for name in names}
+    values |= {"schema": SCHEMA, "version": VERSION, "num_stages": plan.num_stages, "num_ranks": plan.num_ranks}
+    extensions = {extension.field: extension.to_json() for extension in plan.extensions}
+    optional = {name: values[name] for name in _LEFT_OUT_IF_EMPTY if values[name]}
+    return optional | extensions | {name: values[name] for name in _FIELDS}
 
 
-def _ints(row: Sequence[int]) -> list[int]:
-    return [int(value) for value in row]
+def _write_step(step: Step) -> list[Any]:
+    return [step_text(step), float(step.time_us), int(step.alloc_bytes), int(step.free_bytes)]
 
 
-def _floats(row: Sequence[float]) -> list[float]:
-    return [float(value) for value in row]
+def _read_step(value: Any) -> Step:
+    if not isinstance(value, list) or len(value) != 4:
+        raise EppError(f"{shown(value)} is not a list of actions, time_us, alloc_bytes, free_bytes")
+    text, time_us, alloc_bytes, free_bytes = value
+    action, *also = map(Action.parse, of_type(str, text, "text").split("+"))
+    return Step(action, number(time_us), whole(alloc_bytes), whole(free_bytes), tuple(also))
 
 
-def _steps(row: Sequence[Step]) -> list[list[Any]]:
-    return [[step_text(step), float(step.time_us), int(step.alloc_bytes), int(step.free_bytes)] for step in row]
-
-
-def _copies(row: Sequence[Copy]) -> list[list[Any]]:
-    steps = _steps([Step(*copy[:4]) for copy in row])
-    return [[*step, None if copy.after is None else str(copy.after)] for step, copy in zip(steps, row, strict=True)]
+_CODEC = Codec(
+    readers={
+        Step: _read_step,
+        Recompute: lambda counts: Recompute(*map(whole, of_type(list, counts, "a list"))),
+        Action: lambda name: Action.parse(of_type(str, name, "text")),
+        Op: lambda name: Op(of_type(str, name, "text")),
+    },
+    to_plain={Step: _write_step, Recompute: lambda counts: list(map(int, counts)), Action: str, Op: str},
+    ignores_unknown=True,
+)
 
 
 def _dumps(value: Any, **options: Any) -> str:
@@ -179,7 +139,7 @@ def _value(name: str, value: Any) -> str:
     """Format a field's value: steps and rows one per line, short lists and scalars on the field's own line."""
     if name in ("ranks", "copies"):
         rows = ["    [" + ",".join("\n      " + _dumps(step) for step in row) + "]" for row in value]
-    elif isinstance(value, list) and name not in _COLUMNS:
+    elif isinstance(value, list) and name not in _ON_ONE_LINE:
         rows = ["    " + _dumps(row) for row in value]
     elif name == "messages":
         parts = []
@@ -195,104 +155,23 @@ def _value(name: str, value: Any) -> str:
 
 
 def _plan(document: dict[str, Any]) -> Plan:
-    def field(name: str, read: Callable[[Any], Any], *default: Any) -> Any:
-        if name not in document:
-            if default:
-                return default[0]
-            raise PlanError(f"the plan lacks the field {name!r}")
+    hints = hints_of(Plan)
+
+    def field(name: str, read: Callable[[Any], Any]) -> Any:
         try:
             return read(document[name])
-        except (AttributeError, KeyError, TypeError, ValueError, EppError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, EppError) as error:  # extensions raise errors of their own
             raise PlanError(f"field {name!r} of the plan is malformed: {error}") from None
 
-    plan = Plan(
-        lengths=field("lengths", _int_row),
-        chunks=field("chunks", lambda rows: tuple(_chunk(row) for row in rows)),
-        num_layers=field("num_layers", _int_row),
-        placement=field("placement", _int_row),
-        recompute=field("recompute", _recompute_table),
-        recompute_us=field("recompute_us", _float_table),
-        offload_share=field("offload_share", _float_table),
-        ranks=field("ranks", _step_table),
-        copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
-        host_links=field("host_links", _int_row, ()),
-        half_layers=field("half_layers", _int_row, ()),
-        extensions=tuple(field(name, partial(read_extension, name)) for name in FIELDS if name in document),
-        loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
-        kv_offload=field("kv_offload", lambda rows: tuple(KVOffload(*_int_row(row)) for row in rows), ()),
-        messages=field("messages", _messages),
-        message_bytes=field("message_bytes", _int_row, ()),
-        static_bytes=field("static_bytes", _int_row),
-        cap_bytes=field("cap_bytes", _int_row),
-        host_cap_bytes=field("host_cap_bytes", _int_row, ()),
-        predicted=field("predicted", _prediction),
-        token_multiple=field("token_multiple", whole, 1),
-        forward_only=field("forward_only", _bool, False),
-        costs=field("costs", _str, "analytic"),
-        planner=field("planner", _str, "greedy"),
-        seed=field("seed", whole, 0),
-        notes=field("notes", lambda row: tuple(map(_str, row)), ()),
-    )
+    values: dict[str, Any] = {}
+    for entry in fields(Plan):
+        if entry.name in document:
+            values[entry.name] = field(entry.name, _CODEC.reader(hints[entry.name]))
+        elif entry.default is MISSING:
+            raise PlanError(f"the plan lacks the field {entry.name!r}")
+    values["extensions"] = tuple(field(name, load_type(EXTENSIONS[name]).from_json) for name in EXTENSIONS if name in document)
+    plan = Plan(**values)
     for name, count in (("num_stages", plan.num_stages), ("num_ranks", plan.num_ranks)):
-        if field(name, whole, count) != count:
+        if name in document and field(name, whole) != count:
             raise PlanError(f"{name} is {document[name]}, but the plan lists {count}")
     return plan
-
-
-def _str(value: Any) -> str:
-    return of_type(str, value, "text")
-
-
-def _bool(value: Any) -> bool:
-    return of_type(bool, value, "true or false")
-
-
-def _int_row(row: Any) -> tuple[int, ...]:
-    return tuple(map(whole, row))
-
-
-def _float_row(row: Any) -> tuple[float, ...]:
-    return tuple(map(number, row))
-
-
-def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(_float_row, rows))
-
-
-def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
-    return tuple(tuple(Recompute(*_int_row(counts)) for counts in row) for row in rows)
-
-
-def _messages(value: Any) -> Messages:
-    times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
-    collective_us, message_us = (
-        tuple((Op(name), _float_row(row)) for name, row in value.get(key, {}).items())
-        for key in ("collective_us", "message_us")
-    )
-    num_bytes = _int_row(value.get("num_bytes", ()))
-    return Messages(**times, num_bytes=num_bytes, collective_us=collective_us, message_us=message_us)
-
-
-def _chunk(value: Any) -> Chunk:
-    return Chunk(tuple(Segment(*_int_row(segment)) for segment in value["segments"]))
-
-
-def _step(value: Any) -> Step:
-    text, time, alloc, free = value
-    action, *also = map(Action.parse, _str(text).split("+"))
-    return Step(action, number(time), whole(alloc), whole(free), tuple(also))
-
-
-def _copy(value: Any) -> Copy:
-    *step, after = value
-    return Copy(*_step(step)[:4], None if after is None else Action.parse(_str(after)))
-
-
-def _step_table(rows: Any) -> tuple[tuple[Step, ...], ...]:
-    return tuple(tuple(_step(value) for value in row) for row in rows)
-
-
-def _prediction(value: Any) -> Prediction:
-    numbers = (number(value[name]) for name in ("makespan_us", "lower_bound_us", "bubble_fraction"))
-    makespan_us, lower_bound_us, bubble_fraction = numbers
-    return Prediction(makespan_us, lower_bound_us, _int_row(value["peak_bytes"]), bubble_fraction)

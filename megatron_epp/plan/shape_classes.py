@@ -72,13 +72,13 @@ class ShapeClass(NamedTuple):
         keys = [self.queries]
         while keys[-1] < token_class(longest):
             keys.append(token_class(keys[-1] + 1))
-        return tuple(self._replace(keys=one) for one in keys)
+        return tuple(self._replace(keys=num_keys) for num_keys in keys)
 
 
 def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
     """Return the classes of few segments with up to `most_tokens` tokens behind a prefix of a sequence of `longest` tokens."""
     tokens = ShapeClass(LEAST_SEGMENTS, token_class(1), 0).longer_prefixes(most_tokens)
-    chunks = [ShapeClass(LEAST_SEGMENTS, one.keys, 0) for one in tokens]
+    chunks = [ShapeClass(LEAST_SEGMENTS, prefix.keys, 0) for prefix in tokens]
     return {shape for chunk in chunks for shape in chunk.longer_prefixes(max(longest, most_tokens))}
 
 

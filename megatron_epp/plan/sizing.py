@@ -48,10 +48,10 @@ def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
         head_bytes: bytes of keys and values of one head.
         queries_per_key: query heads that share it.
     """
-    made = _times_made(queries_per_key)
-    if kv_heads * head_bytes * made <= MOST_TRANSIENT_BYTES:
+    times_made = _times_made(queries_per_key)
+    if kv_heads * head_bytes * times_made <= MOST_TRANSIENT_BYTES:
         return kv_heads
-    most = max(1, min(kv_heads, MOST_TRANSIENT_BYTES // (head_bytes * (made + 1))))
+    most = max(1, min(kv_heads, MOST_TRANSIENT_BYTES // (head_bytes * (times_made + 1))))
     return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
 
 
@@ -64,10 +64,10 @@ def transient_kv_gradient_bytes(
         kv_heads, queries_per_key: as `heads_at_once` takes them.
         head_bytes_per_key: bytes of a key and a value of one head.
     """
-    made = _times_made(queries_per_key)
-    one = np.maximum(MOST_TRANSIENT_BYTES, keys * (head_bytes_per_key * (made + 1)))
-    whole = keys * (kv_heads * head_bytes_per_key * made)
-    return np.where(all_at_once(keys, kv_heads, head_bytes_per_key, queries_per_key), whole, one)
+    times_made = _times_made(queries_per_key)
+    in_groups = np.maximum(MOST_TRANSIENT_BYTES, keys * (head_bytes_per_key * (times_made + 1)))
+    whole = keys * (kv_heads * head_bytes_per_key * times_made)
+    return np.where(all_at_once(keys, kv_heads, head_bytes_per_key, queries_per_key), whole, in_groups)
 
 
 def all_at_once(

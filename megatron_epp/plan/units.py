@@ -22,7 +22,7 @@ def format_bytes(num_bytes: float, *others: float) -> str:
         others: other sizes, from which the text tells it apart unless they are equal.
     """
     for decimals in _DECIMALS:
-        texts = {one: _in_own_unit(one, decimals) for one in (num_bytes, *others)}
+        texts = {size: _in_own_unit(size, decimals) for size in (num_bytes, *others)}
         if len(set(texts.values())) == len(texts):
             break
     return texts[num_bytes]

@@ -52,7 +52,7 @@ def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> l
     Args:
         start_us, end_us: times of its steps by number, `ABSENT_US` where unknown.
     """
-    found = [Wait(Cause.START)] * len(graph.steps)
+    longest = [Wait(Cause.START)] * len(graph.steps)
     on_link = _before_on_host_link(graph, start_us)
     for numbers in graph.tracks:
         for number in numbers:
@@ -67,22 +67,22 @@ def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> l
             other = on_link.get(number, -1)
             if other >= 0 and end_us[other] > met_us:
                 last = Wait(Cause.HOST_LINK, other)
-            found[number] = last
-    return found
+            longest[number] = last
+    return longest
 
 
-def critical_path(found: Sequence[Wait], end_us: Sequence[float]) -> list[int]:
+def critical_path(longest: Sequence[Wait], end_us: Sequence[float]) -> list[int]:
     """Return the chain of steps that sets the makespan, from the start of the iteration to its end.
 
     Args:
-        found: result of `waits`.
+        longest: result of `waits`.
         end_us: end of each step by number.
     """
     number = max(range(len(end_us)), key=end_us.__getitem__, default=-1)
     path = []
     while number >= 0:
         path.append(number)
-        number = found[number].number
+        number = longest[number].number
     return path[::-1]
 
 

@@ -13,21 +13,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-PRIVATE = 0o600
-"""Mode of files that only their owner may read."""
-_USUAL = 0o666
-"""Mode of other new files, before the umask."""
+_PRIVATE, _USUAL = 0o600, 0o666
+"""Modes of files that only their owner may read, and of other new files, before the umask."""
 
 Name = str | os.PathLike[str]
 
 
 def write_text(path: Name, text: str, *, private: bool = False) -> None:
-    """Write a text in UTF-8. Takes and raises what `write_bytes` does; lone surrogates become what they were read from."""
-    write_bytes(path, text.encode("utf-8", "surrogateescape"), private=private)
-
-
-def write_bytes(path: Name, content: bytes, *, private: bool = False) -> None:
-    """Write a file, or leave the one that was there as it was.
+    """Write a text in UTF-8, or leave the file that was there as it was. Lone surrogates become what they were read from.
 
     Args:
         path: of the file; its folder must exist.
@@ -37,7 +30,7 @@ def write_bytes(path: Name, content: bytes, *, private: bool = False) -> None:
         OSError: it cannot be written; `filename` is the path as given.
     """
     with replacing(path, private=private) as scratch, _named(path), _opened(scratch, os.O_WRONLY) as handle:
-        _write(handle, content)
+        _write(handle, text)
 
 
 @contextlib.contextmanager
@@ -64,7 +57,7 @@ def replacing(path: Name, *, private: bool = False) -> Iterator[Path]:
     try:
         with _named(path):
             scratch.unlink(missing_ok=True)
-            with _opened(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE if private else _USUAL) as handle:
+            with _opened(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE if private else _USUAL) as handle:
                 if mode is not None and not private:
                     with contextlib.suppress(PermissionError):
                         os.fchmod(handle, stat.S_IMODE(mode))
@@ -89,11 +82,11 @@ def append_line(path: Name, line: str) -> None:
     Raises:
         OSError: it cannot be written; `filename` is the path as given.
     """
-    content = f"{line}\n".encode("utf-8", "surrogateescape")
+    content = f"{line}\n"
     with _named(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _USUAL) as handle:
         before = os.fstat(handle)
         if stat.S_ISREG(before.st_mode) and before.st_size and os.pread(handle, 1, before.st_size - 1) != b"\n":
-            content = b"\n" + content  # a process was killed within its last line
+            content = f"\n{content}"  # a process was killed within its last line
         try:
             _write(handle, content)
         except OSError:
@@ -108,8 +101,8 @@ def sync(path: Name) -> None:
         os.fsync(handle)
 
 
-def _write(handle: int, content: bytes) -> None:
-    left = memoryview(content)
+def _write(handle: int, text: str) -> None:
+    left = memoryview(text.encode("utf-8", "surrogateescape"))
     while left:
         left = left[os.write(handle, left) :]
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError
-from megatron_epp.plan.ways import ways
+from megatron_epp.plan.communicators import directions
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.problem import Options, Problem
 
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
 _PER_WAY = 2
-"""Slots that a way to or from a rank is expected to have: as many as `SEND_SLOTS` for sends. It has more where messages come
-long before they are needed; then the batch is planned again with room for them.
+"""Slots that a direction to or from a rank is expected to have: as many as `SEND_SLOTS` for sends. It has more where messages
+come long before they are needed; then the batch is planned again with room for them.
 """
 _IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
@@ -42,7 +42,7 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     """Bytes to set aside on every rank while the order is not known: as the problem says, or for the largest chunk."""
     if problem.message_bytes:
         return problem.message_bytes
-    ends = Counter(rank for way in ways(problem.placement) for rank in (way.sender, way.receiver))
+    ends = Counter(rank for direction in directions(problem.placement) for rank in (direction.sender, direction.receiver))
     expected = (_PER_WAY * ends[rank] + _IN_USE * (rank in ends) for rank in range(problem.num_ranks))
     return tuple(number * max(message_bytes, default=0) for number in expected)
 

@@ -11,22 +11,21 @@ The optional fourth number is processor time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.action import Action
+from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, number, of_type, parse_json, read_text, shown, told
+from megatron_epp.plan.reading import naming, number, read_text, shown, told
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.plan.writing import write_text
 
-SCHEMA = "megatron-epp/measured"
-VERSION = 1
 _FAR = 2.0
 """Largest ratio of the makespans of a plan and a run of it for which pictures have one time axis."""
 COMPUTE, COPY, LINK = "compute", "copy", "link"
@@ -91,22 +90,17 @@ class Measured:
             [[str(e.action), e.start_us, e.end_us, *([] if e.cpu_us is None else [e.cpu_us])] for e in events]
             for events in self.ranks
         ]
-        return json.dumps({"schema": SCHEMA, "version": VERSION, "plan_digest": self.plan_digest, "ranks": ranks})
+        return json.dumps(_FORMAT.head | {"plan_digest": self.plan_digest, "ranks": ranks})
 
     @staticmethod
     def from_json(text: str) -> Measured:
         """Read `to_json`. Raises `PlanError` if the text is not a measurement of a version this package reads."""
         try:
-            data = of_type(dict, parse_json(text, "the text"), "a JSON object")
-            if (found := (data.get("schema"), data.get("version"))) != (SCHEMA, VERSION):
-                raise EppError(f"schema {shown(found[0])} version {shown(found[1])}")
-            if not isinstance(claimed := data.get("plan_digest"), str):
-                raise EppError(f"plan_digest is {shown(claimed)}, which is not text")
-            rows = _list(data.get("ranks"), "ranks")
-            return Measured(claimed, tuple(tuple(_events(rank, row)) for rank, row in enumerate(rows)))
+            return _FORMAT.parse(Measured, text)
         except EppError as error:
             raise PlanError(
-                f"not a measurement: {error}; expected the JSON the runtime writes, schema {SCHEMA!r} version {VERSION}"
+                f"not a measurement: {error}; expected the JSON the runtime writes, schema {_FORMAT.schema!r} version "
+                f"{_FORMAT.version}"
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -119,29 +113,17 @@ class Measured:
             return Measured.from_json(read_text(path))
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    """Return a list. Raises `EppError`, which names it, if it is none."""
-    if not isinstance(value, list):
-        raise EppError(f"{name} is {shown(value)}, which is not a list")
-    return value
-
-
-def _events(rank: int, row: Any) -> Iterator[Event]:
-    """Yield the events of a rank. Raises `EppError`, which names the entry, for something else."""
-    for at, entry in enumerate(_list(row, f"ranks[{rank}]")):
-        try:
-            if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
-                raise EppError(f"{shown(entry)} is not an action with its start, its end and perhaps its processor time")
-            yield _event(*entry)
-        except EppError as error:
-            raise EppError(f"ranks[{rank}][{at}]: {error}") from None
-
-
-def _event(text: str, start_us: Any, end_us: Any, cpu_us: Any = None) -> Event:
-    action, start_us, end_us = Action.parse(text), number(start_us), number(end_us)
+def _event(entry: Any) -> Event:
+    """Read an event. Raises `EppError` for something else."""
+    if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
+        raise EppError(f"{shown(entry)} is not an action with its start, its end and perhaps its processor time")
+    action, start_us, end_us = Action.parse(entry[0]), number(entry[1]), number(entry[2])
     if not 0 <= start_us <= end_us:
         raise EppError(f"event {action} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
-    return Event(action, start_us, end_us, None if cpu_us is None else number(cpu_us))
+    return Event(action, start_us, end_us, None if entry[3:] in ([], [None]) else number(entry[3]))
+
+
+_FORMAT = FileFormat("measurement", "megatron-epp/measured", 1, Codec(readers={Event: _event}))
 
 
 def far_from(plan: Plan, measured: Measured) -> bool:

@@ -134,7 +134,7 @@ class Stage(Protocol):
         """Return shape, dtype and device of the hidden states of a chunk with `num_tokens` (padded) tokens."""
 
 
-class Mover(Protocol):
+class ActivationOffloader(Protocol):
     """Offload as the executor needs it; see `runtime.offload.activations.Offload`. `owner` is a stage and a chunk."""
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...

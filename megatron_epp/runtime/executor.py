@@ -19,7 +19,7 @@ from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.messages import slots_of
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext, Mover, Program, Stage, prepare
+from megatron_epp.runtime.context import ActivationOffloader, ChunkContext, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
@@ -72,7 +72,7 @@ class Executor:
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
-        offload: Mover | None = None,
+        offload: ActivationOffloader | None = None,
         out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
@@ -140,7 +140,7 @@ class Executor:
             stage.relay.begin(self.plan.kv_offload_on(number), self.host)
         watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
-            self._open_slots()
+            self._open_slots()  # here, where slots change between iterations: no message is under way
             with torch.set_grad_enabled(not self.plan.forward_only), watched:
                 position = 0
                 while position < len(self._actions):
@@ -233,14 +233,14 @@ class Executor:
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
-            self.offload.before_backward(key)
+            self.offload.before_backward(key)  # compute, not the host, waits for the load
         self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
             if self._differentiates(stage):
                 with context.relay.running(context.view, True, context.recompute.attention_layers):
                     self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
-        del self._contexts[key], self._outputs[key]
+        del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
             return
         if leaf is None:  # no stage before this one trains either: it waits for a message, and does not read it
@@ -264,8 +264,8 @@ class Executor:
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
         share = self.plan.offload_share[stage][chunk]
-        # The mover enters the timer on the stream of its copies, where they run, not on the compute stream.
-        self._mover.out((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
+        # The offloader enters the timer on the stream of its copies, where they run, not on the compute stream.
+        self._offloader.out((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
 
     def _send(self, action: Action) -> None:
         op, stage, chunk = action
@@ -322,7 +322,7 @@ class Executor:
         return self.links
 
     @property
-    def _mover(self) -> Mover:
+    def _offloader(self) -> ActivationOffloader:
         assert self.offload is not None  # checked at the start
         return self.offload
 
@@ -356,8 +356,8 @@ _HANDLERS: Mapping[Op, Handler] = {
     Op.B: Executor._backward,
     Op.W: Executor._weight,
     Op.O: Executor._offload,
-    Op.FREE: lambda run, action: run._mover.free((action.stage, action.chunk)),
-    Op.L: lambda run, action: run._mover.back((action.stage, action.chunk), run.recorder.action(action)),
+    Op.FREE: lambda run, action: run._offloader.free((action.stage, action.chunk)),
+    Op.L: lambda run, action: run._offloader.back((action.stage, action.chunk), run.recorder.action(action)),
     Op.SEND_F: Executor._send,
     Op.SEND_B: Executor._send,
     Op.RECV_F: Executor._post,

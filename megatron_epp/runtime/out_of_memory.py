@@ -103,21 +103,21 @@ class OutOfMemoryReport:
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """Return the two changes most likely to help, by the error and the memory in use."""
-        found = []
+        changes = []
         if isinstance(error, HostMemoryError):
             remedies = error.remedies if self.cuts_documents else error.without("chunk_tokens").remedies
-            found += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
+            changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
-            found.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
+            changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
-            found.append(self._setting("recompute", "auto"))
+            changes.append(self._setting("recompute", "auto"))
         if lower is not None:
             gib = float(f"{lower / 2**30:.4g}")
-            found.append(self._setting("cap_bytes", int(gib) if gib.is_integer() else gib))
+            changes.append(self._setting("cap_bytes", int(gib) if gib.is_integer() else gib))
         tokens = max(1, plan.padded_tokens(action.chunk) // 2)
         own = self._setting("chunk_tokens", tokens)
-        found.append(own if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
-        return [*found, "more pipeline stages"][:2]
+        changes.append(own if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
+        return [*changes, "more pipeline stages"][:2]
 
     def _setting(self, setting: str, value: object) -> str:
         return phrase(self.names.get(setting, setting), value)
@@ -141,8 +141,8 @@ def _has_gaps(usage: Usage | None) -> bool:
 
 def _wanted_bytes(error: Exception) -> int:
     """Return the size in bytes of the failed allocation, from torch's message; 0 if the message does not have it."""
-    found = _WANTED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _WANTED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def _what_for(plan: Plan, action: Action) -> str:

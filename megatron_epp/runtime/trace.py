@@ -95,5 +95,5 @@ class Recorder:
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
         """Return ``(action, start_us, end_us, cpu_us)`` by start. On a GPU this waits for the device, and `cpu_us` is None."""
         origin = self._origin
-        found = [(str(a), elapsed_us(origin, s), elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
-        return tuple(sorted(found, key=lambda event: event[1]))
+        events = [(str(a), elapsed_us(origin, s), elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
+        return tuple(sorted(events, key=lambda event: event[1]))

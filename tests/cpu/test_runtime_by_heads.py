@@ -37,24 +37,24 @@ def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, w
 
 
 @pytest.mark.parametrize("fp32_gradients", ["off", "on"])
-@pytest.mark.parametrize("is_tail", [False, True])
-def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeypatch, is_tail, fp32_gradients):
+@pytest.mark.parametrize("is_last_slice", [False, True])
+def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeypatch, is_last_slice, fp32_gradients):
     prefix, end, heads, channels = 4000, 4004, 8, 8
 
     def peak_bytes(most_bytes):
         """Without the sums, which stay."""
         monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", most_bytes)
         relay = KVRelay(fp32_gradients)
-        length = end if is_tail else end + 1
-        cuts = [0, prefix, end] + ([] if is_tail else [length])
+        length = end if is_last_slice else end + 1
+        cuts = [0, prefix, end] + ([] if is_last_slice else [length])
         views = [SliceView(0, *cut, length, length) for cut in pairwise(cuts)]
         for view in views:
             relay.append(0, view, [torch.randn(view.num_cached, heads, channels) for _ in "kv"])
-        if not is_tail:
+        if not is_last_slice:
             relay.take_gradient(0, views[2], [torch.randn(length, heads, channels) for _ in "kv"])
         view, table = views[1], SegmentTable.build(Chunk((Segment(0, prefix, end),)), end - prefix)
         q, grad = (torch.randn(end - prefix, heads, channels) for _ in range(2))
-        k, v = relay.recall(0, view, (q[:0], q[:0]))
+        k, v = relay.fetch(0, view, (q[:0], q[:0]))
         out, saved = EXACT_ATTENTION.forward(q, k, v, table, 1.0)
         before, sums = relay.num_bytes, []
 
@@ -68,4 +68,4 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
 
     one_head = 2 * end * channels * 4
     assert peak_bytes(1) < 2.2 * one_head  # the kernel's own, block by block, next to what it gives back
-    assert peak_bytes(1 << 30) > (4 if is_tail else 7) * one_head
+    assert peak_bytes(1 << 30) > (4 if is_last_slice else 7) * one_head

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.ways import ways
 from megatron_epp.runtime.links import links
 from tests.support.runtime.link_runs import (
     both_ways,
@@ -98,7 +98,7 @@ def test_ranks_that_block_until_their_peer_is_there_all_get_through_side_by_side
     """As NCCL's do at a first message: a rank goes on only when both are at the same meeting. Many ranks take no more rounds
     than few: those of two pairs of neighbours, and of the last rank with the first.
     """
-    used = ways(placement)
+    used = directions(placement)
     todo = {rank: [way for way in used if rank in way[:2]] for rank in placement}
     rounds = 0
     while any(todo.values()):
@@ -115,7 +115,7 @@ def test_ranks_that_block_until_their_peer_is_there_all_get_through_side_by_side
 @pytest.mark.parametrize("plan", [planned((30, 4, 9), (1,) * 4), v_shape(), looped()])
 def test_every_message_of_a_plan_goes_a_way_that_was_used(plan):
     messages = {(one.src_rank, one.dst_rank, one.action.op is Op.SEND_B) for one in simulate(plan).messages()}
-    assert messages == set(ways(plan.placement)), "and no other is set up"
+    assert messages == set(directions(plan.placement)), "and no other is set up"
 
 
 def test_messages_travel_in_slots_that_are_used_again_whatever_order_they_are_needed_in(ranks):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron_epp.runtime.offload.numa import cpus_of_node, near
+from megatron_epp.runtime.offload.host import cpus_of_node, near
 
 ADDRESS = "0000:dc:00.0"
 

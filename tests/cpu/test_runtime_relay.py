@@ -198,7 +198,7 @@ def test_backward_of_a_slice_twice_is_refused():
         relay.append(7, view, [torch.zeros(view.num_cached, 1, 2) for _ in "kv"])
 
     def backward(view):
-        keys, _ = relay.recall(7, view, (torch.zeros(0, 1, 2),) * 2)
+        keys, _ = relay.fetch(7, view, (torch.zeros(0, 1, 2),) * 2)
         relay.take_gradient(7, view, (torch.zeros_like(keys), torch.zeros_like(keys)))
 
     backward(last)
@@ -221,8 +221,8 @@ def test_a_cache_left_over_is_an_error_that_names_layer_and_sequence():
 def test_layouts_give_the_buffer_of_a_sliced_sequence_room_for_all_of_its_last_chunk():
     plan = ChunkedLayer((13, 4, 3), [[(0, 0, 8)], [(0, 8, 13), (1, 0, 4)], [(2, 0, 3)]], 4).plan
     first, tail, whole = (layout.view for layout in chunk_layouts(plan))
-    assert (first.start, first.end, first.capacity, first.is_tail) == (0, 8, 8 + 12, False)
-    assert (tail.start, tail.end, tail.capacity, tail.is_tail) == (8, 13, 8 + 12, True)
+    assert (first.start, first.end, first.capacity, first.is_last_slice) == (0, 8, 8 + 12, False)
+    assert (tail.start, tail.end, tail.capacity, tail.is_last_slice) == (8, 13, 8 + 12, True)
     assert (first.num_cached, tail.num_cached) == (8, 12)
     assert whole is None
 
@@ -245,7 +245,7 @@ def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
     whole, _ = relay.append(0, tail, [torch.ones(5, 1, 2) for _ in "kv"])
     assert k.data_ptr() == whole.data_ptr()
     relay.take_gradient(0, tail, [torch.zeros(10, 1, 2) for _ in "kv"])
-    again, _ = relay.recall(0, view, (chunk[2:], chunk[2:]))
+    again, _ = relay.fetch(0, view, (chunk[2:], chunk[2:]))
     assert torch.equal(again[3:], chunk)
 
 
@@ -262,7 +262,7 @@ def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
     small = torch.full((length, 1, 1), 2.0**-9, dtype=torch.bfloat16)
     own = torch.ones(length, 1, 1, dtype=torch.bfloat16)
     for view in reversed(views):
-        grad = own if view.is_tail else small[: view.stop]
+        grad = own if view.is_last_slice else small[: view.stop]
         own_dk, _ = relay.take_gradient(0, view, (grad.clone(), grad.clone()))
     assert own_dk.dtype == torch.bfloat16
     exact = 1 + (length - 1) * 2.0**-9

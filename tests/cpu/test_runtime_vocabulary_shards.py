@@ -98,15 +98,15 @@ def test_parts_of_the_inputs_gradient_are_fp32_for_bf16_weights() -> None:
     x, weight, labels, _ = problem(torch.bfloat16)
     passed = logits_pass(x, labels, Shard(weight, 0), needs_gradient=True)
     assert passed.part is not None
-    assert passed.kept is not None
-    assert (passed.part.dtype, passed.kept.dtype) == (torch.float32, torch.bfloat16)
+    assert passed.exponentials is not None
+    assert (passed.part.dtype, passed.exponentials.dtype) == (torch.float32, torch.bfloat16)
     assert passed.summary.summed.dtype == torch.float32
 
 
 def test_evaluation_keeps_statistics_alone() -> None:
     x, weight, labels, _ = problem(torch.float32)
     passed = logits_pass(x, labels, Shard(weight, 0), needs_gradient=False)
-    assert (passed.part, passed.kept) == (None, None)
+    assert (passed.part, passed.exponentials) == (None, None)
 
 
 def test_by_blocks_no_logits_are_kept_and_parts_go_to_the_main_gradient() -> None:
@@ -120,7 +120,7 @@ def test_by_blocks_no_logits_are_kept_and_parts_go_to_the_main_gradient() -> Non
 
     shard = Shard(weight, 0, 4, accumulate)
     passed = logits_pass(x, labels, shard, needs_gradient=True)
-    assert passed.kept is None
+    assert passed.exponentials is None
     _, log_sum = ShardSummary.combined(passed.summary.most, passed.summary.addends(passed.summary.most))
     weight_gradient(x, labels, passed, log_sum, weights, shard)
     assert max(sizes) <= 4

@@ -21,13 +21,13 @@ def world(tmp_path):
 @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)])
 def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, placement):
     from megatron_epp.mcore.training.communicators import link_options  # imports Megatron
-    from megatron_epp.plan.ways import ways
+    from megatron_epp.plan.communicators import directions
     from megatron_epp.runtime.links.links import Links
     from megatron_epp.runtime.links.objects import Groups
 
     args = Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=None, high_priority_stream_groups=[])
-    options = link_options(args, ways(placement))
-    links = Links.create([0], [0], Groups(timedelta(minutes=7)), ways(placement), options)
+    options = link_options(args, directions(placement))
+    links = Links.create([0], [0], Groups(timedelta(minutes=7)), directions(placement), options)
     for group in {links.activations, links.gradients, links.activations_down, links.gradients_up}:
         made = group._get_backend(torch.device("cuda")).options
         assert made._timeout == timedelta(minutes=7)

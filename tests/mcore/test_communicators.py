@@ -13,14 +13,14 @@ from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.mcore.training import communicators
 from megatron_epp.mcore.training.communicators import link_options, link_settings
 from megatron_epp.plan import EppError
+from megatron_epp.plan.communicators import directions, most_links
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.ways import most_links, ways
 from tests.support.mcore.forked import job
 
 SMS = (132, 114, 108, 80, 46)
 """Multiprocessors of H100 SXM and PCIe, A100, V100, and a smaller one."""
 
-V = ways(Placement("v", 4, 2).rank_of)
+V = directions(Placement("v", 4, 2).rank_of)
 """Directions of messages where four ranks have two stages each, in a V."""
 
 
@@ -41,13 +41,13 @@ def test_a_link_has_four_ctas_on_an_h100_and_one_wherever_there_is_no_room():
 
 @pytest.mark.parametrize(("num_ranks", "links"), [(1, 0), (2, 2), (4, 4), (64, 4)])
 def test_every_pair_of_ranks_has_a_link_for_each_kind_of_message(num_ranks, links):
-    assert most_links(ways(range(num_ranks))) == links
+    assert most_links(directions(range(num_ranks))) == links
 
 
 @pytest.mark.parametrize(("num_ranks", "looped", "v"), [(2, 4, 4), (3, 4, 8), (4, 4, 8), (64, 4, 8)])
 def test_where_ranks_have_several_stages_they_have_the_links_of_their_placement(num_ranks, looped, v):
-    assert most_links(ways(Placement("looped", num_ranks, 2).rank_of)) == looped
-    assert most_links(ways(Placement("v", num_ranks, 2).rank_of)) == v
+    assert most_links(directions(Placement("looped", num_ranks, 2).rank_of)) == looped
+    assert most_links(directions(Placement("v", num_ranks, 2).rank_of)) == v
 
 
 def test_settings_of_the_user_go_before_ours():

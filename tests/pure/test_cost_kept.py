@@ -38,9 +38,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "no dictionary": ([1], "not a dictionary"),
     "another schema": ({**STATE, "schema": "x"}, "schema 'x' version 1"),
     "a later version": ({**STATE, "version": 2}, "version 2"),
-    "no list": ({**STATE, "pipelines": 3}, "no list of pipelines"),
-    "no fingerprint": ({**STATE, "pipelines": [{}]}, "do not say what they were learnt with"),
-    "no costs": ({**STATE, "pipelines": [{"learnt_with": {}}]}, "not a cost profile"),
+    "no list": ({**STATE, "pipelines": 3}, "pipelines is 3, which is not a list"),
+    "no fingerprint": (
+        {**STATE, "pipelines": [{"costs": STATE["pipelines"][0]["costs"]}]},
+        r"pipelines\[0\].learnt_with is missing",
+    ),
+    "no costs": ({**STATE, "pipelines": [{"learnt_with": {}}]}, r"pipelines\[0\].costs is missing"),
+    "other costs": ({**STATE, "pipelines": [{"learnt_with": {}, "costs": {}}]}, r"\[0\].costs: not a cost profile"),
 }
 
 

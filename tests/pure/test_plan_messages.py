@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
+from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.messages import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.ways import Way
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.messages import message_room
 from megatron_epp.planner.search import Candidates
@@ -29,8 +29,8 @@ def test_a_payload_is_held_to_its_send_a_gradient_while_it_is_used_and_slots_thr
     """
     made = sized(one_f_one_b(), 100, 10, 1)
     rows = lower(made)
-    assert slots_of(made, 0, rows[0]) == {Way(0, 1, False): 2, Way(1, 0, True): 1}
-    assert slots_of(made, 1, rows[1]) == {Way(0, 1, False): 2, Way(1, 0, True): 2}
+    assert slots_of(made, 0, rows[0]) == {Direction(0, 1, False): 2, Direction(1, 0, True): 1}
+    assert slots_of(made, 1, rows[1]) == {Direction(0, 1, False): 2, Direction(1, 0, True): 2}
     assert message_peaks(made, rows) == (300 + 100, 400 + 100)
 
 
@@ -74,13 +74,13 @@ def ledger(made, rank, row):
         if goes is not None and 0 <= goes < made.num_stages:
             live[op, goes, chunk] = True
         if op in (Op.RECV_F, Op.RECV_B):
-            way = Way(made.placement[stage + (-1 if op is Op.RECV_F else 1)], rank, op is Op.RECV_B)
+            way = Direction(made.placement[stage + (-1 if op is Op.RECV_F else 1)], rank, op is Op.RECV_B)
             posted.setdefault(way, []).append((stage, chunk))
             slots[way] = max(slots.get(way, 0), len(posted[way]))
         most = max(most, sum(made.messages.num_bytes[chunk] for _, _, chunk in live))
         if op in (Op.SEND_F, Op.SEND_B):
             to = stage + (1 if op is Op.SEND_F else -1)
-            way = Way(rank, made.placement[to], op is Op.SEND_B)
+            way = Direction(rank, made.placement[to], op is Op.SEND_B)
             slots[way] = min(2, slots.get(way, 0) + 1)
             del live[Op.F if op is Op.SEND_F else Op.B, to, chunk]
         if op is Op.B:

@@ -127,12 +127,18 @@ def test_what_is_no_plan_is_refused(text, reason):
     [
         (lambda d: d.pop("lengths"), "the plan lacks the field 'lengths'"),
         (lambda d: d.update(lengths=5), "field 'lengths' of the plan is malformed"),
-        (lambda d: d.update(lengths=[1.5]), "field 'lengths' of the plan is malformed: 1.5 is not a whole number"),
+        (lambda d: d.update(lengths=[1.5]), r"field 'lengths' of the plan is malformed: \[0\]: 1.5 is not a whole number"),
         (lambda d: d["ranks"][0].append(["0F0", 1.0, 0]), "field 'ranks' of the plan is malformed"),
-        (lambda d: d["ranks"][0].append(["0Q0", 1.0, 0, 0]), "field 'ranks' of the plan is malformed: '0Q0' is not an action"),
-        (lambda d: d["chunks"][0].pop("segments"), "field 'chunks' of the plan is malformed: 'segments'"),
+        (
+            lambda d: d["ranks"][0].append(["0Q0", 1.0, 0, 0]),
+            r"field 'ranks' of the plan is malformed: \[0\]\[6\]: '0Q0' is not an action",
+        ),
+        (lambda d: d["chunks"][0].pop("segments"), r"field 'chunks' of the plan is malformed: \[0\].segments is missing"),
         (lambda d: d["chunks"][0].update(segments=[[0, 1]]), "field 'chunks' of the plan is malformed"),
-        (lambda d: d["predicted"].update(makespan_us="1"), "field 'predicted' of the plan is malformed: '1' is not a number"),
+        (
+            lambda d: d["predicted"].update(makespan_us="1"),
+            "field 'predicted' of the plan is malformed: makespan_us: '1' is not a number",
+        ),
         (lambda d: d.update(forward_only=1), "field 'forward_only' of the plan is malformed: 1 is not true or false"),
         (lambda d: d.update(num_ranks=3), "num_ranks is 3, but the plan lists 2"),
     ],

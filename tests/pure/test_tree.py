@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.plan.tree import LARGEST_MESH, num_connections, tree_of
+from megatron_epp.plan.communicators import LARGEST_MESH, num_connections, tree_of
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 63, 64])

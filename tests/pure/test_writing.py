@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.plan.writing import append_line, replacing, write_bytes, write_text
+from megatron_epp.plan.writing import append_line, replacing, write_text
 from tests.support.failing_disk import swept
 
 
@@ -73,7 +73,7 @@ def test_links_are_followed_and_devices_written_to(tmp_path: Path):
     write_text(link, "new")
     assert link.is_symlink()
     assert real.read_text() == "new"
-    write_bytes("/dev/null", b"gone")
+    write_text("/dev/null", "gone")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_epp.contrib.demos.emulate_shards import WaitingShards
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.plan.ways import ways
+from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
@@ -137,7 +137,7 @@ class WaitingStage:
 
 
 class WaitingOffload:
-    """Implements `runtime.context.Mover` by timed waits: each copy waits for its link, then for its planned time.
+    """Implements `runtime.context.ActivationOffloader` by timed waits: each copy waits for its link, then for its planned time.
 
     Copies run in a thread of their own, one at a time among ranks that share a link.
     """
@@ -205,7 +205,7 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, flo
     everyone, placement = range(plan.num_ranks), plan.placement
     links = None
     if plan.num_ranks > 1:
-        links = Links.create(everyone, everyone, Groups(), ways(placement))
+        links = Links.create(everyone, everyone, Groups(), directions(placement))
         links.connect(torch.device("cpu"))
     shared = EmulatedRank(plan, rank, scale)
     stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_epp.cost.head import AUTO
-from megatron_epp.plan.reading import MOST_LAYERS, in_units, nearest, shown
+from megatron_epp.plan.reading import MOST_LAYERS, nearest, nearest_number, shown
 from megatron_epp.planner.registry import PLANNERS
 
 MOST = (1 << 31) - 1
@@ -43,7 +43,7 @@ class Number:
         except ValueError:
             value = math.nan
         if not self.holds(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}{in_units(text)}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}{nearest_number(text)}")
         return value
 
     def holds(self, value: float) -> bool:

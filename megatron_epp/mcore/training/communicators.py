@@ -13,8 +13,8 @@ from megatron.core import mpu
 
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
+from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.reading import naming, read_text, shown, whole
-from megatron_epp.plan.ways import Way
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import GroupOptions
 
@@ -43,7 +43,7 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
     return settings
 
 
-def link_options(args: argparse.Namespace, used: Sequence[Way]) -> GroupOptions | None:
+def link_options(args: argparse.Namespace, used: Sequence[Direction]) -> GroupOptions | None:
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
     Every rank of the job must call this at the same point.

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
-from megatron_epp.plan.check.launches import check_launches
+from megatron_epp.plan.check.launches import check_launches, check_own_messages
 from megatron_epp.plan.check.memory import check_memory
-from megatron_epp.plan.check.messages import check_own_messages
-from megatron_epp.plan.check.predicted import check_predicted
-from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked
@@ -66,15 +64,15 @@ def examine(plan: Plan, rows: Rows | None = None) -> Examined:
     columns = columns_of(plan)
     if faults := list(check_tables(plan, columns)):
         return Examined(faults)
-    found = listed(plan, columns)
-    if faults := [*check_tokens(plan), *check_presence(plan, columns, found)]:
+    steps = listed(plan, columns)
+    if faults := [*check_tokens(plan), *check_presence(plan, columns, steps)]:
         return Examined(faults)
     if faults := [*check_kv_offload(plan), *check_extensions(plan)]:
         return Examined(faults)
-    graph = linked(plan, columns, found)
+    graph = linked(plan, columns, steps)
     played = play(graph)
     # Without messages of their own, actions tell in which order their messages are sent.
-    if faults := [*check_order(graph, played), *(check_links(plan, columns, found) if rows is None else ())]:
+    if faults := [*check_order(graph, played), *(check_links(plan, columns, steps) if rows is None else ())]:
         return Examined(faults)
     launches = issue_order(plan, graph, played)
     if rows is not None:

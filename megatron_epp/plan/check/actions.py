@@ -28,16 +28,16 @@ from megatron_epp.plan.plan import Copy, Plan
 from megatron_epp.plan.simulate import Playback
 
 
-def check_presence(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
+def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless every forward and backward occurs exactly once and on its stage's rank, optional actions are
     complete, and no action is unknown.
 
     Args:
         plan: whose tables `check_tables` finds right.
-        found: the step of every action.
+        steps: the step of every action.
     """
-    wrong = np.union1d(_misplaced(plan, columns, found), np.append(found.unknown, found.repeated))
-    first = _first_positions(columns, found) if len(found.repeated) else {}
+    wrong = np.union1d(_misplaced(plan, columns, steps), np.append(steps.unknown, steps.repeated))
+    first = _first_positions(columns, steps) if len(steps.repeated) else {}
     for index in wrong.tolist():
         number, action = int(columns.step[index]), columns.action(index)
         rank, position = columns.where(number)
@@ -48,24 +48,24 @@ def check_presence(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[
             first_rank, at = first[action]
             reason = f"doubled: already at rank {first_rank} position {at}"
         yield Violation(rank, position, action, reason, in_copies)
-    yield from _missing(plan, found)
-    yield from _offloads(plan, columns, found)
+    yield from _missing(plan, steps)
+    yield from _offloads(plan, columns, steps)
     for number in range(columns.num_compute, len(columns.steps)):
         copy = columns.steps[number]
         if isinstance(copy, Copy) and (after := copy.after) is not None:
             rank, position = columns.where(number)
-            needed = found.number(after)
+            needed = steps.number(after)
             if needed is None or columns.where(needed)[0] != rank or not is_compute(after.op):
                 reason = f"is issued after {after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
 
-def _misplaced(plan: Plan, columns: PlanColumns, found: Listed) -> Integers:
+def _misplaced(plan: Plan, columns: PlanColumns, steps: Listed) -> Integers:
     """Indices of actions that may not be on their rank.
 
     Whether an action may be there depends on its operation, site and track only, so each such group is looked up once.
     """
-    known = np.delete(np.arange(len(columns.op)), found.unknown)
+    known = np.delete(np.arange(len(columns.op)), steps.unknown)
     num_sites = 1 + int(columns.site[known].max(initial=0))
     tracks = np.repeat(np.arange(len(columns.tracks)), list(map(len, columns.tracks)))
     keys = (tracks[columns.step[known]] * len(columns.ops) + columns.op[known]) * num_sites + columns.site[known]
@@ -79,19 +79,19 @@ def _misplaced(plan: Plan, columns: PlanColumns, found: Listed) -> Integers:
     return known[np.isin(keys, wrong)] if wrong else known[:0]
 
 
-def _first_positions(columns: PlanColumns, found: Listed) -> dict[Action, tuple[int, int]]:
+def _first_positions(columns: PlanColumns, steps: Listed) -> dict[Action, tuple[int, int]]:
     """Rank and position of the first occurrence of every known action."""
     positions: dict[Action, tuple[int, int]] = {}
-    unknown = set(found.unknown.tolist())
+    unknown = set(steps.unknown.tolist())
     for index in range(len(columns.op)):
         if index not in unknown:
             positions.setdefault(columns.action(index), columns.where(int(columns.step[index])))
     return positions
 
 
-def _missing(plan: Plan, found: Listed) -> Iterator[Violation]:
+def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
     """Yield a violation for each action that a plan must have and does not have."""
-    present = {*found.ops, *(op for kind in operations() if kind.op in found.ops for op in kind.together)}
+    present = {*steps.ops, *(op for kind in operations() if kind.op in steps.ops for op in kind.together)}
     always = {Presence.ALWAYS}
     complete = {Presence.COMPLETE_ALWAYS}
     if not plan.forward_only:
@@ -101,7 +101,7 @@ def _missing(plan: Plan, found: Listed) -> Iterator[Violation]:
         if kind.presence not in always and not (kind.presence in complete and kind.op in present):
             continue
         site, ranks = "stage" if kind.sites is of_stages else "site", kind.sites(plan.placement)
-        for index, c in np.argwhere(found.table(kind.op, len(ranks), len(plan.chunks)) == NO_STEP).tolist():
+        for index, c in np.argwhere(steps.table(kind.op, len(ranks), len(plan.chunks)) == NO_STEP).tolist():
             on = None if ranks[index] == ANYWHERE else ranks[index]
             yield Violation(on, None, Action(kind.op, index, c), f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
@@ -148,10 +148,10 @@ class _Kind:
         return ""
 
 
-def _offloads(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
+def _offloads(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless offload and load occur together and exactly with a share above zero."""
     is_shared, both = np.array(plan.offload_share) > 0, (Op.O, Op.L)
-    tables = [found.table(op, plan.num_stages, len(plan.chunks)) for op in both]
+    tables = [steps.table(op, plan.num_stages, len(plan.chunks)) for op in both]
     wrong = np.stack([(table != NO_STEP) != is_shared for table in tables], axis=-1)
     for stage, c, at in np.argwhere(wrong).tolist():
         action = Action(both[at], stage, c)
@@ -213,7 +213,7 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
     return Violation(rank, position, graph.steps[number].action, reason, number >= graph.columns.num_compute)
 
 
-def check_links(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Violation]:
+def check_links(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
     Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
@@ -222,11 +222,11 @@ def check_links(plan: Plan, columns: PlanColumns, found: Listed) -> Iterator[Vio
 
     Args:
         plan: whose actions `check_presence` finds right.
-        found: the step of every action.
+        steps: the step of every action.
     """
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
-            sends, takes = found.numbers.get(need.op), found.numbers.get(kind.op)
+            sends, takes = steps.numbers.get(need.op), steps.numbers.get(kind.op)
             if not isinstance(need.carries, MessageKind) or not isinstance(need.site, int) or sends is None or takes is None:
                 continue
             sites = [dst for dst in range(len(takes)) if 0 <= dst + need.site < len(sends)]

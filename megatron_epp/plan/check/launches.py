@@ -20,13 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_epp.plan.action import Op
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Integers
 from megatron_epp.plan.launches import Launches, Rows
-from megatron_epp.plan.operations import Parties, operation
+from megatron_epp.plan.operations import MessageKind, Parties, Track, needs_of, operation, operations
+from megatron_epp.plan.plan import Plan
 
 _MOST_KEY = 1 << 62
+"""Keys above could overflow 64 bits when the next column is added; they are numbered anew first."""
 
 
 class BlockedAt(NamedTuple):
@@ -49,7 +51,7 @@ def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list
         in no row. Each is the first of its row that cannot end.
     """
     joined = list(map(Launches.of, replicas))
-    ranks = [(replica, rank) for replica, one in enumerate(joined) for rank in range(one.num_ranks)]
+    ranks = [(replica, rank) for replica, launches in enumerate(joined) for rank in range(launches.num_ranks)]
     events = _events(joined, lockstep)
     rows = [events.event[part].tolist() for part in events.rows]
     heads = _merge(rows, events.parties.tolist())
@@ -75,7 +77,8 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
-    rows = {at: one.rows() if isinstance(one := replicas[at], Launches) else one for at in {launch.replica for launch in cycle}}
+    in_cycle = {launch.replica: replicas[launch.replica] for launch in cycle}
+    rows = {at: launches.rows() if isinstance(launches, Launches) else launches for at, launches in in_cycle.items()}
     names = []
     for replica, rank, position in cycle:
         own = f"replica {replica} " if len(replicas) > 1 else ""
@@ -108,12 +111,12 @@ def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
     for replica, launches in enumerate(replicas):
         sides = [_Shared.of(op, replica, launches.num_ranks, lockstep) for op in launches.ops]
         shared = _Shared(*map(launches.by_op, zip(*sides, strict=True))) if sides else _Shared(*[launches.op] * 6)
-        (found,) = np.nonzero(shared.operation >= 0)
-        operation, offset, by_site, by_chunk, one, parties = (column[found] for column in shared)
-        site, chunk = by_site * launches.site[found] + offset, by_chunk * launches.chunk[found]
-        columns.append((operation, site, chunk, one, parties, found - launches.starts[launches.ranks()[found]]))
-        rows += [slice(*ends) for ends in pairwise((count + np.searchsorted(found, launches.starts)).tolist())]
-        count += len(found)
+        (at,) = np.nonzero(shared.operation >= 0)
+        operation, offset, by_site, by_chunk, of_replica, parties = (column[at] for column in shared)
+        site, chunk = by_site * launches.site[at] + offset, by_chunk * launches.chunk[at]
+        columns.append((operation, site, chunk, of_replica, parties, at - launches.starts[launches.ranks()[at]]))
+        rows += [slice(*ends) for ends in pairwise((count + np.searchsorted(at, launches.starts)).tolist())]
+        count += len(at)
     *keys, parties, position = (np.concatenate(column) for column in zip(*columns, strict=True))
     event = _numbered(keys)
     waits_for = np.zeros(event.max(initial=-1) + 1, dtype=np.int64)
@@ -128,7 +131,7 @@ class _Shared[T](NamedTuple):
         operation: number of the operation that names the event; -1 if the launches are in no event.
         offset: from the launch's site to the one that names the event.
         by_site, by_chunk: 1 if every site or chunk has its own event, else 0.
-        one: the replica whose event it is; -1 if all replicas take part.
+        replica: whose event it is; -1 if all replicas take part.
         parties: number of rows that take part; 0 for all that have it.
     """
 
@@ -136,7 +139,7 @@ class _Shared[T](NamedTuple):
     offset: T
     by_site: T
     by_chunk: T
-    one: T
+    replica: T
     parties: T
 
     @staticmethod
@@ -149,9 +152,10 @@ class _Shared[T](NamedTuple):
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
             return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)
-        one = -1 if side.parties is Parties.REPLICAS else replica
+        replica = -1 if side.parties is Parties.REPLICAS else replica
         parties = {Parties.PAIR: 2, Parties.RANKS: num_ranks, Parties.REPLICAS: 0}[side.parties]
-        return _Shared(known.index(side.event), side.site or 0, int(side.site is not None), int(side.by_chunk), one, parties)
+        by_site, by_chunk = int(side.site is not None), int(side.by_chunk)
+        return _Shared(known.index(side.event), side.site or 0, by_site, by_chunk, replica, parties)
 
 
 def _numbered(columns: Sequence[Integers]) -> Integers:
@@ -191,3 +195,48 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
         else:
             at[index] = len(row)
     return at
+
+
+def check_own_messages(plan: Plan, lowered: Rows, rows: Rows) -> Iterator[Violation]:
+    """Yield a violation for each message of a rank that is missing, doubled, unknown, or launched too early or too late.
+
+    Args:
+        lowered: the plan with the messages that it needs, of every rank.
+        rows: what ranks launch, of every rank: the plan's compute actions and messages.
+    """
+    takers = dict(_takers())
+    for rank, (needed, row) in enumerate(zip(lowered, rows, strict=True)):
+        wanted, at = {action for action in needed if _is_message(action.op)}, dict[Action, int]()
+        for position, action in enumerate(row):
+            if _is_message(action.op) and (action not in wanted or action in at):
+                why = f"doubled: already at launch {at[action]}" if action in at else "no stage needs this message of the rank"
+                yield Violation(rank, None, action, f"{why} (launch {position})")
+            at.setdefault(action, position)
+        for action in sorted(wanted - at.keys()):
+            yield Violation(rank, None, action, f"missing: the rank never launches this {operation(action.op).text}")
+        for action in sorted(wanted & at.keys()):
+            taker = takers.get(action.op)
+            first, second = (action, action._replace(op=taker)) if taker else (_maker(action), action)
+            if second in at and at[second] < at[first]:
+                yield Violation(
+                    rank, None, second, f"is launched at {at[second]}, before {first} (launch {at[first]}), which it needs"
+                )
+
+
+def _is_message(op: Op) -> bool:
+    side = operation(op).side
+    return side is not None and side.parties is Parties.PAIR
+
+
+def _maker(send: Action) -> Action:
+    """Return the action whose result a send carries."""
+    (need,) = operation(send.op).needs
+    return send._replace(op=need.op)
+
+
+def _takers() -> Iterator[tuple[Op, Op]]:
+    """Yield receives, each with the operation of the same site that needs what it receives."""
+    for kind in operations(Track.COMPUTE):
+        for need in needs_of(kind.op):
+            if isinstance(need.carries, MessageKind):
+                yield need.carries.receive, kind.op

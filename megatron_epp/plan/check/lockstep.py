@@ -36,24 +36,24 @@ def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
 
 def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:
     for name in ("num_layers", "half_layers", "placement", "forward_only"):
-        wanted, found = getattr(first, name), getattr(plan, name)
-        if found != wanted:
-            yield _fault(None, f"replica {replica} has {name} {found}, replica 0 has {wanted}")
+        expected, own = getattr(first, name), getattr(plan, name)
+        if own != expected:
+            yield _fault(None, f"replica {replica} has {name} {own}, replica 0 has {expected}")
     if len(plan.chunks) != len(first.chunks):
         yield _fault(None, f"replica {replica} has {len(plan.chunks)} chunks, replica 0 has {len(first.chunks)}")
     for stage, rows in enumerate(zip(first.recompute, plan.recompute, strict=False)):
-        for c, (wanted, found) in enumerate(zip(*rows, strict=False)):
-            if found != wanted:
-                reason = f"stage {stage} recomputes {found} layers of chunk {c} on replica {replica}, {wanted} on replica 0"
+        for c, (expected, own) in enumerate(zip(*rows, strict=False)):
+            if own != expected:
+                reason = f"stage {stage} recomputes {own} layers of chunk {c} on replica {replica}, {expected} on replica 0"
                 yield _fault(plan.placement[stage], reason)
     for rank in range(max(plan.num_ranks, first.num_ranks)):
         yield from _order(_exchanging(first, rank), _exchanging(plan, rank), rank, replica)
 
 
 def _order(
-    wanted: Sequence[tuple[int, Action]], found: Sequence[tuple[int, Action]], rank: int, replica: int
+    first: Sequence[tuple[int, Action]], running: Sequence[tuple[int, Action]], rank: int, replica: int
 ) -> Iterator[Violation]:
-    for number, (expected, own) in enumerate(zip_longest(wanted, found)):
+    for number, (expected, own) in enumerate(zip_longest(first, running)):
         if expected is None:
             yield Violation(rank, own[0], own[1], f"replica {replica} runs it as exchange {number}; replica 0 has no more")
         elif own is None:

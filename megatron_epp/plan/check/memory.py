@@ -71,7 +71,7 @@ def _is_balanced(timeline: Timeline, rank: int, chains: list[int]) -> bool:
     if len(columns.op) > len(columns.steps):
         return False
     op, site, chunk = columns.op[number], columns.site[number], columns.chunk[number]
-    is_site = np.array([operation(one).sites is not of_stages for one in ops], dtype=np.int64)
+    is_site = np.array([operation(kind).sites is not of_stages for kind in ops], dtype=np.int64)
     owner = (is_site[op] * (1 + site.max(initial=0)) + site) * len(chains) + np.array(chains)[chunk]
     order = np.argsort(owner, kind="stable")
     total = np.cumsum(delta[order])
@@ -79,13 +79,13 @@ def _is_balanced(timeline: Timeline, rank: int, chains: list[int]) -> bool:
     # Owners that end with nothing add nothing to the next one's sum.
     if (total[lasts] != 0).any() or (total < 0).any():
         return False
-    reads = np.array([operation(one).role in (Role.CLOSES, Role.DEFERRED) for one in ops], dtype=bool)[op[order]]
+    reads = np.array([operation(kind).role in (Role.CLOSES, Role.DEFERRED) for kind in ops], dtype=bool)[op[order]]
     return not (reads & ~at_end[order] & (total - delta[order] <= 0)).any()
 
 
 def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Violation]:
     live: dict[_Owner, int] = {}
-    kept: dict[tuple[int, int], Action] = {}
+    openers: dict[tuple[int, int], Action] = {}
     joined = _joined(timeline.plan, rank, chains)
     roles = {kind.op: kind.role for kind in operations()}
     sites = _site_names()
@@ -100,8 +100,8 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
             role = roles[action.op]
             if role is Role.OPENS:
                 if at_end and step.alloc_bytes > step.free_bytes:
-                    kept[action[1:]] = action
-            elif before <= 0 and not at_end and role is not Role.NEITHER and (opener := kept.get(action[1:])):
+                    openers[action[1:]] = action
+            elif before <= 0 and not at_end and role is not Role.NEITHER and (opener := openers.get(action[1:])):
                 yield Violation(rank, event.position, action, f"reads what {opener} kept, but all of it was freed before")
         if after < 0 and delta < 0:
             reason = f"frees {-delta} bytes when only {before} of its stage and chunk are live"
@@ -122,16 +122,16 @@ def _joined(plan: Plan, rank: int, chains: list[int]) -> dict[_Owner, _Owner]:
     joined: dict[_Owner, _Owner] = {}
     sites = _site_names()
 
-    def root(one: _Owner) -> _Owner:
-        while (above := joined.get(one, one)) != one:
-            one = above
-        return one
+    def root(owner: _Owner) -> _Owner:
+        while (above := joined.get(owner, owner)) != owner:
+            owner = above
+        return owner
 
     for step in plan.ranks[rank]:
         if step.also:
             first, *others = (root((sites[op], stage, chains[chunk])) for op, stage, chunk in step.actions)
             joined |= {other: first for other in others if other != first}
-    return {one: root(one) for one in joined}
+    return {owner: root(owner) for owner in joined}
 
 
 def _copies(plan: Plan) -> Iterator[Violation]:

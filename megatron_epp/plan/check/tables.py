@@ -1,4 +1,4 @@
-"""The part of `check` for the tables of a plan: shapes, ranges, and every token in exactly one chunk."""
+"""The parts of `check` for the tables of a plan (shapes, ranges, every token in exactly one chunk) and for its predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron_epp.plan.action import Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
-from megatron_epp.plan.plan import AnyStep, Plan
+from megatron_epp.plan.plan import AnyStep, Plan, Prediction
+from megatron_epp.plan.simulate import Timeline
 
 NOISE = 1e-9
 """Largest relative difference between equal sums of times that are added in another order."""
@@ -239,5 +240,30 @@ def _step_fault(step: AnyStep) -> str:
     return ""
 
 
-def _fault(reason: str) -> Violation:
-    return Violation(None, None, None, reason)
+def _fault(reason: str, rank: int | None = None) -> Violation:
+    return Violation(rank, None, None, reason)
+
+
+def check_predicted(timeline: Timeline) -> Iterator[Violation]:
+    """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
+
+    The simulation uses the plan's own times and bytes: it proves that the numbers follow from the steps, not that a machine
+    takes as long. Times and bytes of the steps, layers of the stages and static bytes are the planner's estimates, of which
+    only the range is checked. A plan without predictions (`Prediction.none`) has no violation.
+    """
+    plan, predicted = timeline.plan, timeline.plan.predicted
+    if predicted == Prediction.none(plan.num_ranks):
+        return
+    makespan_us, bubble = timeline.makespan_us, timeline.bubble_fraction
+    noise_us = NOISE * makespan_us
+    # `not <=` instead of `>`: NaN is a fault too.
+    if not abs(predicted.makespan_us - makespan_us) <= noise_us:
+        yield _fault(f"predicted.makespan_us is {predicted.makespan_us}; the simulator finds {makespan_us}")
+    if not 0.0 <= predicted.lower_bound_us <= makespan_us + noise_us:
+        reason = f"predicted.lower_bound_us is {predicted.lower_bound_us}; it is within 0 and the makespan of {makespan_us}"
+        yield _fault(reason)
+    if not abs(predicted.bubble_fraction - bubble) <= NOISE:
+        yield _fault(f"predicted.bubble_fraction is {predicted.bubble_fraction}; the simulator finds {bubble}")
+    for rank, (planned, simulated) in enumerate(zip(predicted.peak_bytes, timeline.peak_bytes, strict=True)):
+        if planned != simulated:
+            yield _fault(f"predicted.peak_bytes is {planned}; the simulator finds {simulated}", rank)

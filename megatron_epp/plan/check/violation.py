@@ -10,6 +10,7 @@ from megatron_epp.plan.plan import AnyStep, Plan
 from megatron_epp.plan.text import label, step_text
 
 _AROUND = 6
+"""Steps shown on either side of a violation."""
 _AT_MOST = 20
 
 

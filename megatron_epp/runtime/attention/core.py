@@ -55,7 +55,7 @@ class _ChunkAttention(torch.autograd.Function):
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
         ctx.save_for_backward(q, out, *own, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
-        if view is not None and view.is_tail and context.forward_only:  # no backward will release the cache
+        if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             for part in range(parts):
                 relay.release(layer, view, part)
         return out
@@ -69,7 +69,7 @@ class _ChunkAttention(torch.autograd.Function):
         grads: list[Tensors] = []
         for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
             own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, own_k, own_v))
-            seen = tuple(uncached) if view is None else relay.recall(layer, view, uncached, part)
+            seen = tuple(uncached) if view is None else relay.fetch(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
 
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:

@@ -41,8 +41,8 @@ class DeviceStore:
     def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
         """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
-        made = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
-        self.num_bytes += sum(x.nbytes for x in made)
+        rows = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
+        self.num_bytes += sum(x.nbytes for x in rows)
 
     def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
         """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
@@ -64,7 +64,7 @@ class DeviceStore:
         own = []
         for total, grad in zip(self._gradients[key], grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
-            if not view.is_tail:
+            if not view.is_last_slice:
                 of_heads[: view.stop] += grad[: view.stop]
             elif heads is not None:
                 of_heads[:] = grad
@@ -192,7 +192,7 @@ class KVRelay:
             progress.filled = view.stop
         return seen
 
-    def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
+    def fetch(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
@@ -205,7 +205,7 @@ class KVRelay:
             RelayError: a later slice has not run backward, or this one has.
         """
         taken_from = self._progress(layer, view, part).taken_from
-        if taken_from is None and not view.is_tail:
+        if taken_from is None and not view.is_last_slice:
             raise RelayError(f"{_where(layer, view)}: backward at token {view.start} comes before that of the last slice")
         if taken_from is not None and taken_from != view.end:
             raise RelayError(

@@ -259,6 +259,6 @@ class HostStore:
 
     def _empty(self, held: _Sequence, dtypes: Iterable[torch.dtype]) -> Tensors:
         sizes = zip(held.like, dtypes, strict=True)
-        made = tuple(torch.empty((held.num_rows, *x.shape[1:]), dtype=dtype, device=x.device) for x, dtype in sizes)
-        self.num_bytes += sum(x.nbytes for x in made)
-        return made
+        tensors = tuple(torch.empty((held.num_rows, *x.shape[1:]), dtype=dtype, device=x.device) for x, dtype in sizes)
+        self.num_bytes += sum(x.nbytes for x in tensors)
+        return tensors

@@ -62,7 +62,7 @@ class _LatentAttention(torch.autograd.Function):
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
         ctx.save_for_backward(q, out, expansion, *own, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.groups = context, layer, scale, kernel, groups
-        if view is not None and view.is_tail and context.forward_only:  # no backward will release the cache
+        if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             relay.release(layer, view)
         return out
 
@@ -72,7 +72,7 @@ class _LatentAttention(torch.autograd.Function):
         view, relay, groups = context.view, context.relay, ctx.groups
         q, out, expansion, latent, rotated, *saved = ctx.saved_tensors
         own = latent, rotated
-        seen = own if view is None else relay.recall(ctx.layer, view, own)
+        seen = own if view is None else relay.fetch(ctx.layer, view, own)
         latents, unrotated, count = seen[0][:, 0], q.shape[2] - rotated.shape[2], len(saved) // len(groups)
         # A sum over several groups is wide: in half precision it would be rounded once for each of them.
         wide = q.dtype if len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
@@ -84,8 +84,7 @@ class _LatentAttention(torch.autograd.Function):
             own_grad, own_q, own_out = (_heads(group, x) for x in (grad, q, out))
             own_saved = tuple(saved[at * count : (at + 1) * count])
             k, v = keys_and_values(seen, expansion[group], unrotated)
-            made = ctx.kernel.backward(own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale)
-            dq[:, group], dk, dv = made
+            dq[:, group], dk, dv = ctx.kernel.backward(own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale)
             sums[1][:, 0] += dk[..., unrotated:].sum(1)
             for gradient, rows in ((dk[..., :unrotated], slice(unrotated)), (dv, slice(unrotated, None))):
                 weight, flat = expansion[group, rows], gradient.flatten(1)

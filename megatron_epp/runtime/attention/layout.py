@@ -59,13 +59,13 @@ class SliceView:
     num_slices: int = 2
 
     @property
-    def is_tail(self) -> bool:
+    def is_last_slice(self) -> bool:
         return self.end == self.length
 
     @property
     def stop(self) -> int:
         """End of the rows of the buffer that the chunk fills (exclusive)."""
-        return self.capacity if self.is_tail else self.end
+        return self.capacity if self.is_last_slice else self.end
 
     @property
     def num_cached(self) -> int:

@@ -112,6 +112,6 @@ class Discarded:
     def _fill(self, _: Tensor) -> None:
         (x,) = self._input.take()
         with torch.no_grad():
-            made = self._run(x)
-        resize(self._memory, made.untyped_storage().nbytes())
-        torch.empty(0, dtype=made.dtype, device=made.device).set_(self._memory, 0, made.shape, made.stride()).copy_(made)
+            out = self._run(x)
+        resize(self._memory, out.untyped_storage().nbytes())
+        torch.empty(0, dtype=out.dtype, device=out.device).set_(self._memory, 0, out.shape, out.stride()).copy_(out)

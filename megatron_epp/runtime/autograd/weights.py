@@ -81,12 +81,12 @@ class WeightGradients:
             if after_each is not None:
                 after_each()
 
-    def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
+    def linear(self, x: Tensor, saved_x: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
 
-        `x` is ``[..., in]`` and requires a gradient; `kept` is the part of it that `layer.product` needs, often `x` itself.
+        `x` is ``[..., in]`` and requires a gradient; `saved_x` is the part of it that `layer.product` needs, often `x` itself.
         """
-        return _Linear.apply(x, kept, layer, self)
+        return _Linear.apply(x, saved_x, layer, self)
 
     def put_off(self, weight: Tensor, tensors: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], None]) -> None:
         """Register the gradient of a layer's weight, which `compute` will compute from the tensors and pass to the weight.
@@ -95,12 +95,12 @@ class WeightGradients:
         still processing this weight. `compute` must not hold references to the tensors itself.
         """
         held = SavedHandle(*(tensor.data for tensor in tensors))
-        one = DeferredGradient(weight, lambda: compute(held.take()))
+        deferred = DeferredGradient(weight, lambda: compute(held.take()))
         if self._chunk is None:
             self.finish()
-            self._due.append(one)
+            self._due.append(deferred)
         else:
-            self._deferred[self._chunk].append(one)
+            self._deferred[self._chunk].append(deferred)
 
     def finish(self) -> None:
         """Compute the deferred gradients that are not kept. Called at the end of a backward."""
@@ -111,11 +111,11 @@ class WeightGradients:
         """Compute or keep a weight gradient, given the layer's input and its output's gradient."""
         with torch.enable_grad():
             node: Tensor = _Gradient.apply(layer.weight, x, grad, layer.product)
-        one = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))
+        deferred = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))
         if self._chunk is None:
-            one.run()
+            deferred.run()
         else:
-            self._deferred[self._chunk].append(one)
+            self._deferred[self._chunk].append(deferred)
 
 
 def give_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -133,16 +133,16 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Linear, gradients: WeightGradients) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, x: Tensor, saved_x: Tensor, layer: Linear, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(saved_x)
         ctx.layer, ctx.gradients = layer, gradients
         return x.matmul(layer.weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
+        (saved_x,) = ctx.saved_tensors
         # Without its history: some backwards (Megatron's cross entropy) build their result in place of a forward's tensor.
-        ctx.gradients.take(kept.detach(), grad.detach(), ctx.layer)
+        ctx.gradients.take(saved_x.detach(), grad.detach(), ctx.layer)
         return grad.matmul(ctx.layer.weight), None, None, None
 
 

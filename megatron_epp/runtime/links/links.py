@@ -4,8 +4,8 @@ Activations and gradients travel on a communicator each, so that neither waits f
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
 so there is no handshake.
 
-Where a rank has several stages, activations may travel both ways between two ranks. Then each way has a communicator: on one of
-NCCL's, a send and a receive would wait for each other.
+Where a rank has several stages, activations may travel both ways between two ranks. Then each direction has a communicator: on
+one of NCCL's, a send and a receive would wait for each other.
 
 On GPUs messages travel in slots, which are kept from one to the next. The memory of a tensor that NCCL has sent or received
 goes back to torch's allocator when all has run that was launched on NCCL's stream before the tensor was dropped, posted
@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import EppError
-from megatron_epp.plan.ways import Way, ways
+from megatron_epp.plan.communicators import Direction, directions
 from megatron_epp.runtime.links.objects import GroupOptions, Groups, ObjectGroup
 
 
 @dataclass(slots=True)
 class _Ring:
-    """Slots of the messages that go one way, at one end of it, each ``[num_bytes]`` of uint8.
+    """Slots of the messages that go in one direction, at one end of it, each ``[num_bytes]`` of uint8.
 
     Attributes:
         free: slots that hold no message.
@@ -80,7 +80,7 @@ class Links:
         control: all ranks that must run the same plan, for plans and agreements.
         activations_down: group for activations to lower ranks.
         gradients_up: group for gradients to higher ranks.
-        ways: directions in which messages are sent.
+        directions: in which messages are sent.
         slots_on_cpu: use slots on a CPU too, where tensors need none.
     """
 
@@ -92,17 +92,17 @@ class Links:
     control: ObjectGroup
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
-    ways: Sequence[Way]
+    directions: Sequence[Direction]
     slots_on_cpu: bool = False
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
-    _rings: dict[Way, _Ring] = field(default_factory=dict)
+    _rings: dict[Direction, _Ring] = field(default_factory=dict)
 
     @staticmethod
     def create(
         pipeline_ranks: Sequence[int],
         control_ranks: Sequence[int],
         groups: Groups,
-        used: Sequence[Way] | None = None,
+        used: Sequence[Direction] | None = None,
         options: GroupOptions | None = None,
         slots_on_cpu: bool = False,
     ) -> Links:
@@ -120,8 +120,8 @@ class Links:
         """
         _check_pairs(len(pipeline_ranks))
         pipeline = tuple(pipeline_ranks)
-        used = ways(range(len(pipeline))) if used is None else used
-        both_ways = any(way.receiver < way.sender for way in used if not way.gradient)
+        used = directions(range(len(pipeline))) if used is None else used
+        both_ways = any(direction.receiver < direction.sender for direction in used if not direction.gradient)
         # `used` is the same on all ranks, and so is the order of groups here: torch makes a group on all ranks together.
         activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
         return Links(
@@ -133,52 +133,54 @@ class Links:
             gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
             figures=groups.of(pipeline, backend="gloo"),  # a group of its own, since another thread uses it
             control=ObjectGroup.create(control_ranks, groups),
-            ways=used,
+            directions=used,
             slots_on_cpu=slots_on_cpu,
         )
 
     def connect(self, device: torch.device) -> None:
-        """Send a tiny message on `device` every way that messages will go. All ranks must call this at the same point.
+        """Send a tiny message on `device` in every direction that messages will go. All ranks must call this at the same point.
 
         On NCCL the first message between two ranks on a communicator keeps both waiting for each other. Inside a plan, where
         first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all. Raises
         `EppError` if another rank's message came.
         """
-        for way in self.ways:
-            group = self._group(way.gradient, up=way.receiver > way.sender)
-            if self.position == way.sender:
-                dist.send(torch.full((1,), way.sender, device=device), self.ranks[way.receiver], group=group)
-            elif self.position == way.receiver:
+        for direction in self.directions:
+            group = self._group(direction.gradient, up=direction.receiver > direction.sender)
+            if self.position == direction.sender:
+                dist.send(torch.full((1,), direction.sender, device=device), self.ranks[direction.receiver], group=group)
+            elif self.position == direction.receiver:
                 heard = torch.full((1,), -1, device=device)
-                dist.recv(heard, self.ranks[way.sender], group=group)
-                if heard.item() != way.sender:
-                    raise EppError(f"pipeline rank {self.position} expects rank {way.sender} and hears {heard.item()}")
+                dist.recv(heard, self.ranks[direction.sender], group=group)
+                if heard.item() != direction.sender:
+                    raise EppError(f"pipeline rank {self.position} expects rank {direction.sender} and hears {heard.item()}")
 
     def uses_slots(self, device: torch.device) -> bool:
         """True if messages on `device` travel in slots."""
         return self.slots_on_cpu or device.type != "cpu"
 
-    def open_slots(self, slots: Mapping[Way, int], num_bytes: int, device: torch.device) -> None:
+    def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
         """Keep messages in slots from now on. All messages before have been sent and received.
 
         Args:
-            slots: number of slots of each way; none other is gone by messages.
+            slots: number of slots of each direction; messages go in no other.
         """
-        for way in [way for way, ring in self._rings.items() if ring.shape != (slots.get(way), num_bytes)]:
-            del self._rings[way]
-        for way, count in slots.items():
-            if way not in self._rings:
-                self._rings[way] = _Ring([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
+        for direction in [
+            direction for direction, ring in self._rings.items() if ring.shape != (slots.get(direction), num_bytes)
+        ]:
+            del self._rings[direction]
+        for direction, count in slots.items():
+            if direction not in self._rings:
+                self._rings[direction] = _Ring([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`.
 
-        With slots the tensor is copied, and the caller may drop it; where all slots of the way are in use, the current stream,
-        not the host, first waits for the message in the first of them. Without slots its storage is kept until the next
+        With slots the tensor is copied, and the caller may drop it; where all slots of the direction are in use, the current
+        stream, not the host, first waits for the message in the first of them. Without slots its storage is kept until the next
         send on the same communicator and to the same rank, or `finish_sends`; that send runs after this one in any case.
         """
         group = self._group(gradient, up=peer > self.position)
-        ring = self._rings.get(Way(self.position, peer, gradient))
+        ring = self._rings.get(Direction(self.position, peer, gradient))
         if ring is not None:
             if not ring.free:
                 work, slot = ring.sent.popleft()
@@ -200,9 +202,9 @@ class Links:
     ) -> Receive:
         """Start receiving from pipeline rank `peer`, into a slot or a buffer of its own.
 
-        Raises `EppError` where every slot of the way has a message that was not waited for.
+        Raises `EppError` where every slot of the direction has a message that was not waited for.
         """
-        group, ring = self._group(gradient, up=peer < self.position), self._rings.get(Way(peer, self.position, gradient))
+        group, ring = self._group(gradient, up=peer < self.position), self._rings.get(Direction(peer, self.position, gradient))
         if ring is None:
             buffer, slot = torch.empty(tuple(shape), dtype=dtype, device=device), None
         elif ring.free:
@@ -210,6 +212,7 @@ class Links:
             buffer = _part(slot, shape, dtype)
         else:
             raise EppError(f"pipeline rank {self.position} has no slot left for a message of rank {peer}")
+        # Posted where lowering put it, ahead of the compute that needs the message, which arrives meanwhile.
         # No tag: the n-th receive on a communicator takes the n-th message of that rank, in the order of lowering.
         return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.communicators import link_ctas
-from megatron_epp.plan.ways import Way, most_links
+from megatron_epp.plan.communicators import Direction, most_links
 from megatron_epp.runtime.links.objects import GroupOptions, from_each
 
 _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
@@ -28,7 +28,7 @@ def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
     return backends.get("cuda") == "nccl"
 
 
-def smallest_device(used: Sequence[Way]) -> tuple[int, int]:
+def smallest_device(used: Sequence[Direction]) -> tuple[int, int]:
     """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
 
     A collective call of all ranks. `used`: as `Links.create` takes it.

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
 from megatron_epp.plan.errors import EppError, Names
-from megatron_epp.plan.tree import LARGEST_MESH, tree_of
 
 GroupOptions = Callable[[], Any]
 """Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
@@ -30,19 +30,21 @@ class Groups:
     create: Callable[..., dist.ProcessGroup] = dist.new_group
     largest_mesh: int = LARGEST_MESH
 
-    def of(self, mine: tuple[int, ...], backend: str | None = None, options: GroupOptions | None = None) -> dist.ProcessGroup:
+    def of(
+        self, members: tuple[int, ...], backend: str | None = None, options: GroupOptions | None = None
+    ) -> dist.ProcessGroup:
         """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
         A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
         defaults if they are None.
         """
-        found: dist.ProcessGroup | None = None
-        for ranks in sorted(set(from_each(mine))):  # sorted: every rank makes all groups in the same order
+        own_group: dist.ProcessGroup | None = None
+        for ranks in sorted(set(from_each(members))):  # sorted: every rank makes all groups in the same order
             own = None if options is None else options()
             group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
-            found = group if ranks == mine else found
-        assert found is not None  # `mine` is among the named
-        return found
+            own_group = group if ranks == members else own_group
+        assert own_group is not None  # `members` is among the named
+        return own_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,11 @@ class ObjectGroup:
 
     def from_each[T](self, item: T) -> list[T]:
         """Return the items of all members, in their order. A collective call, like `from_first`."""
-        found = [item]
+        items = [item]
         for group in self.levels:  # up the tree; blocks are consecutive, so the items stay in the order of ranks
-            parts = gathered_by([_first_of(group)], found, group)
-            found = [one for part in parts or [] for one in part]
-        return self.from_first(found)
+            parts = gathered_by([_first_of(group)], items, group)
+            items = [member_item for part in parts or [] for member_item in part]
+        return self.from_first(items)
 
 
 def _first_of(group: dist.ProcessGroup) -> int:
@@ -139,9 +141,9 @@ def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) ->
 
     None on the others. A collective call of the group.
     """
-    found: list[T] | None = None
+    items: list[T] | None = None
     for reader in [rank for rank in dict.fromkeys(readers) if rank in dist.get_process_group_ranks(group)]:
-        everyone = [item] * dist.get_world_size(group) if dist.get_rank() == reader else None
-        dist.gather_object(item, everyone, dst=reader, group=group)
-        found = found or everyone
-    return found
+        gathered = [item] * dist.get_world_size(group) if dist.get_rank() == reader else None
+        dist.gather_object(item, gathered, dst=reader, group=group)
+        items = items or gathered
+    return items

@@ -42,33 +42,33 @@ class Head(NamedTuple):
     has_entropy: bool = False
 
 
-def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+def block_losses(x: Tensor, saved_x: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
     """Return the cross entropy of every token, ``[tokens]``, in fp32 (in fp64 for fp64 input); 0 for tokens not in `head.rows`.
 
     Args:
         x: the output layer's input, ``[tokens, in]``. If ranks split the vocabulary its gradient is this rank's part.
-        kept: the part of `x` that `head.gather` needs; often `x` itself.
+        saved_x: the part of `x` that `head.gather` needs; often `x` itself.
         weight: ``[entries of this rank, in]``.
         labels: ``[tokens]``, indices in the whole vocabulary.
     """
-    return block_values(x, kept, weight, labels[:, None], head).squeeze(0)
+    return block_values(x, saved_x, weight, labels[:, None], head).squeeze(0)
 
 
-def block_values(x: Tensor, kept: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
+def block_values(x: Tensor, saved_x: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
     """Return the cross entropies of several entries of every token, ``[m, tokens]``; see `block_losses`.
 
     With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``.
 
     Args:
-        x, kept, weight, head: as `block_losses` takes them.
+        x, saved_x, weight, head: as `block_losses` takes them.
         entries: ``[tokens, m]``, indices in the whole vocabulary: the label and others, of which some may be equal.
     """
-    return _BlockLosses.apply(x, kept, weight, entries, head)
+    return _BlockLosses.apply(x, saved_x, weight, entries, head)
 
 
 class _BlockLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
+    def forward(ctx: Any, x: Tensor, saved_x: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
         counted = entries if head.rows is None else entries[head.rows]
         index, is_here = _entries(counted, weight, head)
         blocks, log_sum, kernel = blocks_of(len(counted), head.block_tokens), None, None
@@ -80,7 +80,7 @@ class _BlockLosses(torch.autograd.Function):
         else:
             labels = index.squeeze(1)
             values = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), labels[part]) for part in blocks])[None]
-        ctx.save_for_backward(kept, weight, counted, log_sum, *values[counted.shape[1] :])
+        ctx.save_for_backward(saved_x, weight, counted, log_sum, *values[counted.shape[1] :])
         ctx.head, ctx.kernel = head, kernel
         if head.rows is not None:
             values = values.new_zeros(len(values), len(x)).index_copy_(1, head.rows, values)
@@ -88,9 +88,9 @@ class _BlockLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, entries, log_sum, *more = ctx.saved_tensors
+        saved_x, weight, entries, log_sum, *more = ctx.saved_tensors
         head: Head = ctx.head
-        x = head.gather(kept.detach())
+        x = head.gather(saved_x.detach())
         index, is_here = _entries(entries, weight, head)
         if head.rows is not None:
             grad_values = grad_values[..., head.rows]

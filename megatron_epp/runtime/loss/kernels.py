@@ -29,7 +29,7 @@ _INSTALL = "pip install 'megatron-epp[liger]'"
 _MOST_COLUMNS = 32768
 """Largest number of columns that the kernel keeps in registers at once: more would spill."""
 
-_PROOF_TOKENS = 6
+_PROOF_TOKENS = 6  # the four special ones of `errors`, and two ordinary ones
 _LOSS_TOLERANCE = 1e-5
 """Largest relative error of a loss, about a hundred roundings in fp32; a loss rounded to bf16 is 4e-3 off."""
 _GRADIENT_TOLERANCE = 1.1 * 2**-8
@@ -127,9 +127,9 @@ def _liger() -> Any:
 def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
     """Run Liger's kernel with one program per token; return the losses, ``[tokens]`` in fp32."""
     kernel, losses = _liger(), torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    given = _arguments(logits, labels, losses, has_gradients)
+    arguments = _arguments(logits, labels, losses, has_gradients)
     warps = 16 if torch.version.hip else 32
-    kernel[(len(logits),)](**{name: given[name] for name in kernel.arg_names}, num_warps=warps)
+    kernel[(len(logits),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=warps)
     return losses
 
 

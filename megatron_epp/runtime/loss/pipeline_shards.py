@@ -117,7 +117,8 @@ class PipelineShards:
     @property
     def num_bytes(self) -> int:
         """Bytes of chunks from their broadcast to their last operation on this rank, without statistics of the logits."""
-        held = ((one.x, *((one.logits.part, one.logits.kept) if one.logits else ())) for one in list(self._states.values()))
+        states = list(self._states.values())
+        held = ((state.x, *((state.logits.part, state.logits.exponentials) if state.logits else ())) for state in states)
         return sum(tensor.nbytes for tensors in held for tensor in tensors if tensor is not None)
 
     def handlers(self) -> Mapping[Op, Handler]:
@@ -206,7 +207,7 @@ class PipelineShards:
         with executor.recorder.action(action):
             shard = self._rank.shard()
             self._rank.take_gradient(lambda: weight_gradient(x, targets.labels, logits, log_sum, targets.weights, shard))
-        logits.kept = None
+        logits.exponentials = None
         self._used(action.chunk)
 
     def _used(self, chunk: int) -> None:

@@ -85,12 +85,12 @@ class Logits:
     Attributes:
         summary: statistics.
         part: ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted.
-        kept: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if it is to be recomputed.
+        exponentials: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed.
     """
 
     summary: ShardSummary
     part: Tensor | None = None
-    kept: Tensor | None = None
+    exponentials: Tensor | None = None
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         shard: the rank's rows, at least one.
     """
     index, is_here = shard.index(labels)
-    parts, kept, rows = [], None, []
+    parts, rounded, rows = [], None, []
     for tokens in shard.blocks(len(x)):
         at, here = index[tokens, None], is_here[tokens, None]
         logits = x[tokens] @ shard.weight.t()
@@ -114,14 +114,14 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         if not needs_gradient:
             continue
         exponentials.scatter_(1, at, exponentials.gather(1, at).masked_fill(here, 0.0))
-        kept = exponentials.to(x.dtype)
+        rounded = exponentials.to(x.dtype)
         del exponentials
-        parts.append(wide(kept @ shard.weight))
+        parts.append(wide(rounded @ shard.weight))
     most, summed, predicted = torch.cat(rows, dim=1)
     summary = ShardSummary(most, summed, predicted, is_here)
     if not needs_gradient:
         return Logits(summary)
-    return Logits(summary, parts[0] if len(parts) == 1 else torch.cat(parts), None if shard.block_tokens else kept)
+    return Logits(summary, parts[0] if len(parts) == 1 else torch.cat(parts), None if shard.block_tokens else rounded)
 
 
 @torch.no_grad()
@@ -160,8 +160,8 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
     total = WeightGradient(shard.weight, Head(shard.block_tokens, accumulate=shard.accumulate), len(blocks))
     for tokens in blocks:
         rows, at, here = x[tokens], index[tokens, None], is_here[tokens, None]
-        if logits.kept is not None:
-            grad = logits.kept.mul_(((summary.most - log_sum).exp() * weights)[:, None])
+        if logits.exponentials is not None:
+            grad = logits.exponentials.mul_(((summary.most - log_sum).exp() * weights)[:, None])
         else:
             exact = less(rows @ shard.weight.t(), log_sum[tokens, None]).exp_()
             grad = exact.mul_(weights[tokens, None]).to(x.dtype)

@@ -70,9 +70,9 @@ class ActivationOffload:
         Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages
         that several chunks share.
         """
-        kept = self._saved.pop(owner)
-        wanted_bytes = max(num_bytes, round(share * sum(storage.num_bytes for storage in kept)))
-        parts = choose([storage for storage in kept if storage.owner and storage.is_ours], wanted_bytes)
+        storages = self._saved.pop(owner)  # only now: what the forward saved and dropped again is no longer among them
+        wanted_bytes = max(num_bytes, round(share * sum(storage.num_bytes for storage in storages)))
+        parts = choose([storage for storage in storages if storage.owner and storage.is_ours], wanted_bytes)
         moved = _Moved(parts, Region(self._host))
         moved.region.reserve(_size(parts))
         self._copy(moved, timed, out=True)

@@ -12,9 +12,10 @@ import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from megatron_epp.plan.errors import Remedy
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
-from megatron_epp.runtime.offload.numa import cpus_near, near
 from megatron_epp.runtime.out_of_memory import HostMemoryError
 
 _PAGE_BYTES = 32 << 20
@@ -220,7 +220,7 @@ def host_limit(
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([(machine_bytes, MACHINE), *_limits(groups, membership)], key=lambda found: found[0])
+    return min([(machine_bytes, MACHINE), *_limits(groups, membership)], key=lambda limit: limit[0])
 
 
 def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
@@ -251,3 +251,50 @@ def _read(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
+
+
+@contextmanager
+def near(cpus: frozenset[int]) -> Iterator[None]:
+    """Run the body on some of the processors, if this thread may use any of them.
+
+    Linux takes a page from the node of the processor that first touches it, and pinning touches every page of an allocation.
+    The thread is moved, not the process, and moved back.
+    """
+    before = os.sched_getaffinity(0) if cpus else set[int]()
+    if not (allowed := cpus & before) or allowed == before:
+        yield
+        return
+    os.sched_setaffinity(0, allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def cpus_near(device: torch.device) -> frozenset[int]:
+    """Return the processors of a GPU's NUMA node; none for a CPU, and if torch or the system does not tell."""
+    if device.type != "cuda":
+        return frozenset()
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_domain_id"):  # older releases of torch do not tell the address
+        return frozenset()
+    return cpus_of_node(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
+
+
+def cpus_of_node(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
+    """Return the processors of the NUMA node of a PCI device; none if the system does not tell, or has no nodes.
+
+    See the kernel's documentation, ABI/testing/sysfs-bus-pci (``numa_node``, -1 for none) and ABI/stable/sysfs-devices-node
+    (``cpulist``, as in ``0-15,32-47``).
+
+    Args:
+        pci_address: as in ``0000:dc:00.0``.
+        sysfs: where the kernel's tables are mounted.
+    """
+    try:
+        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
+        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
+        ranges = [part.partition("-") for part in text.strip().split(",") if part]
+        return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()

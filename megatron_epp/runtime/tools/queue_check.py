@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.ways import ways
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -210,7 +210,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     world, num_ranks = dist.get_world_size(), plans[0].num_ranks
     pipelines, limit = world // num_ranks, timedelta(seconds=2 * limit_s)
-    groups, used = Groups(limit), ways(*(one.placement for one in plans))
+    groups, used = Groups(limit), directions(*(one.placement for one in plans))
     position, first = rank // pipelines, rank % pipelines
     options = options_of(link_defaults(*smallest_device(used)), limit) if uses_nccl() else None
     links = Links.create(range(first, world, pipelines), range(world), groups, used, options)

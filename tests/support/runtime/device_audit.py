@@ -155,7 +155,7 @@ def run(audit, plan, rank, watchdog=None, program=None):
         if where == rank
     }
     names = ("activations", "gradients", "figures", "control", "activations_down", "gradients_up")
-    links = Links(tuple(range(plan.num_ranks)), rank, **{name: name for name in names}, ways=(), slots_on_cpu=True)
+    links = Links(tuple(range(plan.num_ranks)), rank, **{name: name for name in names}, directions=(), slots_on_cpu=True)
 
     def isend(tensor, peer, group):
         audit.touch("isend")

@@ -263,7 +263,7 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     messages = _Messages(log, rank, replica)
     groups = {"activations": "activations", "gradients": "gradients", "figures": None, "control": None}
     down = {"activations_down": "activations down", "gradients_up": "gradients up"}
-    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, ways=(), slots_on_cpu=slots)
+    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, directions=(), slots_on_cpu=slots)
     host = HostMemory(torch.device("cpu"), 1 << 30, RecordedCopies(log))
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     with (

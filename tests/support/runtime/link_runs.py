@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.plan import EppError
-from megatron_epp.plan.ways import Way, ways
+from megatron_epp.plan.communicators import Direction, directions
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 
@@ -25,7 +25,7 @@ def cross_talk(rank, links):
     return [[receive.wait().tolist() for receive in kind] for kind in (activations, gradients)]
 
 
-LOOPED = ways((0, 1, 0, 1))
+LOOPED = directions((0, 1, 0, 1))
 """Directions of messages where two ranks have two stages each."""
 
 
@@ -116,7 +116,7 @@ def _name(links, group):
 
 def in_slots(rank, links):
     """Send eight messages of other sizes and receive as many in slots; return the numbers of slots, and what was received."""
-    slots, cpu, received = {Way(0, 1, False): 2, Way(1, 0, True): 2}, torch.device("cpu"), {}
+    slots, cpu, received = {Direction(0, 1, False): 2, Direction(1, 0, True): 2}, torch.device("cpu"), {}
     links.open_slots(slots, 3 * 8, cpu)
     storages = [slot.data_ptr() for ring in links._rings.values() for slot in ring.free]
     for first in range(0, 8, 2):
@@ -140,7 +140,7 @@ def in_slots(rank, links):
 def without_slots(rank, links):
     """Errors of a message that is too large for its slot, and of one that finds no slot."""
     cpu, told = torch.device("cpu"), []
-    links.open_slots({Way(1 - rank, rank, False): 1}, 8, cpu)
+    links.open_slots({Direction(1 - rank, rank, False): 1}, 8, cpu)
     for _ in range(2):
         try:
             links.post_receive((3,), torch.float32, cpu, 1 - rank, gradient=False)

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_epp.plan.ways import ways
+from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.tools.queue_check import run_rank
@@ -18,7 +18,7 @@ def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
     if rank < last:
         return run_rank(rank, plans, width, gpus, limit_s, folder)
     links = Links.create(
-        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), ways(*(one.placement for one in plans))
+        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), directions(*(one.placement for one in plans))
     )
     links.connect(torch.device("cpu"))
     links.control.from_each(None)

@@ -154,6 +154,6 @@ def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
             yield out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
 
     exact = next(results(EXACT_ATTENTION, *(x.float() for x in (grad, q, k, v))))
-    found = results(kernel, grad, q, k, v)
-    errors = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
+    passes = results(kernel, grad, q, k, v)
+    errors = [(a.float() - b).norm() / b.norm() for each in passes for a, b in zip(each, exact, strict=True)]
     return float(torch.stack(errors).max())  # of floats, max would leave one out that is not a number

@@ -149,20 +149,20 @@ def backward_by_heads(
     if count == kv_heads:
         dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
         return dq, *take(dk, dv, None)
-    made_q, made = q.new_empty(q.shape), list[Tensor]()
+    dq_all, gradients = q.new_empty(q.shape), list[Tensor]()
 
     def run(shared: slice) -> None:
         """Run one group. Its temporaries are freed on return."""
         own = slice(shared.start * each, shared.stop * each)
         seen = k[:, shared], v[:, shared]
         dq, dk, dv = kernel.backward(grad[:, own], q[:, own], *seen, out[:, own], kernel.of_heads(saved, own), table, scale)
-        made_q[:, own] = dq
+        dq_all[:, own] = dq
         taken = take(dk, dv, shared)
-        if not made:
-            made.extend(x.new_empty((x.shape[0], kv_heads, x.shape[2])) for x in taken)
-        for target, value in zip(made, taken, strict=True):
+        if not gradients:
+            gradients.extend(x.new_empty((x.shape[0], kv_heads, x.shape[2])) for x in taken)
+        for target, value in zip(gradients, taken, strict=True):
             target[:, shared] = value
 
     for start in range(0, kv_heads, count):
         run(slice(start, min(start + count, kv_heads)))
-    return made_q, *made
+    return dq_all, *gradients

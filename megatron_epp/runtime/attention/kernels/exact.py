@@ -65,8 +65,8 @@ def _attend_backward(
     """Return the gradients of one block, given the output and log-sum-exp of the whole row."""
     if q.device.type == "cpu":
         wide = _as_wide(grad, q, k, v, out)
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*wide, lse, 0.0, causal, scale=scale)
-        dq, dk, dv = (whole[..., : x.shape[-1]] for whole, x in zip(made, (q, k, v), strict=True))
+        padded = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*wide, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = (whole[..., : x.shape[-1]] for whole, x in zip(padded, (q, k, v), strict=True))
         return dq, dk, dv
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
