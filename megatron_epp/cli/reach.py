@@ -139,7 +139,7 @@ def _heard(pipe: Connection) -> tuple[Answer | None, bool]:
 def _answer(limits: Limits, name: str, pipe: Connection) -> None:
     """Look for a limit, in a process of its own; send each answer, and whether it is the last."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    told = replace(limits, told=lambda found: pipe.send(((found, None), False)), tried=lambda: pipe.send((None, False)))
+    told = replace(limits, on_better=lambda found: pipe.send(((found, None), False)), tried=lambda: pipe.send((None, False)))
     asked: Callable[[], Answer] = told.questions()[name]
     try:
         pipe.send((asked(), True))

@@ -74,14 +74,14 @@ class Limits:
 
     Args:
         costs_for: costs for a number of tokens of the longest sequence.
-        told: called with each answer that is better than the one before, until the last one is returned.
+        on_better: called with each answer that is better than the one before, until the last one is returned.
         tried: called after each size that was tried.
     """
 
     problem: Problem
     costs_for: Callable[[int], Costs]
     options: Options
-    told: Callable[[Limit], None] = lambda _: None
+    on_better: Callable[[Limit], None] = lambda _: None
     tried: Callable[[], None] = lambda: None
 
     def tries(self, name: str) -> int:
@@ -102,7 +102,7 @@ class Limits:
     def context(self, others: Sequence[int] = ()) -> Limit:
         """Find the longest sequence, in tokens, that fits together with others, given in tokens."""
         guess, multiple = self._guessed_tokens(max(self.problem.lengths), others), self.problem.token_multiple
-        return _largest(lambda n: self._fits((n, *others)), multiple, LONGEST, guess, self.told)
+        return _largest(lambda n: self._fits((n, *others)), multiple, LONGEST, guess, self.on_better)
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
@@ -117,7 +117,7 @@ class Limits:
         def fits(count: int) -> bool:
             return self._fits(taken(count))
 
-        return Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths), self.told)
+        return Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths), self.on_better)
 
     def cap(self) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
@@ -131,22 +131,22 @@ class Limits:
         """
         lengths = self.problem.lengths
         named = self._named_cap(lengths)
-        self.told(Limit(named, named if self.options.offload else 0))
+        self.on_better(Limit(named, named if self.options.offload else 0))
         if not self.options.offload:
-            made = self._plan(lengths, named)
-            if made.num_stages * len(made.chunks) > LARGE:
-                return Limit(named), made
+            proof = self._plan(lengths, named)
+            if proof.num_stages * len(proof.chunks) > LARGE:
+                return Limit(named), proof
             with suppress(InfeasibleError):
-                while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
-                    made, named = self._plan(lengths, peak), peak
-            return Limit(named, 1), made
+                while (peak := max(proof.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
+                    proof, named = self._plan(lengths, peak), peak
+            return Limit(named, 1), proof
         step = 1 << max(0, named.bit_length() - CAP_BITS)
         low, high = max(static_bytes(self.problem, self.costs_for(max(lengths)))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
             fits = self._has_plan(lengths, offload=True, cap_bytes=middle * step)  # without offload none fits below `named`
             low, high = (low, middle) if fits else (middle, high)
-            self.told(Limit(high * step, (high - low) * step))
+            self.on_better(Limit(high * step, (high - low) * step))
         return Limit(high * step, step), self._plan(lengths, high * step)
 
     def _named_cap(self, lengths: tuple[int, ...]) -> int:
@@ -187,9 +187,9 @@ class Limits:
             offload: whether activations may be offloaded.
             cap_bytes: of every rank; None for the problem's caps.
         """
-        found = self._is_planned(lengths, offload, cap_bytes)
+        is_planned = self._is_planned(lengths, offload, cap_bytes)
         self.tried()
-        return found
+        return is_planned
 
     def _is_planned(self, lengths: tuple[int, ...], offload: bool, cap_bytes: int | None) -> bool:
         problem, options = self._problem(lengths, cap_bytes), replace(self.options, offload=offload, steps=0)
@@ -206,9 +206,9 @@ class Limits:
         return problem if cap_bytes is None else replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
 
     def _plan(self, lengths: tuple[int, ...], cap_bytes: int) -> Plan:
-        made = plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), self.options)
+        result = plan(self._problem(lengths, cap_bytes), self.costs_for(max(lengths)), self.options)
         self.tried()
-        return made
+        return result
 
 
 def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int, tell: Callable[[Limit], None]) -> Limit:

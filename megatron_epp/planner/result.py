@@ -81,15 +81,15 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
         least_host: as `infeasible` takes it.
     """
     try:
-        asked, made = least_decisions(problem, costs, replace(options, offload=False))
+        asked, decisions = least_decisions(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:
         if not options.offload:
             raise
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
         raise refused.within(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
-        return planned(every_order(Replicas((asked,), costs, options), made.chunks))
-    return (build_plan(asked, costs, options, made),)
+        return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
+    return (build_plan(asked, costs, options, decisions),)
 
 
 def finished(candidates: Candidates) -> Candidate:

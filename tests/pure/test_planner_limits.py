@@ -111,7 +111,7 @@ def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
 def test_the_first_that_is_told_of_the_smallest_cap_is_what_the_planner_names(offload: bool, monkeypatch: pytest.MonkeyPatch):
     told: list[Limit] = []
     monkeypatch.setattr(search_limits, "CAP_BITS", 5)  # coarse: by default it takes a dozen plans
-    replace(limits(offload=offload), told=told.append).cap()
+    replace(limits(offload=offload), on_better=told.append).cap()
     first = told[0]
     assert first.value is not None
     assert fits(BATCH, first.value)
@@ -124,7 +124,7 @@ def test_the_first_that_is_told_of_the_smallest_cap_is_what_the_planner_names(of
 def test_whatever_is_told_before_the_end_is_true(most: int, offload: bool, monkeypatch: pytest.MonkeyPatch):
     told: list[Limit] = []
     monkeypatch.setattr(Limits, "_fits", lambda self, lengths: len(lengths) <= most)
-    found = replace(limits(offload=offload), told=told.append).batch()
+    found = replace(limits(offload=offload), on_better=told.append).batch()
     assert found.value == most
     for one in told:
         assert one.value is not None

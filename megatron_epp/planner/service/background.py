@@ -179,7 +179,7 @@ def _planning(
         plans = plans_of(problems)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(
-            PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
+            PackedPlan.of(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True)
         )
 
     return packed

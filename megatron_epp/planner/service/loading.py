@@ -32,7 +32,7 @@ def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
     problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
     for asked in options:
         steps = int(asked.steps > 0 or asked.budget_ms is not None)
-        one = replace(asked, planner="greedy", steps=steps, budget_ms=None, chunk_tokens=None, slices=None, context=None)
-        free = planner.plan(problem, costs, one)
+        settings = replace(asked, planner="greedy", steps=steps, budget_ms=None, chunk_tokens=None, slices=None, context=None)
+        free = planner.plan(problem, costs, settings)
         cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
-        planner.plan(replace(problem, cap_bytes=cap_bytes), costs, one)
+        planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
