@@ -103,6 +103,8 @@ def finished(candidates: Candidates) -> Candidate:
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
+    # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
+    problem = candidates.replicas.with_room(candidates.room.get(id(best.table), ())).problems[0]
     fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))

@@ -244,8 +244,8 @@ class Candidates:
             yield from self._with_activations(nothing, plain, tables, limit_us, room)
             return
         for pairs in self.replicas.choices(order, tables, table):
-            if not any(pairs):
-                continue
+            if copies == "both" and not any(pairs):
+                continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
             away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
