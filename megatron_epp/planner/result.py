@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -11,10 +11,10 @@ from operator import attrgetter
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.lazy import load
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.local_search import improve, searches
@@ -28,7 +28,7 @@ from megatron_epp.planner.settings import first_recipe
 IMPROVED = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
 FINISHED = 8
-"""Candidates, the fastest, that a finisher (`finishing`) tries to improve."""
+"""Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS = 16
 """Plans tried with ever more memory for messages."""
 
@@ -90,6 +90,14 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     with suppress(InfeasibleError):  # in a faster order
         return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
     return (build_plan(asked, costs, options, decisions),)
+
+
+def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:
+    """Return the function of another package that a setting asks for; None if none does.
+
+    It returns the fastest of some decisions, the fastest first, and of what it makes of them.
+    """
+    return load("megatron_epp.contrib.overlap.search:overlapped") if options.overlap_exchanges else None
 
 
 def finished(candidates: Candidates) -> Candidate:

@@ -9,9 +9,8 @@ from megatron_epp.contrib.exact.oracle import makespan_us, oracle
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import finisher_of, greedy
 
 logger = logging.getLogger(__name__)
 
