@@ -143,7 +143,7 @@ def copy_choice(source: StepChoice, target: StepChoice) -> None:
 def below(numbers: IntegerList, count: int) -> int:
     """The next random number under `count`: a linear congruence, in integers that are the same everywhere."""
     numbers[0] = (numbers[0] * 1664525 + 1013904223) % 4294967296
-    return (numbers[0] >> 8) * count >> 24
+    return (numbers[0] >> 8) * count >> 24  # the high bits: the low ones of such a generator repeat soon
 
 
 @compiled

@@ -150,6 +150,7 @@ class WarmUp:
         last = window_ahead(groups, self.minimal)
 
         def ahead(stage: int) -> list[int]:
+            # Halves go up: to even ones, as `round` has them, neighbours would in turn be equal and two apart.
             ahead_by = self.slack + math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             return [*last[ahead_by:], *[total] * min(ahead_by, total)]
 
