@@ -200,7 +200,7 @@ class Candidates:
             return
         yield self._timed(nothing, plain, tables, fit.recompute_steps)
         if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
-            # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice as much.
+            # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice more.
             other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
             if other is not None and other != fit.recompute_steps:
                 yield self._timed(nothing, plain, tables, other)

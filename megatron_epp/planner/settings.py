@@ -173,8 +173,8 @@ OPENINGS = {
 }
 """Where memory is short, with one stage per rank or not.
 
-Narrower orders (spaced, squeezed blocks) made no plan of 200 batches faster by more than 1.4 %, and searches with a V took twice as
-long with them.
+Narrower orders (spaced, squeezed blocks) made no plan of 200 batches faster by more than 1.4 %, and searches with a V took
+twice as long with them.
 """
 
 
