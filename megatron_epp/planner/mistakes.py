@@ -91,7 +91,7 @@ def refuse_table(decisions: Decisions, problem: Problem, costs: Costs, planner: 
     """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
 
     Args:
-        decisions: decisions; only the chunks are known.
+        decisions: of which the chunks alone are known.
         problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):

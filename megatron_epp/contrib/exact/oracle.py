@@ -123,7 +123,7 @@ def makespan_us(
 
     Args:
         problem, costs, options: as `plan` takes them.
-        decisions: the decisions, or None.
+        decisions: None where there are none.
         tables: of the chunks, where they differ from the decisions' own.
     """
     if decisions is None:
