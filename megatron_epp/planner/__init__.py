@@ -84,11 +84,11 @@ def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -
     if options.planner in PLANNERS:
         return build_plan(problem, costs, options, planner(problem, costs, options))
     with _of_user(f"planner {options.planner} failed"):
-        made = planner(problem, costs, options)
-    if not isinstance(made, Decisions):
-        raise PlanError(f"planner {options.planner} returned {shown(made)}; a planner returns `Decisions`")
+        decisions = planner(problem, costs, options)
+    if not isinstance(decisions, Decisions):
+        raise PlanError(f"planner {options.planner} returned {shown(decisions)}; a planner returns `Decisions`")
     with _of_user(f"planner {options.planner} returned decisions that make no plan"):
-        return build_plan(problem, costs, options, made)
+        return build_plan(problem, costs, options, decisions)
 
 
 def _planner(name: str) -> Planner:

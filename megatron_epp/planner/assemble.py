@@ -25,7 +25,7 @@ from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 
-def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables | None = None) -> Plan:
+def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Decisions, tables: Tables | None = None) -> Plan:
     """Turn decisions into a plan with the simulator's predictions.
 
     Args:
@@ -35,55 +35,56 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         MessageRoomError: it fits its caps but for its messages in flight.
         PlanError: no plan can be written from the decisions, or it does not pass `check`. The message is the report.
     """
-    if not isinstance(made, Decisions):
-        raise PlanError(f"planner {options.planner!r} returned a {type(made).__name__}, not Decisions")
-    refuse_mistakes(made, problem, costs, options.planner)
-    if made.token_multiple is not None:
-        problem = replace(problem, token_multiple=made.token_multiple)
-    tables = made.tables(problem, costs) if tables is None else tables
-    plan = written(problem, costs, options, made, tables)
+    if not isinstance(decisions, Decisions):
+        raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")
+    refuse_mistakes(decisions, problem, costs, options.planner)
+    if decisions.token_multiple is not None:
+        problem = replace(problem, token_multiple=decisions.token_multiple)
+    tables = decisions.tables(problem, costs) if tables is None else tables
+    plan = written(problem, costs, options, decisions, tables)
     faults, timeline, launches = examine(plan)
     if faults or timeline is None or launches is None:
         raise PlanError(cannot_run(options.planner) + report(plan, faults))
     # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
-    at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
-    bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
+    at_best = replace(decisions, kv_offload=frozenset()).tables(problem, costs) if decisions.kv_offload else tables
+    bound_us = min(lower_bound_us(at_best, decisions.chunks, problem, options), timeline.makespan_us)
     plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
     return _with_messages(plan, message_peaks(plan, launches)) if plan.messages.num_bytes else plan
 
 
-def written(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables) -> Plan:
+def written(problem: Problem, costs: Costs, options: Options, decisions: Decisions, tables: Tables) -> Plan:
     """Turn decisions into a plan without predictions, which `check` has not seen."""
-    order = completed_with_shards(made.order, tables, made.recompute_steps)
-    if order is not made.order:
-        made = made.reordered(order)
-    made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
-    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps, made.sharing)
+    order = completed_with_shards(decisions.order, tables, decisions.recompute_steps)
+    if order is not decisions.order:
+        decisions = decisions.reordered(order)
+    decisions = replace(decisions, recompute_steps=whole_layers(decisions, problem, costs, tables, options.planner))
+    writer = _Writer(tables, decisions)
+    sizes = step_bytes(decisions.order, tables, decisions.recompute_steps, decisions.sharing)
     return Plan(
         lengths=problem.lengths,
-        chunks=made.chunks,
+        chunks=decisions.chunks,
         num_layers=costs.num_layers,
         half_layers=costs.half_layers,
         placement=problem.placement,
         recompute=tuple(
             tuple(tables.recompute(stage, c, num_steps) for c, num_steps in enumerate(row))
-            for stage, row in enumerate(made.recompute_steps)
+            for stage, row in enumerate(decisions.recompute_steps)
         ),
-        recompute_us=recompute_times(tables, made.recompute_steps),
+        recompute_us=recompute_times(tables, decisions.recompute_steps),
         offload_share=writer.shares(),
-        ranks=tuple(tuple(made.steps([*writer.steps(*row)], tables)) for row in zip(made.order, *sizes, strict=True)),
-        copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
+        ranks=tuple(tuple(decisions.steps([*writer.steps(*row)], tables)) for row in zip(decisions.order, *sizes, strict=True)),
+        copies=tuple(tuple(starmap(writer.copy, row)) for row in decisions.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
-        kv_offload=kv_offload_entries(made.chunks, problem, costs, made.kv_offload),
+        kv_offload=kv_offload_entries(decisions.chunks, problem, costs, decisions.kv_offload),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
-        messages=_messages(tables, made.order),
+        messages=_messages(tables, decisions.order),
         static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
-        extensions=made.extensions,
+        extensions=decisions.extensions,
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
-        loss_groups=joint_losses(made.chunks, problem.loss_groups),
+        loss_groups=joint_losses(decisions.chunks, problem.loss_groups),
         costs=costs.name,
         planner=options.planner,
         seed=options.seed,
@@ -127,9 +128,9 @@ def _messages(tables: Tables, order: Order) -> Messages:
 class _Writer:
     """Writer of each action with its planned time and bytes."""
 
-    def __init__(self, tables: Tables, made: Decisions) -> None:
-        self.tables, self.made, self.offload = tables, made, made.as_offload
-        backward_us = backward_times(tables, made.recompute_steps, made.order)
+    def __init__(self, tables: Tables, decisions: Decisions) -> None:
+        self.tables, self.decisions, self.offload = tables, decisions, decisions.as_offload
+        backward_us = backward_times(tables, decisions.recompute_steps, decisions.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
 
@@ -139,13 +140,13 @@ class _Writer:
         Args:
             takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
         """
-        for action, taken, given in zip(row, takes, gives, strict=True):
+        for action, alloc_bytes, free_bytes in zip(row, takes, gives, strict=True):
             op, stage, c = action
-            yield Step(action, self.times_us[op][stage][c], taken, given)
+            yield Step(action, self.times_us[op][stage][c], alloc_bytes, free_bytes)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
         """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""
-        stages, chunks = range(len(self.tables.num_layers)), range(len(self.made.chunks))
+        stages, chunks = range(len(self.tables.num_layers)), range(len(self.decisions.chunks))
         if not self.offload.shares:
             return ((0.0,) * len(chunks),) * len(stages)
         return tuple(tuple(self._share(stage, c) for c in chunks) for stage in stages)
@@ -153,8 +154,8 @@ class _Writer:
     def _share(self, stage: int, c: int) -> float:
         """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
         share, moved = self.offload.shares[stage][c], self.offload.moved(self.tables, stage, c)
-        kept = self.tables.kept_bytes(stage, c, self.offload.recompute_steps[stage][c])
-        return share if moved == int(kept * share) else moved / kept
+        kept_bytes = self.tables.kept_bytes(stage, c, self.offload.recompute_steps[stage][c])
+        return share if moved == int(kept_bytes * share) else moved / kept_bytes
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action

@@ -97,11 +97,11 @@ def _forced(
         cap: bytes.
         copies: keys and values may be in host memory, so they force none.
     """
-    kept = np.zeros(len(chunks), dtype=np.int64)
+    kept_bytes = np.zeros(len(chunks), dtype=np.int64)
     for stage in tables.stages_of[rank]:
         stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
-        kept += np.array(tables.activation[stage]) + (0 if copies else stays)
-    excess = np.add.reduceat(kept, starts) + tables.static[rank] - tables.shard_room[rank] - cap
+        kept_bytes += np.array(tables.activation[stage]) + (0 if copies else stays)
+    excess = np.add.reduceat(kept_bytes, starts) + tables.static[rank] - tables.shard_room[rank] - cap
     above = np.flatnonzero(excess > 0).tolist()
     if not above:
         return []

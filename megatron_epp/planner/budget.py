@@ -14,12 +14,11 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.messages import MessageRoomError
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import completed, finished, plan_or_refuse, planned
+from megatron_epp.planner.result import completed, finished, finisher_of, plan_or_refuse, planned
 from megatron_epp.planner.search import search
 
 Clock = Callable[[], float]
@@ -31,25 +30,25 @@ IDLE_S = 1e-6
 
 
 def improved(
-    made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
+    decisions: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
 ) -> Decisions:
     """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline.
 
     Args:
-        made: decisions with whole backwards that fit the caps.
+        decisions: with whole backwards that fit the caps.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """
-    tables = made.tables(problem, costs)
+    tables = decisions.tables(problem, costs)
     steps, seed, now_s = FIRST_STEPS, options.seed, clock()
     while steps and now_s < deadline_s:
-        made = improve(made, tables, problem, replace(options, steps=steps, seed=seed))
+        decisions = improve(decisions, tables, problem, replace(options, steps=steps, seed=seed))
         before_s, now_s = now_s, clock()
         step_s = (now_s - before_s) / steps
         if step_s < IDLE_S:
             break
         steps, seed = min(2 * steps, int((deadline_s - now_s) / step_s)), seed + 1
-    return made
+    return decisions
 
 
 def plan_within_budget(problem: Problem, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> Plan:

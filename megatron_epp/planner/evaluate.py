@@ -69,17 +69,17 @@ def split_off(order: Order) -> set[tuple[int, int]]:
     return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
 
 
-def moved_of(kept: int, layer_input: int, share: float) -> int:
+def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
     """Compute the bytes that an offload moves, from the kept bytes and at least the input of one layer.
 
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
 
     Args:
-        kept: bytes that the chunk keeps from forward to backward.
+        kept_bytes: bytes that the chunk keeps from forward to backward.
         layer_input: bytes of the input of one layer.
         share: share of the kept bytes; nothing moves where it is zero.
     """
-    return max(int(kept * share), min(kept, layer_input)) if share > 0.0 else 0
+    return max(int(kept_bytes * share), min(kept_bytes, layer_input)) if share > 0.0 else 0
 
 
 def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> float:

@@ -99,9 +99,9 @@ def fit_lockstep(
         return fits[0]
     if any(fit.recompute_steps is None for fit in fits):
         return RecomputeFit(None, max(fit.needed_bytes for fit in fits))
-    found = [list(chain.from_iterable(fit.recompute_steps or ())) for fit in fits]
-    together = [max(each) for each in zip(*found, strict=True)]
-    if options.recompute == "auto" and any(one != together for one in found):
+    columns = [list(chain.from_iterable(fit.recompute_steps or ())) for fit in fits]
+    together = [max(each) for each in zip(*columns, strict=True)]
+    if options.recompute == "auto" and any(column != together for column in columns):
         return RecomputeFit(_trimmed(together, codes, tables, caps))
     return RecomputeFit(by_stage(integers(together), tables[0].columns.num_chunks))
 
@@ -143,9 +143,9 @@ def fit_with_copies(
     static = tables.static[rank]
     if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves, 0):
         return False
-    found = by_stage(column, columns.num_chunks)
+    fitted_steps = by_stage(column, columns.num_chunks)
     for stage in tables.stages_of[rank]:
-        recompute_steps[stage] = found[stage]
+        recompute_steps[stage] = fitted_steps[stage]
     return True
 
 
@@ -188,11 +188,11 @@ def step_bytes(
     mark_split(codes.actions, split)
     inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
-    taken, given = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
+    allocated, freed = ([column[row] for row in rows] for column in (numbers(takes), numbers(gives)))
     if sharing is not None and not isinstance(order, Codes):
-        for actions, *own in zip(order, taken, given, strict=True):
+        for actions, *own in zip(order, allocated, freed, strict=True):
             sharing(actions, tables, *own)
-    return taken, given
+    return allocated, freed
 
 
 def held_bytes(

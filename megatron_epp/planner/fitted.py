@@ -56,25 +56,27 @@ def fitted(
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
-    made = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
-    refuse_mistakes(made, problem, costs, planner)
-    tables = made.tables(problem, costs)
+    decisions = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
+    refuse_mistakes(decisions, problem, costs, planner)
+    tables = decisions.tables(problem, costs)
     order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
-    made = replace(made, order=order)
+    decisions = replace(decisions, order=order)
     whole = without_weights(order)
-    fit = _fit(made, whole, tables, problem.cap_bytes, options)
+    fit = _fit(decisions, whole, tables, problem.cap_bytes, options)
     best_us = _makespan_us(order, tables, fit.recompute_steps)
     copied = None
-    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and made.sharing is None
+    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and decisions.sharing is None
     if may_offload and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
     if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
-        (one,) = copied.made
-        return Decisions(made.chunks, order, one.recompute_steps, made.modes, copies=one.copies, offload=one.shares)
+        (offload,) = copied.offloads
+        return Decisions(
+            decisions.chunks, order, offload.recompute_steps, decisions.modes, copies=offload.copies, offload=offload.shares
+        )
     if fit.recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
-    return replace(made, recompute_steps=fit.recompute_steps)
+    return replace(decisions, recompute_steps=fit.recompute_steps)
 
 
 def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
@@ -90,18 +92,18 @@ def _is_worth(action: Action, tables: Tables) -> bool:
     return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
 
-def _fit(made: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
+def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
     """Fit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
     What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
     and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.
 
     Args:
-        made: the order, with weight gradients of their own or actions that share bytes.
+        decisions: the order, with weight gradients of their own or actions that share bytes.
         whole: the order without weight gradients.
         caps: bytes of the ranks.
     """
-    order, sharing = made.order, made.sharing
+    order, sharing = decisions.order, decisions.sharing
     if not split_off(order) and sharing is None:
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
@@ -138,10 +140,10 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
     """
     caps = problem.cap_bytes
     none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
-    most, own = (peaks_of(held_bytes(one, tables, none)) for one in (order, whole))
+    most, own = (peaks_of(held_bytes(actions, tables, none)) for actions in (order, whole))
     relieved = tuple(less - (peak - cap) if peak > cap else cap for peak, less, cap in zip(most, own, caps, strict=True))
-    found = [one for aims in dict.fromkeys((caps, relieved)) if (one := _copied_to(aims, order, whole, tables, problem))]
-    return min(found, key=lambda one: (one.short_bytes, one.makespan_us), default=None)
+    copied = [result for aims in dict.fromkeys((caps, relieved)) if (result := _copied_to(aims, order, whole, tables, problem))]
+    return min(copied, key=lambda result: (result.short_bytes, result.makespan_us), default=None)
 
 
 def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
@@ -153,15 +155,15 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
     """
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):
-        found = fit_offload(whole, (tables,), tuple(aims), room)
-        if found is None or found.short_bytes:
-            return found
-        (made,) = found.made
-        complete = completed_with_shards(order, tables, made.recompute_steps)
-        played = play(complete, tables, made.recompute_steps, timed(made, tables))
-        peaks = peaks_with_copies(complete, tables, made, played)
+        copied = fit_offload(whole, (tables,), tuple(aims), room)
+        if copied is None or copied.short_bytes:
+            return copied
+        (offload,) = copied.offloads
+        complete = completed_with_shards(order, tables, offload.recompute_steps)
+        played = play(complete, tables, offload.recompute_steps, timed(offload, tables))
+        peaks = peaks_with_copies(complete, tables, offload, played)
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
         if max(above) <= 0:
-            return found._replace(makespan_us=played.makespan_us)
+            return copied._replace(makespan_us=played.makespan_us)
         aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
     return None

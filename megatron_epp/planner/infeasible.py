@@ -26,9 +26,9 @@ def infeasible(
     whose = "" if planner == "greedy" else f" of {planner!r}"
     if least_host:
         host = problem.host_cap_bytes
-        given = f"{format_gib(host, least_host)} ({host} bytes)"
-        wanted = f"{format_gib(least_host, host)} ({least_host} bytes)"
-        alternative = f", or {wanted} in host memory, where it may have {given}"
+        available = f"{format_gib(host, least_host)} ({host} bytes)"
+        needed = f"{format_gib(least_host, host)} ({least_host} bytes)"
+        alternative = f", or {needed} in host memory, where it may have {available}"
     static = static_bytes(problem, costs)
     rank = max(range(problem.num_ranks), key=lambda rank: static[rank] - problem.cap_bytes[rank])
     is_static = static[rank] > problem.cap_bytes[rank]

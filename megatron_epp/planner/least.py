@@ -47,8 +47,8 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
         PlanError: as `plan` raises it.
     """
-    asked, made = least_decisions(problem, costs, options)
-    return build_plan(asked, costs, options, made)
+    asked, decisions = least_decisions(problem, costs, options)
+    return build_plan(asked, costs, options, decisions)
 
 
 def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
@@ -80,20 +80,20 @@ def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Dec
         InfeasibleError: no table fits.
         MessageRoomError: the messages in flight do not fit.
     """
-    least, made = 0, None
+    least, decisions = 0, None
     for chunks, order, fit in _fits(asked, costs, options):
         if fit.recompute_steps is not None:
-            made = Decisions(chunks, order, fit.recompute_steps, options.modes(costs))
+            decisions = Decisions(chunks, order, fit.recompute_steps, options.modes(costs))
             break
         least = min(least or fit.needed_bytes, fit.needed_bytes)
-    if made is None:
+    if decisions is None:
         raise infeasible(asked, costs, options, least)
-    plan = written(asked, costs, options, made, made.tables(asked, costs))
+    plan = written(asked, costs, options, decisions, decisions.tables(asked, costs))
     if plan.messages.num_bytes:
         graph = build_graph(plan)
         needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
         refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
-    return asked, made
+    return asked, decisions
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:

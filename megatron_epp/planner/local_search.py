@@ -73,7 +73,7 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     return (LONG_STEPS,) if is_long else RUNS
 
 
-def improve(made: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
+def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
     """Take steps of local search from decisions that fit the caps. Equal arguments take equal steps.
 
     A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
@@ -87,21 +87,21 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
     Returns:
         Decisions with whole backwards.
     """
-    asked = searches(options, problem.num_stages * len(made.chunks))
-    if not asked or made.copies or problem.forward_only or options.recompute != "auto":
-        return made
-    if made.kv_offload and not is_unlimited(problem.host_cap_bytes):  # steps count no host memory
-        return made
+    asked = searches(options, problem.num_stages * len(decisions.chunks))
+    if not asked or decisions.copies or problem.forward_only or options.recompute != "auto":
+        return decisions
+    if decisions.kv_offload and not is_unlimited(problem.host_cap_bytes):  # steps count no host memory
+        return decisions
     _say_if_slow()
-    bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=split_weight))
+    bound_us = lower_bound_us(tables, decisions.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
-    codes = encode(made.order, columns.num_chunks)
-    _, start_us = completed(made.order, tables, made.as_offload, problem.cap_bytes, split_weight)
-    recompute_steps = list(chain.from_iterable(made.recompute_steps))
+    codes = encode(decisions.order, columns.num_chunks)
+    _, start_us = completed(decisions.order, tables, decisions.as_offload, problem.cap_bytes, split_weight)
+    recompute_steps = list(chain.from_iterable(decisions.recompute_steps))
     now, best, trial = (
         StepChoice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3)
     )
-    facts = _facts(made, tables, problem, codes, trial, split_weight)
+    facts = _facts(decisions, tables, problem, codes, trial, split_weight)
     items = len(recompute_steps)
     spare = Spare(
         numbers=integers([options.seed]),
@@ -117,7 +117,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options,
             break
         copy_choice(best, now)
     order = CodedOrder(Codes(best.actions, codes.starts), columns.num_chunks)
-    return replace(made, order=order, recompute_steps=by_stage(best.recompute_steps, columns.num_chunks))
+    return replace(decisions, order=order, recompute_steps=by_stage(best.recompute_steps, columns.num_chunks))
 
 
 @cache
@@ -126,9 +126,11 @@ def _say_if_slow() -> None:
         LOG.info("planning runs in plain Python; pip install 'megatron-epp[fast]' makes its search about ten times faster")
 
 
-def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: StepChoice, split_weight: bool) -> Facts:
+def _facts(
+    decisions: Decisions, tables: Tables, problem: Problem, codes: Codes, trial: StepChoice, split_weight: bool
+) -> Facts:
     columns, chunks = tables.columns, tables.columns.num_chunks
-    groups = slice_groups(made.chunks, problem.loss_groups)
+    groups = slice_groups(decisions.chunks, problem.loss_groups)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
     whole, filled = storage(trial.actions, codes.starts, columns)

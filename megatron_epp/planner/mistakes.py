@@ -39,7 +39,7 @@ from megatron_epp.planner.problem import Problem, as_one_chunk
 from megatron_epp.planner.tables import Tables
 
 
-def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
     """Refuse decisions from which no plan can be written, whatever their recompute.
 
     Args:
@@ -48,26 +48,26 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
         PlanError: no plan can be written from the decisions; the message is the report.
     """
     with _of_types(planner):
-        _refuse_types(made, planner)
-        faults = [_fault(reason) for reason in (*_shapes(made, problem, costs), *made.faults())]
+        _refuse_types(decisions, planner)
+        faults = [_fault(reason) for reason in (*_shapes(decisions, problem, costs), *decisions.faults())]
         if not faults:
-            plan = outline(made, problem, costs)
+            plan = outline(decisions, problem, costs)
             columns = columns_of(plan)
             presence = check_presence(plan, columns, listed(plan, columns))
             faults = [*check_tokens(plan), *presence, *_recomputes(plan)] or [*check_kv_offload(plan)]
-        _refuse(faults, made, problem, costs, planner)
+        _refuse(faults, decisions, problem, costs, planner)
 
 
-def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
+def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
-        made, problem, costs, planner: as `refuse_mistakes` takes them.
+        decisions, problem, costs, planner: as `refuse_mistakes` takes them.
 
     Raises:
         PlanError: the shape, type or range of the recompute is wrong; the message is the report.
     """
-    rows, stages, chunks = made.recompute_steps, problem.num_stages, len(made.chunks)
+    rows, stages, chunks = decisions.recompute_steps, problem.num_stages, len(decisions.chunks)
     reasons: list[str] = []
     with _of_types(planner):
         if len(rows) != stages or any(len(row) != chunks for row in rows):
@@ -79,30 +79,30 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
             reasons = [f"recompute_steps holds values of type {num_steps.dtype}; how many layers recompute is a whole number"]
         elif not reasons:
             most = np.reshape(tables.columns.most, num_steps.shape)
-            unit = "layers" if len(made.modes) == 1 else "steps of its recompute frontier"
+            unit = "layers" if len(decisions.modes) == 1 else "steps of its recompute frontier"
             beyond = np.argwhere((num_steps < 0) | (num_steps > most)).tolist()
             reasons = [f"stage {s} recomputes {num_steps[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
-        _refuse(map(_fault, reasons), made, problem, costs, planner)
+        _refuse(map(_fault, reasons), decisions, problem, costs, planner)
     recompute_steps: RecomputeSteps = num_steps.tolist()
     return recompute_steps
 
 
-def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+def refuse_table(decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
     """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
 
     Args:
-        made: decisions; only the chunks are known.
+        decisions: of which the chunks alone are known.
         problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):
-        _refuse_types(made, planner)
-        faults = [*check_tokens(outline(made, problem, costs))] or [*_out_of_order(made.chunks)]
-        _refuse(faults, made, problem, costs, planner)
+        _refuse_types(decisions, planner)
+        faults = [*check_tokens(outline(decisions, problem, costs))] or [*_out_of_order(decisions.chunks)]
+        _refuse(faults, decisions, problem, costs, planner)
 
 
-def _refuse(faults: Iterable[Violation], made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    if found := list(faults):
-        raise PlanError(cannot_run(planner) + report(outline(made, problem, costs), found))
+def _refuse(faults: Iterable[Violation], decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    if violations := list(faults):
+        raise PlanError(cannot_run(planner) + report(outline(decisions, problem, costs), violations))
 
 
 def cannot_run(planner: str) -> str:
@@ -110,25 +110,25 @@ def cannot_run(planner: str) -> str:
     return f"planner {planner!r} made a plan that cannot run\n"
 
 
-def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
+def outline(decisions: Decisions, problem: Problem, costs: Costs) -> Plan:
     """Return the plan of decisions before anything is known of its times and bytes, which are all zero.
 
     Args:
         costs: number of layers of every stage.
     """
-    none = [0.0] * len(made.chunks)
-    shares, no_time = made.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
+    none = [0.0] * len(decisions.chunks)
+    shares, no_time = decisions.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
     return Plan(
         lengths=problem.lengths,
-        chunks=tuple(made.chunks),
+        chunks=tuple(decisions.chunks),
         num_layers=costs.num_layers,
         placement=problem.placement,
         recompute=((NO_RECOMPUTE,) * len(none),) * problem.num_stages,
         recompute_us=(tuple(none),) * problem.num_stages,
         offload_share=tuple(map(tuple, shares)),
-        ranks=tuple(tuple(Step(action, 0.0, 0, 0) for action in row) for row in made.order),
-        copies=tuple(tuple(Copy(action, 0.0, 0, 0, after) for action, after in row) for row in made.copies),
-        kv_offload=tuple(KVOffload(stage, sequence, 0, 0) for stage, sequence in sorted(made.kv_offload)),
+        ranks=tuple(tuple(Step(action, 0.0, 0, 0) for action in row) for row in decisions.order),
+        copies=tuple(tuple(Copy(action, 0.0, 0, 0, after) for action, after in row) for row in decisions.copies),
+        kv_offload=tuple(KVOffload(stage, sequence, 0, 0) for stage, sequence in sorted(decisions.kv_offload)),
         messages=Messages(no_time, no_time),
         static_bytes=(0,) * problem.num_ranks,
         cap_bytes=problem.cap_bytes,
@@ -148,35 +148,35 @@ def _of_types(planner: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_types(made: Decisions, planner: str) -> None:
-    if wrong := next(_types(made), None):
+def _refuse_types(decisions: Decisions, planner: str) -> None:
+    if wrong := next(_types(decisions), None):
         raise PlanError(f"{cannot_run(planner)}{wrong}")
 
 
-def _types(made: Decisions) -> Iterator[str]:
+def _types(decisions: Decisions) -> Iterator[str]:
     """Entries that are not of the types that a plan is made of."""
-    for chunk in made.chunks:
+    for chunk in decisions.chunks:
         if not (isinstance(chunk, Chunk) and all(isinstance(part, Segment) for part in chunk.segments)):
             yield f"{chunk!r} is not a Chunk of Segments"
         elif not all(isinstance(number, int | np.integer) for part in chunk.segments for number in part):
             yield f"{chunk!r} has segments of something else than whole numbers"
-    copied = ((action, after or action) for row in made.copies for action, after in row)
-    for action in chain(*made.order, *copied):
+    copied = ((action, after or action) for row in decisions.copies for action, after in row)
+    for action in chain(*decisions.order, *copied):
         if not (isinstance(action, Action) and type(action.op) is Op and type(action.stage) is type(action.chunk) is int):
             yield f"{action!r} is not an Action of an Op and two of Python's own whole numbers"
 
 
-def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
+def _shapes(decisions: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     """Yield the tables that do not fit the problem, recompute excluded."""
-    stages, chunks, ranks = problem.num_stages, len(made.chunks), problem.num_ranks
-    for name, table in (("order", made.order), ("copies", made.copies or ((),) * ranks)):
+    stages, chunks, ranks = problem.num_stages, len(decisions.chunks), problem.num_ranks
+    for name, table in (("order", decisions.order), ("copies", decisions.copies or ((),) * ranks)):
         if len(table) != ranks:
             yield f"{name} has {len(table)} rows for {ranks} ranks"
-    shares = made.offload or ([[0.0] * chunks] * stages)
+    shares = decisions.offload or ([[0.0] * chunks] * stages)
     if len(shares) != stages or any(len(row) != chunks for row in shares):
         sizes = sorted({len(row) for row in shares})
         yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
-    ordered, token = {action.op for row in made.order for action in row}, as_one_chunk(1, 1)
+    ordered, token = {action.op for row in decisions.order for action in row}, as_one_chunk(1, 1)
     without = [
         f"{kind.op} ({kind.text})"
         for kind in operations(Track.COMPUTE)
@@ -185,10 +185,11 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     if without:
         yield f"order has {', '.join(without)}; the costs have no such operation"
     known = costs.recompute_modes
-    if not made.modes or not set(made.modes) <= set(known):
-        yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"
-    if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
-        yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"
+    if not decisions.modes or not set(decisions.modes) <= set(known):
+        yield f"recompute modes are {list(decisions.modes)}; the costs know {', '.join(known)}"
+    multiple = decisions.token_multiple
+    if multiple is not None and not (isinstance(multiple, int) and multiple > 0):
+        yield f"token_multiple is {multiple}; it is a whole number of at least 1"
 
 
 def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:

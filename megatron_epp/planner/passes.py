@@ -54,24 +54,24 @@ def recompute_frontier(
         in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
     """
     layers = costs.num_layers[stage]
-    kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
-    plain = costs.layer_peak_bytes(stage, work).num_bytes
+    plain = costs.activation_bytes(stage, work, NO_RECOMPUTE)
+    plain_peak = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
     for name in modes:
-        one = Recompute(**{name: 1})
-        gives = np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers) if layers else 0 * kept
+        recompute = Recompute(**{name: 1})
+        gives = np.minimum(plain - costs.activation_bytes(stage, work, recompute), plain // layers) if layers else 0 * plain
         saved.append(np.maximum(gives, 0))
-        took_us.append(costs.recompute_us(stage, work, one))
-        fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
+        took_us.append(costs.recompute_us(stage, work, recompute))
+        fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain_peak)
     mode_indices = np.array([_NAMES.index(name) for name in modes])
     if len(modes) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
         return [
-            FrontierStep(np.full(len(kept), mode_index), *frontier_step)
+            FrontierStep(np.full(len(plain), mode_index), *frontier_step)
             for mode_index, *frontier_step in zip(mode_indices, *columns, strict=True)
         ]
-    at_saved, at_us, at_fuller = 0 * kept, np.zeros(len(kept)), 0 * kept
-    all_saved, all_us, all_fuller, chunks = np.array(saved), np.array(took_us), np.array(fuller), np.arange(len(kept))
+    at_saved, at_us, at_fuller = 0 * plain, np.zeros(len(plain)), 0 * plain
+    all_saved, all_us, all_fuller, chunks = np.array(saved), np.array(took_us), np.array(fuller), np.arange(len(plain))
     frontier = []
     for _ in modes:
         more, longer_us = all_saved - at_saved, all_us - at_us
@@ -80,11 +80,11 @@ def recompute_frontier(
         there = np.isfinite(price[chosen, chunks])
         if not there.any():
             break
-        found = (more, longer_us, all_fuller - at_fuller)
-        step, step_us, step_fuller = (np.where(there, rows[chosen, chunks], 0) for rows in found)
+        changes = (more, longer_us, all_fuller - at_fuller)
+        step, step_us, step_fuller = (np.where(there, rows[chosen, chunks], 0) for rows in changes)
         frontier.append(FrontierStep(np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
         at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
-    return frontier or [FrontierStep(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
+    return frontier or [FrontierStep(np.full(len(plain), ABSENT), at_saved, at_us, at_fuller)]
 
 
 @functools.lru_cache(1 << 14)  # plans have few different ones
@@ -119,17 +119,17 @@ class BackwardBytes[Bytes](NamedTuple):
             for their split weight gradients.
         first_mlp: of the MLP at the start of a stage, where it counts as one layer with the attention at the stage's end and
             that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
-        kept: by a layer from forward to backward.
-        peak: of a layer while its backward runs, `kept` included.
-        gone: freed with a layer besides `kept`: keys and values and their gradient with a sequence's first slice, less the
-            gradient that its last slice opens, less the inputs of a split weight gradient.
+        activations: by a layer from forward to backward.
+        peak: of a layer while its backward runs, `activations` included.
+        gone: freed with a layer besides `activations`: keys and values and their gradient with a sequence's first slice, less
+            the gradient that its last slice opens, less the inputs of a split weight gradient.
     """
 
     constant: Bytes
     at_half: Bytes
     reached: Bytes
     first_mlp: Bytes
-    kept: Bytes
+    activations: Bytes
     peak: Bytes
     gone: Bytes
 
@@ -138,7 +138,7 @@ class LayerGroup(NamedTuple):
     """Neighbouring layers with the same recompute; sizes as in `BackwardBytes`."""
 
     count: Any
-    kept: Any
+    activations: Any
     peak: Any
 
 
@@ -159,8 +159,8 @@ def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iter
     live = sizes.constant + sizes.reached
     if not groups:
         yield live
-    for at, (count, kept, peak) in enumerate(groups):
-        rise, freed = peak - kept, kept + sizes.gone
+    for at, (count, activations, peak) in enumerate(groups):
+        rise, freed = peak - activations, activations + sizes.gone
         yield np.where(count > 0, live + rise, start)
         live = live + (sizes.first_mlp if at == 0 else 0)
         yield np.where(count > 1, live - freed + rise, start)
@@ -174,15 +174,15 @@ def backward_items(
     """Compute the bytes of backwards by item (`cost.memory`).
 
     Args:
-        mode: recompute mode of the layer in `kept` and `peak`; empty for one that keeps everything.
+        mode: recompute mode of the layer in `activations` and `peak`; empty for one that keeps everything.
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
     """
     cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
     opened, goes, comes = cache * work.first, gradient * work.first, gradient * work.last
     cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_inner(stage)
     of_cache, together, net = opened // cached, (opened + goes) // cached, (opened + goes - comes) // cached
-    layer, kept = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
-    own, held = item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS), kept if mode else 0 * kept
+    layer, activations = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
+    own, held = item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS), activations if mode else 0 * activations
     sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
         constant=costs.half_layer_items(stage, work),
         at_half={item.LAYERS: costs.half_peak_bytes(stage, work)},
@@ -193,7 +193,7 @@ def backward_items(
             item.CACHE_GRADIENT: (of_cache - together) * halves,
         },
         first_mlp={item.LAYERS: costs.first_mlp_bytes(stage, work)},
-        kept={own: kept},
+        activations={own: activations},
         peak={
             own: held,
             item.RECOMPUTED if mode else own: layer.num_bytes - layer.gradient - layer.prefix - held,
@@ -212,7 +212,7 @@ def backward_items(
 
 def by_item(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
     """Stack the items ``[item, chunk]``, in the order of `cost.memory.DYNAMIC`."""
-    none = 0 * next(iter(sizes.kept.values()))
+    none = 0 * next(iter(sizes.activations.values()))
     return BackwardBytes(*(np.array([items.get(name, none) for name in item.DYNAMIC]) for items in sizes))
 
 
@@ -220,7 +220,7 @@ class Ways(NamedTuple):
     """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``.
 
     Attributes:
-        kept: bytes of activations kept from forward to backward.
+        kept_bytes: of activations, kept from forward to backward.
         again_us: time of recompute, a part of the backward.
         whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with the
             weight gradient split off. They never grow with recompute, except where layers that recompute hold more bytes while
@@ -228,7 +228,7 @@ class Ways(NamedTuple):
         price: time of the next step per byte that it saves; infinite where there is none.
     """
 
-    kept: Numbers
+    kept_bytes: Numbers
     again_us: Numbers
     whole: Numbers
     split: Numbers
@@ -290,19 +290,20 @@ class StagePasses:
         def most_bytes(sizes: BackwardBytes[Numbers], more: Numbers) -> Numbers:
             keeps_mlp = (full[:, None] == 0) & (layers > 1)
             groups = [
-                LayerGroup(count, sizes.kept - less[steps], sizes.peak + more[steps])
+                LayerGroup(count, sizes.activations - less[steps], sizes.peak + more[steps])
                 for count, steps in ((layers - rest, full), (rest, following))
             ]
-            found = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
-            return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*found)]))
+            peaks = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
+            return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*peaks)]))
 
-        kept = self.activation - _taken(saved, layers, full, rest)
+        kept_bytes = self.activation - _taken(saved, layers, full, rest)
+        split_bytes = most_bytes(self.backward(True), 0 * more)
         price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
         return Ways(
-            kept=kept.T,
+            kept_bytes=kept_bytes.T,
             again_us=_taken(layer_us, layers, full, rest).T,
-            whole=np.maximum(kept + most_bytes(self.backward(False), more), self.backward_residual).T,
-            split=np.maximum(kept + most_bytes(self.backward(True), 0 * more), self.backward_residual + self.weight_bytes).T,
+            whole=np.maximum(kept_bytes + most_bytes(self.backward(False), more), self.backward_residual).T,
+            split=np.maximum(kept_bytes + split_bytes, self.backward_residual + self.weight_bytes).T,
             price=price.T,
         )
 
@@ -353,7 +354,7 @@ def passes_of(
     none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
     cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
     opened, closed = cache * work.first, cache * work.last
-    found = StagePasses(
+    passes = StagePasses(
         num_layers=costs.num_layers[stage],
         forward_us=costs.forward_us(stage, work),
         backward_us=no_time,
@@ -372,9 +373,9 @@ def passes_of(
     )
     if forward_only:
         passing = costs.transient_bytes(stage, work)
-        return replace(found, forward_alloc=opened + passing, forward_free=closed + passing)
+        return replace(passes, forward_alloc=opened + passing, forward_free=closed + passing)
     return replace(
-        found,
+        passes,
         backward_us=costs.backward_us(stage, work),
         weight_us=costs.weight_us(stage, work),
         spared_us=costs.spared_us(stage, work),

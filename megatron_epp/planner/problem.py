@@ -241,11 +241,11 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
 
 def as_one_chunk(tokens: int, pairs: int) -> ChunkWork:
     """All sequences in one chunk, which counts as a slice of many: so keys and values, and their fp32 gradient, count too."""
-    count, one, none = (np.array([number], dtype=np.int64) for number in (tokens, pairs, 0))
+    count, num_pairs, none = (np.array([number], dtype=np.int64) for number in (tokens, pairs, 0))
     there = np.ones(1, dtype=np.bool_)
     return ChunkWork(
         tokens=count,
-        pairs=one,
+        pairs=num_pairs,
         sliced=there,
         first=there,
         last=there,

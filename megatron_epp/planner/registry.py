@@ -102,10 +102,10 @@ class Planners(MutableMapping[str, Planner]):
         return dict(self._entries)
 
     def __getitem__(self, name: str) -> Planner:
-        found = self.entry(name)
-        if found is None:
+        entry = self.entry(name)
+        if entry is None:
             raise KeyError(name)
-        return found.plan
+        return entry.plan
 
     def __setitem__(self, name: str, planner: Planner) -> None:
         self._entries[name] = PlannerEntry(planner)
@@ -121,8 +121,8 @@ class Planners(MutableMapping[str, Planner]):
         return len(self.entries())
 
     def _import(self) -> None:
-        found = importlib.import_module(self._tables.pop(0)).PLANNERS
-        self._entries |= {name: entry for name, entry in found.items() if name not in self._entries}
+        planners = importlib.import_module(self._tables.pop(0)).PLANNERS
+        self._entries |= {name: entry for name, entry in planners.items() if name not in self._entries}
 
 
 PLANNERS = Planners("megatron_epp.planner.planners", "megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table")

@@ -98,8 +98,8 @@ class Replicas:
 
     def shapes(self) -> list[tuple[Chunker, ...]]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
-        found = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]
-        return list(dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1)))
+        chunkers = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]
+        return list(dict.fromkeys(tuple(shapes[at] for shapes in chunkers) for at in (0, -1)))
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""
@@ -113,8 +113,8 @@ class Replicas:
             tables: without KV offload.
         """
         every = zip(tables, table.chunks, self.problems, strict=True)
-        found = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
-        return iter(dict.fromkeys(zip(*found, strict=True)))
+        by_replica = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
+        return iter(dict.fromkeys(zip(*by_replica, strict=True)))
 
     def kv_offload(
         self, tables: Sequence[Tables], table: Aligned, pairs: tuple[Pairs, ...], sharing: float = 1.0
@@ -148,14 +148,14 @@ class Replicas:
         """
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 
-    def above_caps(self, made: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:
+    def above_caps(self, by_replica: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:
         """Return the bytes by which the vocabulary's shards take each rank above its cap; 0 where it fits, or has none."""
         caps = self.problems[0].cap_bytes
         if not self.has_shards:
             return [0] * len(caps)
         every = [
             peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
-            for decisions, own in zip(made, tables, strict=True)
+            for decisions, own in zip(by_replica, tables, strict=True)
         ]
         return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
@@ -174,24 +174,24 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     room = tuple(map(max, *(own.shard_room for own in tables)))
     together = list(zip(*(own.passes for own in tables), strict=True))  # by stage
     slowed = {passes: _slowest(passes) for passes in dict.fromkeys(together)}
-    found = []
+    slowest = []
     for number, own in enumerate(tables):
         static = tuple(map(sum, zip(own.static, room, map(neg, own.shard_room), strict=True)))
         as_slow = own.with_passes([slowed[passes][number] for passes in together])
-        found.append(replace(as_slow, **common, added=added, shard_room=room, static=static))
-    return tuple(found)
+        slowest.append(replace(as_slow, **common, added=added, shard_room=room, static=static))
+    return tuple(slowest)
 
 
 def _slowest(replicas: Sequence[StagePasses]) -> list[StagePasses]:
     """Return the passes of one stage in every replica with the longest times of all."""
     times: dict[str, Any] = {name: np.max([getattr(own, name) for own in replicas], axis=0) for name in _TIMES}
     steps = list(zip(*(own.frontier for own in replicas), strict=True))
-    again_us = [np.max([step.layer_us for step in one], axis=0) for one in steps]
-    found = []
+    again_us = [np.max([step.layer_us for step in same_step], axis=0) for same_step in steps]
+    slowest = []
     for own in replicas:
         frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
-        found.append(replace(own, **times, frontier=tuple(frontier)))
-    return found
+        slowest.append(replace(own, **times, frontier=tuple(frontier)))
+    return slowest
 
 
 def _largest(rows: Sequence[OperationRows]) -> OperationRows:
@@ -243,21 +243,22 @@ def too_few_tokens(replicas: Replicas) -> InfeasibleError:
     )
 
 
-def split_together(made: Sequence[Decisions], tables: Sequence[Tables], replicas: Replicas) -> tuple[Decisions, ...]:
+def split_together(by_replica: Sequence[Decisions], tables: Sequence[Tables], replicas: Replicas) -> tuple[Decisions, ...]:
     """Split weight gradients off the order of replicas in lockstep, equally for all, where that is allowed, faster and fits.
 
     Exchanges then come at the same times everywhere, so that all replicas issue receives at the same positions among them. Each
     replica's own split is tried.
 
     Args:
-        made: decisions of every replica, with one order and one recompute.
+        by_replica: decisions of every replica, with one order and one recompute.
     """
-    whole, recompute_steps = made[0].order, made[0].recompute_steps
-    orders = {coded(whole, len(made[0].chunks)).key: whole}
-    every, caps = [(own, one.as_offload) for own, one in zip(tables, made, strict=True)], replicas.problems[0].cap_bytes
+    whole, recompute_steps = by_replica[0].order, by_replica[0].recompute_steps
+    orders = {coded(whole, len(by_replica[0].chunks)).key: whole}
+    every = [(own, decisions.as_offload) for own, decisions in zip(tables, by_replica, strict=True)]
+    caps = replicas.problems[0].cap_bytes
     for own in every if replicas.splits_weight else ():
-        order = coded(with_split_weights(whole, *own, caps)[0], len(made[0].chunks))
-        if all(is_within(peaks(order, *one), caps) for one in every):
+        order = coded(with_split_weights(whole, *own, caps)[0], len(by_replica[0].chunks))
+        if all(is_within(peaks(order, *each), caps) for each in every):
             orders[order.key] = order
     fastest = min(orders.values(), key=lambda order: makespan_us(order, tables[0], recompute_steps))
-    return tuple(replace(one, order=fastest, modes=FULL_ONLY) for one in made)  # the tables have the modes
+    return tuple(replace(decisions, order=fastest, modes=FULL_ONLY) for decisions in by_replica)  # the tables have the modes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -11,10 +11,10 @@ from operator import attrgetter
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.lazy import load
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.local_search import improve, searches
@@ -28,7 +28,7 @@ from megatron_epp.planner.settings import first_recipe
 IMPROVED = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
 FINISHED = 8
-"""Candidates, the fastest, that a finisher (`finishing`) tries to improve."""
+"""Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS = 16
 """Plans tried with ever more memory for messages."""
 
@@ -81,15 +81,23 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
         least_host: as `infeasible` takes it.
     """
     try:
-        asked, made = least_decisions(problem, costs, replace(options, offload=False))
+        asked, decisions = least_decisions(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:
         if not options.offload:
             raise
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
         raise refused.within(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
-        return planned(every_order(Replicas((asked,), costs, options), made.chunks))
-    return (build_plan(asked, costs, options, made),)
+        return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
+    return (build_plan(asked, costs, options, decisions),)
+
+
+def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:
+    """Return the function of another package that a setting asks for; None if none does.
+
+    It returns the fastest of some decisions, the fastest first, and of what it makes of them.
+    """
+    return load("megatron_epp.contrib.overlap.search:overlapped") if options.overlap_exchanges else None
 
 
 def finished(candidates: Candidates) -> Candidate:
@@ -103,6 +111,8 @@ def finished(candidates: Candidates) -> Candidate:
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
+    # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
+    problem = candidates.replicas.with_room(candidates.room.get(id(best.table), ())).problems[0]
     fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))

@@ -127,7 +127,7 @@ class Candidates:
 
     def fitting(self) -> list[Candidate]:
         """List the candidates that fit, the fastest first."""
-        return sorted((one for one in self.by_recipe.values() if one.fits), key=attrgetter("makespan_us"))
+        return sorted((candidate for candidate in self.by_recipe.values() if candidate.fits), key=attrgetter("makespan_us"))
 
     def best(self) -> Candidate:
         """Return the best candidate; of recipes that give the same, one that was walked to."""
@@ -200,6 +200,7 @@ class Candidates:
             return
         yield self._timed(nothing, plain, tables, fit.recompute_steps)
         if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
+            # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice more.
             other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
             if other is not None and other != fit.recompute_steps:
                 yield self._timed(nothing, plain, tables, other)
@@ -244,8 +245,8 @@ class Candidates:
             yield from self._with_activations(nothing, plain, tables, limit_us, room)
             return
         for pairs in self.replicas.choices(order, tables, table):
-            if not any(pairs):
-                continue
+            if copies == "both" and not any(pairs):
+                continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
             away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
@@ -272,7 +273,7 @@ class Candidates:
             own_tables = self.replicas.kv_offload(tables, nothing.table, pairs, sharing)
             best = min(self._with_activations(nothing, own, own_tables, limit_us, room), key=attrgetter("key"), default=nothing)
             every = zip(best.decisions, own_tables, strict=best.fits)
-            if all(leaves_link(timed(made.as_offload, of), of, best.makespan_us, sharing) for made, of in every):
+            if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
                 break
         return best
 
@@ -317,7 +318,7 @@ class Candidates:
             self._note_host(copied.short_bytes)
         elif copied is not None:
             for splits in (True, False) if self.splits else (False,):
-                candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.made, splits)
+                candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.offloads, splits)
                 above = self.replicas.above_caps(candidate.decisions, tables)
                 if not any(above):
                     break
@@ -343,10 +344,10 @@ class Candidates:
         self.room[number] = room_for(before, needed)
         self._tables = {other: tables for other, tables in self._tables.items() if other != number}
         self._bounds.pop(number, None)
-        self._by_order = {key: one for key, one in self._by_order.items() if key[0] != number}
-        again = [recipe for recipe, one in self.by_recipe.items() if one.table is table]
-        self.by_recipe = {recipe: one for recipe, one in self.by_recipe.items() if one.table is not table}
-        self.fastest_us = min((one.makespan_us for one in self.by_recipe.values()), default=math.inf)
+        self._by_order = {key: known for key, known in self._by_order.items() if key[0] != number}
+        again = [recipe for recipe, known in self.by_recipe.items() if known.table is table]
+        self.by_recipe = {recipe: known for recipe, known in self.by_recipe.items() if known.table is not table}
+        self.fastest_us = min((known.makespan_us for known in self.by_recipe.values()), default=math.inf)
         for recipe in again:
             self.of(recipe)
         best = self.best()
@@ -379,7 +380,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
         for value in side:
             recipe = start.recipe._replace(**{setting.name: value})
             table = candidates.cuts.table(recipe)
-            if table is None or (not setting.keeps_chunks and any(table is one for one in seen)):
+            if table is None or (not setting.keeps_chunks and any(table is other for other in seen)):
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
             candidate = candidates.of(recipe, candidates.fastest_us * (1 - GAIN))
@@ -526,7 +527,7 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
-            there = min((opening, *(one for one in others if one is not None)), key=attrgetter("key"))
+            there = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
             there = descend(candidates, there, settings.WITH_COPIES[candidates.is_single]) if there.fits else there
             best = min(best, there, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:

@@ -16,7 +16,7 @@ from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, 
 from megatron_epp.planner.orders.warm_up import CappedWarmUp, OrderRule, WarmUp
 from megatron_epp.planner.problem import Options, Problem
 
-WHOLE, LONGEST = 0.0, 0.001
+WHOLE, LONGEST = 0.0, 0.001  # before 1, so that a walk to coarser grains comes by them last
 GRAINS = (WHOLE, LONGEST, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)
 """Chunks of a rank to aim at. Coarser grains leave ranks waiting, finer ones cost overhead. `LONGEST`: chunks as long as the
 longest sequence; `WHOLE`: a chunk for each sequence.
@@ -171,12 +171,16 @@ OPENINGS = {
     ),
     False: (Opening({"lead": 1.0}, scans_grains=True), Opening({"lead": 0.0, "reach": "backward"})),
 }
-"""Where memory is short, with one stage per rank or not."""
+"""Where memory is short, with one stage per rank or not.
+
+Narrower orders (spaced, squeezed blocks) made no plan of 200 batches faster by more than 1.4 %, and searches with a V took
+twice as long with them.
+"""
 
 
 def first_recipe(problem: Problem) -> Recipe:
     """Return the recipe at which the search begins."""
-    grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0
+    grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
     return Recipe(grain, reach="need" if problem.has_one_stage_per_rank else "turns")
 
 

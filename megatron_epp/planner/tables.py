@@ -112,8 +112,8 @@ class Tables:
             return self.hops[boundary]
         if isinstance(carries, MessageKind):
             return next(rows.message_us[carries.send] for rows in self.added.values() if carries.send in rows.message_us)
-        found = [rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us]
-        return found[0] if found else [0.0] * len(self.message_us)
+        times = (rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us)
+        return next(times, [0.0] * len(self.message_us))
 
     @property
     def turn_us(self) -> list[float]:
@@ -151,7 +151,7 @@ class Tables:
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
         """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""
-        return int(self.ways(stage).kept[chunk, num_steps])
+        return int(self.ways(stage).kept_bytes[chunk, num_steps])
 
     @property
     def input_us(self) -> Times:
@@ -176,11 +176,11 @@ def less(whole_us: Times, parts_us: Times) -> Times:
 def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
     """Return the rows of `Tables` that passes have, by name. Stages of the same passes share rows: they must not be changed."""
     names = (name for name in StagePasses.__slots__ if name in Tables.__slots__ and name not in ("num_layers", "passes"))
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in names:
-        rows = {one: getattr(one, name).tolist() for one in dict.fromkeys(passes)}
-        found[name] = [rows[one] for one in passes] if trains or name not in ("backward_us", "weight_us", "spared_us") else []
-    return found
+        rows = {own: getattr(own, name).tolist() for own in dict.fromkeys(passes)}
+        columns[name] = [rows[own] for own in passes] if trains or name not in ("backward_us", "weight_us", "spared_us") else []
+    return columns
 
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:
@@ -190,8 +190,8 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
     need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)
     distinct = {passes: tables.ways(stage) for stage, passes in enumerate(tables.passes)}
-    starts = dict(zip(distinct, accumulate((ways.kept.size for ways in distinct.values()), initial=0), strict=False))
-    first_way = [starts[one] + distinct[one].kept.shape[1] * np.arange(chunks) for one in tables.passes]
+    starts = dict(zip(distinct, accumulate((ways.kept_bytes.size for ways in distinct.values()), initial=0), strict=False))
+    first_way = [starts[passes] + distinct[passes].kept_bytes.shape[1] * np.arange(chunks) for passes in tables.passes]
 
     def sizes(rows: Sizes) -> IntegerList:
         return integers(stacked(rows, np.int64).ravel())
@@ -199,7 +199,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     def by_way(name: str) -> Numbers:
         return np.concatenate([getattr(ways, name).ravel() for ways in distinct.values()])
 
-    dear_us = [np.max([step.layer_us for step in one.frontier] or [np.zeros(chunks)], axis=0) for one in tables.passes]
+    dear_us = [np.max([step.layer_us for step in passes.frontier] or [np.zeros(chunks)], axis=0) for passes in tables.passes]
     times_us = [tables.forward_us, tables.backward_us, tables.weight_us, *(rows.time_us for rows in added)]
     return Columns(
         num_stages=len(tables.rank_of),
@@ -210,7 +210,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         num_layers=integers(np.repeat(tables.num_layers, chunks)),
         most=integers(np.concatenate([passes.most for passes in tables.passes])),
         first_way=integers(np.concatenate(first_way)),
-        kept=integers(by_way("kept")),
+        kept_bytes=integers(by_way("kept_bytes")),
         again_us=floats(by_way("again_us")),
         whole=integers(by_way("whole")),
         split=integers(by_way("split")),
@@ -249,8 +249,8 @@ def tabulate(
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained) if work is None else work
     equal_stages, trains = costs.equal_stages, not problem.forward_only
-    found = {stage: passes_of(stage, work, costs, modes, in_order, problem.forward_only) for stage in set(equal_stages)}
-    passes = tuple(found[stage] for stage in equal_stages)
+    by_stage = {stage: passes_of(stage, work, costs, modes, in_order, problem.forward_only) for stage in set(equal_stages)}
+    passes = tuple(by_stage[stage] for stage in equal_stages)
     added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
     shards = shard_room(added.get(Op.S), len(message_bytes)) or (0,) * problem.num_ranks
@@ -282,12 +282,12 @@ def tabulate(
 
 def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, OperationRows]:
     """Tabulate the added operations that the costs know; in a forward-only plan they leave nothing."""
-    found = {}
+    added = {}
     for kind in operations(Track.COMPUTE):
         rows = None if kind.rows is None else kind.rows(costs, kind.sites(problem.placement), work)
         if rows is not None:
-            found[kind.op] = rows._replace(gives=rows.takes) if problem.forward_only else rows
-    return found
+            added[kind.op] = rows._replace(gives=rows.takes) if problem.forward_only else rows
+    return added
 
 
 def shard_room(rows: OperationRows | None, num_chunks: int) -> tuple[int, ...]:
@@ -309,7 +309,7 @@ def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[s
     for stage in stages:
         items.update(costs.static_items(stage))
     passes = [{name: int(row.max(initial=0)) for name, row in costs.pass_items(stage, work).items()} for stage in stages]
-    return dict(items) | max(passes, key=lambda one: sum(one.values()))
+    return dict(items) | max(passes, key=lambda sizes: sum(sizes.values()))
 
 
 def _host_us_per_byte(costs: Costs) -> float:

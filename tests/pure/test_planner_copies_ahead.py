@@ -61,7 +61,7 @@ def test_ranks_are_within_their_caps_with_copies_and_recompute(weights: bool, sh
     caps = [static + int(share * (peak - static)) for static, peak in zip(tables.static, peaks, strict=True)]
     found = fitted(tables, order, caps)
     assert found is not None
-    (made,) = found.made
+    (made,) = found.offloads
     played = play(order, tables, made.recompute_steps, timed(made, tables))
     assert played.makespan_us == found.makespan_us
     assert all(peak <= cap for peak, cap in zip(peaks_with_copies(order, tables, made, played), caps, strict=True))
@@ -73,7 +73,7 @@ def test_activations_are_copied_where_no_cap_requires_it_and_the_longest_lived_o
     _, tables, order, peaks = even(8, weights=False)
     found = fitted(tables, order, peaks)
     assert found is not None
-    (made,) = found.made
+    (made,) = found.offloads
     assert not any(map(any, made.recompute_steps))
     for first, second in tables.stages_of:
         assert sum(made.shares[first]) >= sum(made.shares[second])
@@ -85,7 +85,7 @@ def test_what_the_host_lacks_is_told():
     free = fitted(tables, order, peaks)
     assert free is not None
     assert free.short_bytes == 0
-    most = max(free.made[0].most_away(tables))
+    most = max(free.offloads[0].most_away(tables))
     short = fitted(tables, order, peaks, room=most - 5)
     assert short is not None
     assert short.short_bytes == 5

@@ -79,12 +79,12 @@ def _add_needs(program: Program, op: Op, site: int) -> None:
         op, site: the operation that waits, and where.
     """
     tables = program.tables
-    for one in resolve(op, site, tables.rank_of):
-        if one.need.chunk is not Of.SAME or not {op, one.op} & set(tables.added):
+    for other in resolve(op, site, tables.rank_of):
+        if other.need.chunk is not Of.SAME or not {op, other.op} & set(tables.added):
             continue
-        carried_us = tables.transfer_us(one.need.carries, min(site, one.site))
+        carried_us = tables.transfer_us(other.need.carries, min(site, other.site))
         for c in range(len(program.chunks)):
-            program.follows(Action(op, site, c), Action(one.op, one.site, c), program.clock.ticks(carried_us[c]))
+            program.follows(Action(op, site, c), Action(other.op, other.site, c), program.clock.ticks(carried_us[c]))
 
 
 def changes_of(program: Program) -> Iterator[tuple[int, int, list[tuple[Any, int]]]]:
@@ -104,8 +104,8 @@ def changes_of(program: Program) -> Iterator[tuple[int, int, list[tuple[Any, int
 
 def profile_of(tables: Tables, c: int) -> tuple[float, ...]:
     """Return all times and sizes of a chunk's added operations."""
-    found: list[float] = []
+    values: list[float] = []
     for rows in tables.added.values():
         times = *rows.time_us, *rows.collective_us.values(), *rows.message_us.values()
-        found += [row[c] for row in (*times, *rows.takes, *rows.gives)]
-    return tuple(found)
+        values += [row[c] for row in (*times, *rows.takes, *rows.gives)]
+    return tuple(values)

@@ -83,15 +83,15 @@ def choices_of(
     ways = tables.ways(stage)
     may_split = splits and tables.weight_us[stage][c] > 0.0 and tables.weight_bytes[stage][c] > 0
     for num_steps in recompute:
-        kept = tables.kept_bytes(stage, c, num_steps)
+        kept_bytes = tables.kept_bytes(stage, c, num_steps)
         whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
         for split in (False, True) if may_split else (False,):
-            takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept
+            takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept_bytes
             backward_us = whole_us - (tables.spared_us[stage][c] if split else 0.0)
-            yield Choice(num_steps, split, 0.0, backward_us, kept, 0, takes)
+            yield Choice(num_steps, split, 0.0, backward_us, kept_bytes, 0, takes)
             seen = {0}
             for share in shares:
-                moved = moved_of(kept, tables.layer_input[stage][c], share)
-                if moved not in seen and moved <= kept * tables.offloadable_share:
+                moved = moved_of(kept_bytes, tables.layer_input[stage][c], share)
+                if moved not in seen and moved <= kept_bytes * tables.offloadable_share:
                     seen.add(moved)
-                    yield Choice(num_steps, split, share, backward_us, kept, moved, takes)
+                    yield Choice(num_steps, split, share, backward_us, kept_bytes, moved, takes)

@@ -47,11 +47,11 @@ class Memory:
         tables, added = self.program.tables, self._of_added()
         for rank, stages in enumerate(tables.stages_of):
             self._add_issues(rank)
-            demands = [one for stage in stages for one in self._of_stage(stage)]
+            demands = [demand for stage in stages for demand in self._of_stage(stage)]
             demands += added.get(rank, ())
             self._limit(demands, self.caps[rank] - tables.static[rank] + tables.shard_room[rank])
             if not is_unlimited(self.host_cap):
-                self._limit([one for stage in stages for one in self._in_host(stage)], self.host_cap)
+                self._limit([demand for stage in stages for demand in self._in_host(stage)], self.host_cap)
 
     def _add_issues(self, rank: int) -> None:
         """Add the time from which each load takes memory: its start, or the start of the compute action that then runs."""
@@ -70,29 +70,29 @@ class Memory:
 
     def _of_added(self) -> dict[int, list[Demand]]:
         """Return what added operations hold, by rank."""
-        found: dict[int, list[Demand]] = {}
+        by_rank: dict[int, list[Demand]] = {}
         for rank, c, changes in changes_of(self.program):
             count = len(self.program.choices[0][c])
             for start, end, size in opened(changes, self.program.horizon):
-                found.setdefault(rank, []).append(Demand(start, end, (size,) * count, 0, c))
-        return found
+                by_rank.setdefault(rank, []).append(Demand(start, end, (size,) * count, 0, c))
+        return by_rank
 
     def _of_stage(self, stage: int) -> Iterator[Demand]:
         program, tables = self.program, self.program.tables
         for c in range(len(program.chunks)):
             choices = program.choices[stage][c]
             forward, backward = (program.spans[Action(op, stage, c)] for op in (Op.F, Op.B))
-            stays = tuple(one.kept_bytes - one.moved_bytes for one in choices)
+            stays = tuple(choice.kept_bytes - choice.moved_bytes for choice in choices)
             yield Demand(forward.start, backward.end, stays, stage, c)
-            yield Demand(backward.start, backward.end, tuple(one.takes_bytes for one in choices), stage, c)
-            if any(one.moved_bytes for one in choices):
-                moved = tuple(one.moved_bytes for one in choices)
+            yield Demand(backward.start, backward.end, tuple(choice.takes_bytes for choice in choices), stage, c)
+            if any(choice.moved_bytes for choice in choices):
+                moved = tuple(choice.moved_bytes for choice in choices)
                 gone, issued = program.spans[Action(Op.O, stage, c)], self.issued[stage, c]
                 yield Demand(forward.start, gone.end, moved, stage, c)
                 yield Demand(issued, backward.end, moved, stage, c)
-            if any(one.split for one in choices):
+            if any(choice.split for choice in choices):
                 weight = program.spans[Action(Op.W, stage, c)]
-                held = tuple(tables.weight_bytes[stage][c] if one.split else 0 for one in choices)
+                held = tuple(tables.weight_bytes[stage][c] if choice.split else 0 for choice in choices)
                 yield Demand(backward.end, weight.end, held, stage, c)
         yield from self._of_caches(stage)
 
@@ -116,30 +116,30 @@ class Memory:
 
     def _in_host(self, stage: int) -> Iterator[Demand]:
         for c, choices in enumerate(self.program.choices[stage]):
-            if any(one.moved_bytes for one in choices):
-                sizes = tuple(in_units(one.moved_bytes) for one in choices)
+            if any(choice.moved_bytes for choice in choices):
+                sizes = tuple(in_units(choice.moved_bytes) for choice in choices)
                 yield Demand(self.program.spans[Action(Op.O, stage, c)].start, self.issued[stage, c], sizes, stage, c)
 
     def _limit(self, demands: Sequence[Demand], room: int) -> None:
         """Add that the demands never exceed the room."""
-        demands = [one for one in demands if any(one.num_bytes)]
-        if sum(max(one.num_bytes) for one in demands) <= room:
+        demands = [demand for demand in demands if any(demand.num_bytes)]
+        if sum(max(demand.num_bytes) for demand in demands) <= room:
             return
         program, model = self.program, self.program.model
-        unit = max(1, math.gcd(*(size for one in demands for size in one.num_bytes)))
+        unit = max(1, math.gcd(*(size for demand in demands for size in demand.num_bytes)))
         intervals, amounts = [], []
-        for one in demands:
-            sizes = [size // unit for size in one.num_bytes]
+        for demand in demands:
+            sizes = [size // unit for size in demand.num_bytes]
             if len(set(sizes)) <= MOST_LAYERS:
                 parts = [(size, [own >= least for own in sizes]) for least, size in layers(sizes)]
             else:
                 amount = model.new_int_var(min(sizes), max(sizes), "")
-                model.add(amount == program.weighed(one.stage, one.chunk, sizes))
+                model.add(amount == program.weighed(demand.stage, demand.chunk, sizes))
                 parts = [(amount, [True])]
             for amount, holds in parts:
                 lasts = model.new_int_var(0, program.horizon, "")
-                present = program.any_of(one.stage, one.chunk, holds)
-                intervals.append(program.interval(one.start, lasts, one.end, present))
+                present = program.any_of(demand.stage, demand.chunk, holds)
+                intervals.append(program.interval(demand.start, lasts, demand.end, present))
                 amounts.append(amount)
         model.add_cumulative(intervals, amounts, room // unit)
 

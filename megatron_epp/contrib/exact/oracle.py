@@ -99,44 +99,44 @@ def oracle(
             f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank",
             Remedy("raise", "cap_bytes"),
         )
-    made, made_us = start, start_us
+    best, best_us = start, start_us
     if solved.decisions is not None:
-        found = replace(solved.decisions, modes=modes, kv_offload=start.kv_offload if start else frozenset())
-        if (found_us := judge(found)) < made_us:
-            made, made_us = found, found_us
-    bound_us = min(solved.bound_us, made_us)
-    optimal = made is not None and bound_us >= made_us * (1 - TOLERANCE)
-    return _told(Proven(made, made_us, bound_us, optimal))
+        decisions = replace(solved.decisions, modes=modes, kv_offload=start.kv_offload if start else frozenset())
+        if (decisions_us := judge(decisions)) < best_us:
+            best, best_us = decisions, decisions_us
+    bound_us = min(solved.bound_us, best_us)
+    optimal = best is not None and bound_us >= best_us * (1 - TOLERANCE)
+    return _told(Proven(best, best_us, bound_us, optimal))
 
 
-def _told(found: Proven) -> Proven:
+def _told(proven: Proven) -> Proven:
     """Log a result, and return it."""
-    said, above = "proven" if found.optimal else "not proven", f"{found.makespan_us / found.bound_us - 1:.2%} above the bound"
-    logger.info("%s: %.3f ms, %s", said, found.makespan_us / 1e3, above)
-    return found
+    said, above = "proven" if proven.optimal else "not proven", proven.makespan_us / proven.bound_us - 1
+    logger.info("%s: %.3f ms, %s above the bound", said, proven.makespan_us / 1e3, f"{above:.2%}")
+    return proven
 
 
 def makespan_us(
-    problem: Problem, costs: Costs, options: Options, made: Decisions | None, tables: Tables | None = None
+    problem: Problem, costs: Costs, options: Options, decisions: Decisions | None, tables: Tables | None = None
 ) -> float:
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:
         problem, costs, options: as `plan` takes them.
-        made: the decisions, or None.
+        decisions: None where there are none.
         tables: of the chunks, where they differ from the decisions' own.
     """
-    if made is None:
+    if decisions is None:
         return math.inf
     try:
-        return build_plan(problem, costs, options, made, tables).predicted.makespan_us
+        return build_plan(problem, costs, options, decisions, tables).predicted.makespan_us
     except PlanError:
         return math.inf
 
 
 def _serial_us(tables: Tables) -> float:
     """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
-    again = sum(float(step.layer_us.sum()) * one.num_layers for one in tables.passes for step in one.frontier)
+    again = sum(float(step.layer_us.sum()) * passes.num_layers for passes in tables.passes for step in passes.frontier)
     work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + again
     if math.isinf(tables.host_us_per_byte):
         return work

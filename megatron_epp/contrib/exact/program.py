@@ -109,9 +109,9 @@ class Program:
         members = [literal for literal, is_one in zip(self.chosen[stage][c], holds, strict=True) if is_one]
         if len(members) == 1:
             return members[0]
-        found = self.model.new_bool_var("")
-        self.model.add(sum(members) == found)
-        return found
+        any_chosen = self.model.new_bool_var("")
+        self.model.add(sum(members) == any_chosen)
+        return any_chosen
 
     def _literals(self, stage: int, c: int) -> list[Any]:
         count = len(self.choices[stage][c])
@@ -146,13 +146,14 @@ class Program:
     def _add_compute(self, stage: int, c: int) -> None:
         ticks, choices = self.clock.ticks, self.choices[stage][c]
         self.add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
-        if not any(one.split for one in choices):
-            self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us) for one in choices])
+        if not any(choice.split for choice in choices):
+            self.add_span(Action(Op.B, stage, c), [ticks(choice.backward_us) for choice in choices])
             return
         weight_us = self.tables.weight_us[stage][c]
-        self.add_span(Action(Op.B, stage, c), [ticks(one.backward_us - weight_us * (not one.split)) for one in choices])
+        backward_ticks = [ticks(choice.backward_us - weight_us * (not choice.split)) for choice in choices]
+        self.add_span(Action(Op.B, stage, c), backward_ticks)
         self.add_span(Action(Op.W, stage, c), [ticks(weight_us)])
-        self._join(stage, c, self.any_of(stage, c, [one.split for one in choices]), ticks(weight_us))
+        self._join(stage, c, self.any_of(stage, c, [choice.split for choice in choices]), ticks(weight_us))
 
     def _join(self, stage: int, c: int, split: Any, weight: int) -> None:
         """Add that a weight gradient follows its backward at once, as a part of it, unless it is split off."""
@@ -168,10 +169,10 @@ class Program:
 
     def _add_copies(self, stage: int, c: int) -> None:
         choices = self.choices[stage][c]
-        if not any(one.moved_bytes for one in choices):
+        if not any(choice.moved_bytes for choice in choices):
             return
-        present = self.any_of(stage, c, [one.moved_bytes > 0 for one in choices])
-        values = [self.clock.ticks(self.tables.host_us(one.moved_bytes)) if one.moved_bytes else 0 for one in choices]
+        present = self.any_of(stage, c, [choice.moved_bytes > 0 for choice in choices])
+        values = [self.clock.ticks(self.tables.host_us(choice.moved_bytes)) if choice.moved_bytes else 0 for choice in choices]
         for op in (Op.O, Op.L):
             self.add_span(Action(op, stage, c), values, present)
 
@@ -198,7 +199,7 @@ class Program:
                     hop = self.clock.ticks(self.tables.hops[stage - 1][c])
                     self.follows(own[Op.F], Action(Op.F, stage - 1, c), hop)
                     self.follows(Action(Op.B, stage - 1, c), own[Op.B], hop)
-                for previous in sorted({before for one in links if (before := one.previous[c]) is not None}):
+                for previous in sorted({before for link in links if (before := link.previous[c]) is not None}):
                     self.follows(own[Op.F], Action(Op.F, stage, previous))
                     self.follows(Action(Op.B, stage, previous), own[Op.B])
 
@@ -224,10 +225,10 @@ class Program:
             leg: stages with messages from each to the next, which never overtake each other.
         """
         root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
-        whole = [root.count(one) == 1 for one in root]
+        whole = [root.count(sequence) == 1 for sequence in root]
         for other in self.others:
             roots = [chunk.segments[0].sequence for chunk in other]
-            whole = [is_whole and roots.count(one) == 1 for is_whole, one in zip(whole, roots, strict=True)]
+            whole = [is_whole and roots.count(sequence) == 1 for is_whole, sequence in zip(whole, roots, strict=True)]
         for u, v in combinations(range(len(self.chunks)), 2):
             if root[u] == root[v]:
                 continue  # slices are in order anyway
@@ -247,9 +248,9 @@ class Program:
         """
         turn = self.model.new_bool_var(f"{pairs[0][0]} before {pairs[0][1]}")
         for pair in pairs:
-            one, other = map(self.spans.__getitem__, pair)
-            self.model.add(other.start >= one.end).only_enforce_if(turn)
-            self.model.add(one.start >= other.end).only_enforce_if(~turn)
+            first, second = map(self.spans.__getitem__, pair)
+            self.model.add(second.start >= first.end).only_enforce_if(turn)
+            self.model.add(first.start >= second.end).only_enforce_if(~turn)
 
     def _profile(self, c: int) -> tuple[object, ...]:
         """All times and sizes of a chunk that the program reads."""

@@ -9,9 +9,8 @@ from megatron_epp.contrib.exact.oracle import makespan_us, oracle
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.finishing import finisher_of
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import finisher_of, greedy
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
     return refined(start, problem, costs, options)
 
 
-def why_greedy(made: Decisions, problem: Problem) -> str:
+def why_greedy(decisions: Decisions, problem: Problem) -> str:
     """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
 
     Args:
@@ -49,7 +48,7 @@ def why_greedy(made: Decisions, problem: Problem) -> str:
     """
     if problem.forward_only:
         return "it does not know evaluations"
-    if len(made.chunks) > MOST_CHUNKS:
+    if len(decisions.chunks) > MOST_CHUNKS:
         return f"the plan has more than {MOST_CHUNKS} chunks, too many to get anywhere in minutes"
     return ""
 
@@ -67,10 +66,10 @@ def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) 
     single = start if type(start) is Decisions else greedy(problem, costs, replace(options, overlap_exchanges=False))
     if why_greedy(single, problem):
         return start
-    found = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)
+    proven = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)
     improve_further = finisher_of(options)
     if improve_further is None:
-        return found.decisions or start
-    better = found.decisions or single
+        return proven.decisions or start
+    better = proven.decisions or single
     choices = start, better, improve_further([better, start], problem, costs, options)
-    return min(choices, key=lambda one: makespan_us(problem, costs, options, one))
+    return min(choices, key=lambda decisions: makespan_us(problem, costs, options, decisions))

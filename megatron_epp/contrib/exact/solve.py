@@ -54,14 +54,14 @@ class Case:
         """The choices of every stage and chunk."""
         splits, fixed = self.options.split_weight, self.options.recompute
         shares = self.shares if self.options.offload and math.isfinite(self.tables.host_us_per_byte) else ()
-        found: Choices = []
+        choices: Choices = []
         for stage, num_layers in enumerate(self.tables.num_layers):
-            found.append([])
+            choices.append([])
             for c in range(len(self.chunks)):
                 most = int(self.tables.columns.most[stage * len(self.chunks) + c])
                 counts = range(most + 1) if fixed == "auto" else (min(int(fixed), num_layers),)
-                found[-1].append(list(choices_of(self.tables, stage, c, splits=splits, shares=shares, recompute=counts)))
-        return found
+                choices[-1].append(list(choices_of(self.tables, stage, c, splits=splits, shares=shares, recompute=counts)))
+        return choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ def solve(case: Case, start: Decisions | None, time_limit_s: float | None, worke
         raise AssertionError(program.model.validate())
     if status == cp.INFEASIBLE:
         return Solved(None, math.inf)
-    made = _decisions(case, program, engine) if status in (cp.OPTIMAL, cp.FEASIBLE) else None
-    return Solved(made, max(case.bound_us, engine.best_objective_bound * clock.tick_us))
+    decisions = _decisions(case, program, engine) if status in (cp.OPTIMAL, cp.FEASIBLE) else None
+    return Solved(decisions, max(case.bound_us, engine.best_objective_bound * clock.tick_us))
 
 
 def _listener(cp: Any, progress: Progress) -> Any:
@@ -154,15 +154,15 @@ def _hint(program: Program, start: Decisions) -> None:
         for c, choices in enumerate(rows):
             moved = offload.moved(tables, stage, c) if offload.shares else 0
             like = start.recompute_steps[stage][c], Action(Op.W, stage, c) in begins, moved
-            for literal, one in zip(program.chosen[stage][c], choices, strict=True):
-                model.add_hint(literal, (one.num_steps, one.split, one.moved_bytes) == like)
+            for literal, choice in zip(program.chosen[stage][c], choices, strict=True):
+                model.add_hint(literal, (choice.num_steps, choice.split, choice.moved_bytes) == like)
 
 
 def _decisions(case: Case, program: Program, engine: Any) -> Decisions:
     """Read the decisions of the best solution."""
-    made: list[list[Choice]] = []
+    chosen: list[list[Choice]] = []
     for rows, choices in zip(program.chosen, program.choices, strict=True):
-        made.append([own[list(map(engine.value, row)).index(1)] for row, own in zip(rows, choices, strict=True)])
+        chosen.append([own[list(map(engine.value, row)).index(1)] for row, own in zip(rows, choices, strict=True)])
     times = {
         action: (engine.value(span.start), engine.value(span.end))
         for action, span in program.spans.items()
@@ -177,9 +177,9 @@ def _decisions(case: Case, program: Program, engine: Any) -> Decisions:
     return Decisions(
         case.chunks,
         tuple(map(tuple, ranks)),
-        [[one.num_steps for one in row] for row in made],
+        [[choice.num_steps for choice in row] for row in chosen],
         copies=_issued(ranks, copies, times) if has_copies else (),
-        offload=tuple(tuple(one.share for one in row) for row in made) if has_copies else (),
+        offload=tuple(tuple(choice.share for choice in row) for row in chosen) if has_copies else (),
     )
 
 
@@ -187,16 +187,16 @@ def _issued(
     ranks: Sequence[Sequence[Action]], copies: Sequence[Sequence[Action]], times: Mapping[Action, tuple[int, int]]
 ) -> CopyOrder:
     """Pair every copy with the last compute action of its rank that has ended when it starts."""
-    found = []
+    issued = []
     for actions, own in zip(ranks, copies, strict=True):
         ends = [times[action][1] for action in actions]
-        found.append(tuple((copy, actions[bisect_right(ends, times[copy][0]) - 1]) for copy in own))
-    return tuple(found)
+        issued.append(tuple((copy, actions[bisect_right(ends, times[copy][0]) - 1]) for copy in own))
+    return tuple(issued)
 
 
 def _times_us(tables: Tables, choices: Choices) -> set[float]:
     """All times that the program needs in ticks."""
-    every = [one for row in choices for own in row for one in own]
-    copies = {tables.host_us(one.moved_bytes) for one in every if one.moved_bytes}
+    every = [choice for row in choices for own in row for choice in own]
+    copies = {tables.host_us(choice.moved_bytes) for choice in every if choice.moved_bytes}
     own = chain(*tables.forward_us, *tables.weight_us, *tables.hops, times_of(tables))
-    return {*own, *(one.backward_us for one in every), *copies}
+    return {*own, *(choice.backward_us for choice in every), *copies}

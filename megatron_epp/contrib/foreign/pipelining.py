@@ -57,16 +57,16 @@ def _rows(text: str) -> list[list[_Cell]]:
     except csv.Error as error:
         raise PlanError(f"the table is no CSV: {error}") from error
     rows = [[_read(cell.strip(), rank, at) for at, cell in enumerate(row)] for rank, row in enumerate(cells)]
-    every = [one for row in rows for cell in row for one in cell.passes]
-    split = {one[1:] for one in every if one.kind == "W"}
-    has_whole = any(one.kind == "BW" for one in every)
-    is_old = has_whole or any(one.kind == "B" and one[1:] in split for one in every)
-    if not is_old or any(one.kind == "I" for one in every):
+    every = [entry for row in rows for cell in row for entry in cell.passes]
+    split = {entry[1:] for entry in every if entry.kind == "W"}
+    has_whole = any(entry.kind == "BW" for entry in every)
+    is_old = has_whole or any(entry.kind == "B" and entry[1:] in split for entry in every)
+    if not is_old or any(entry.kind == "I" for entry in every):
         return rows
 
-    def renamed(one: Pass) -> Pass:
-        is_first_half = one.kind == "B" and (has_whole or one[1:] in split)
-        return one._replace(kind="I" if is_first_half else one.kind.removesuffix("W") or "W")
+    def renamed(entry: Pass) -> Pass:
+        is_first_half = entry.kind == "B" and (has_whole or entry[1:] in split)
+        return entry._replace(kind="I" if is_first_half else entry.kind.removesuffix("W") or "W")
 
     return [[cell._replace(passes=tuple(map(renamed, cell.passes))) for cell in row] for row in rows]
 
@@ -78,11 +78,11 @@ def _read(cell: str, rank: int, at: int) -> _Cell:
         rank, at: row and column, from 0.
     """
     overlapped = _OVERLAPPED.fullmatch(cell)
-    found = [_COMPUTE.fullmatch(word) for word in (overlapped[1].split(";") if overlapped else [cell])]
+    matches = [_COMPUTE.fullmatch(word) for word in (overlapped[1].split(";") if overlapped else [cell])]
     if not cell or _OTHER.fullmatch(cell):
         return _Cell()
     if _MESSAGE.fullmatch(cell):
         return _Cell(message=Action.parse(cell))
-    if not all(found):
+    if not all(matches):
         raise PlanError(f"row {rank + 1}, cell {at + 1} of the table is {cell[:40]!r}; expected a pass such as 0F3, or nothing")
-    return _Cell(tuple(Pass(one[2], int(one[1]), int(one[3])) for one in found if one is not None))
+    return _Cell(tuple(Pass(match[2], int(match[1]), int(match[3])) for match in matches if match is not None))

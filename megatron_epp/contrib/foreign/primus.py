@@ -52,11 +52,11 @@ def _read(text: str, rank: int) -> list[tuple[Pass, ...]]:
         if node[1]:
             open_step = []
         if kind := _KINDS.get(node[2]):
-            one = Pass(kind, int(node[4]), int(node[3]))
+            entry = Pass(kind, int(node[4]), int(node[3]))
             if open_step is None:
-                steps.append((one,))
+                steps.append((entry,))
             else:
-                open_step.append(one)
+                open_step.append(entry)
         if node[5] and open_step is not None:
             steps += [tuple(open_step)] if open_step else []
             open_step = None

@@ -51,20 +51,20 @@ def plan_of(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
     Raises:
         PlanError: a row is empty, a stage is on two ranks or on none, or a part of a backward is missing or there twice.
     """
-    every = [one for row in rows for together in row for one in together]
+    every = [entry for row in rows for together in row for entry in together]
     if empty := [rank for rank, row in enumerate(rows or [[]]) if not row]:
         raise PlanError(f"row {empty[0] + 1} of the table has no passes")
     _check_weights(every)
     if len(every) > MOST_PASSES:
         raise PlanError(f"the table has {len(every):,} passes; {MOST_PASSES:,} are read at most")
     placement = _placement(rows)
-    microbatches, stages = 1 + max(one.microbatch for one in every), len(placement)
+    microbatches, stages = 1 + max(entry.microbatch for entry in every), len(placement)
     count = microbatches * parts
     if count * stages > MOST_PASSES:
         raise PlanError(f"the table has {count:,} microbatches on {stages:,} stages; {MOST_PASSES:,} of both are read at most")
-    split = {(one.stage, one.microbatch * parts + one.part) for one in every if one.kind == "W"}
+    split = {(entry.stage, entry.microbatch * parts + entry.part) for entry in every if entry.kind == "W"}
     nothing = ((0.0,) * count,)
-    made = Plan(
+    plan = Plan(
         lengths=(parts,) * microbatches,
         chunks=tuple(Chunk((Segment(number // parts, number % parts, number % parts + 1),)) for number in range(count)),
         num_layers=(1,) * stages,
@@ -72,19 +72,19 @@ def plan_of(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
         recompute=((NO_RECOMPUTE,) * count,) * stages,
         recompute_us=nothing * stages,
         offload_share=nothing * stages,
-        ranks=tuple(tuple(_step([action_of(one, parts) for one in together], split) for together in row) for row in rows),
+        ranks=tuple(tuple(_step([action_of(entry, parts) for entry in together], split) for together in row) for row in rows),
         messages=Messages(nothing * (stages - 1), nothing * (stages - 1)),
         static_bytes=(0,) * len(rows),
         cap_bytes=(UNLIMITED_BYTES,) * len(rows),
         predicted=Prediction.none(len(rows)),
-        forward_only=all(one.kind == "F" for one in every),
+        forward_only=all(entry.kind == "F" for entry in every),
         costs="unit",
         planner=source,
     )
     with suppress(PlanError):  # `check` says why it cannot run
-        line = simulate(made)
-        return replace(made, predicted=Prediction(line.makespan_us, 0.0, tuple(line.peak_bytes), line.bubble_fraction))
-    return made
+        line = simulate(plan)
+        return replace(plan, predicted=Prediction(line.makespan_us, 0.0, tuple(line.peak_bytes), line.bubble_fraction))
+    return plan
 
 
 def placed(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
@@ -95,21 +95,21 @@ def placed(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
     Args:
         rows, source, parts: as `plan_of` takes them.
     """
-    held = 1 + max((one.stage for row in rows for together in row for one in together), default=0)
+    held = 1 + max((entry.stage for row in rows for together in row for entry in together), default=0)
     if held * len(rows) > MOST_PASSES:
         raise PlanError(
             f"the table has {held:,} stages on each of {len(rows):,} ranks; {MOST_PASSES:,} in all are read at most"
         )
     shapes: tuple[Literal["looped", "v"], ...] = ("looped", "v") if held == 2 else ("looped",)
-    found = []
+    plans = []
     for shape in shapes:
         stage_of = _stages_of(Placement(shape, len(rows), held))
         numbered = [
-            [tuple(one._replace(stage=stage_of[rank][one.stage]) for one in together) for together in row]
+            [tuple(entry._replace(stage=stage_of[rank][entry.stage]) for entry in together) for together in row]
             for rank, row in enumerate(rows)
         ]
-        found.append(plan_of(numbered, source, parts))
-    return found[0] if len(found) == 1 else min(found, key=lambda made: len(check(made)))
+        plans.append(plan_of(numbered, source, parts))
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: len(check(plan)))
 
 
 def _stages_of(placement: Placement) -> list[list[int]]:
@@ -130,9 +130,9 @@ def _check_weights(every: Iterable[Pass]) -> None:
             other = "I" if "I" in has else "W"
             raise PlanError(f"stage {stage} has B and {other} of microbatch {microbatch}: B is both parts of the backward")
         if ("I" in has) != ("W" in has):
-            one, other = ("I", "W") if "I" in has else ("W", "I")
+            present, absent = ("I", "W") if "I" in has else ("W", "I")
             raise PlanError(
-                f"stage {stage} has {one} of microbatch {microbatch} and never {other}, the other part of the backward"
+                f"stage {stage} has {present} of microbatch {microbatch} and never {absent}, the other part of the backward"
             )
 
 
@@ -140,7 +140,7 @@ def _placement(rows: Sequence[Row]) -> tuple[int, ...]:
     """Return the rank of every stage. Raises `PlanError` where a stage has two or none."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for stage in {one.stage for together in row for one in together}:
+        for stage in {entry.stage for together in row for entry in together}:
             if rank_of.setdefault(stage, rank) != rank:
                 raise PlanError(f"stage {stage} of the table is on ranks {rank_of[stage]} and {rank}")
     missing = next((stage for stage in range(max(rank_of)) if stage not in rank_of), None)
@@ -149,9 +149,9 @@ def _placement(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
-def action_of(one: Pass, parts: int = 1) -> Action:
+def action_of(entry: Pass, parts: int = 1) -> Action:
     """Return the action that an entry is, with slices numbered over all microbatches."""
-    return Action(_OPERATIONS[one.kind], one.stage, one.microbatch * parts + one.part)
+    return Action(_OPERATIONS[entry.kind], entry.stage, entry.microbatch * parts + entry.part)
 
 
 def _step(together: Sequence[Action], split: Container[tuple[int, int]]) -> Step:

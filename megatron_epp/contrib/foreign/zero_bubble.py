@@ -57,15 +57,15 @@ def is_table(text: str) -> bool:
 def from_zero_bubble(text: str) -> Plan:
     """Read a table as a plan. Takes and raises what `foreign.from_table` does."""
     lines = _rows_of(text)
-    words = {found[0] for line in lines for word in line if (found := _WORD.fullmatch(word))}
+    words = {match[0] for line in lines for word in line if (match := _WORD.fullmatch(word))}
     has_parts = not any("-" in word and word[0] in "BW" and word[:2] != "BW" for word in words)
     writing = _Writing(any(word != word.upper() for word in words), has_parts)
     rows = [[_read(word, number, at, writing) for at, word in enumerate(line)] for number, line in enumerate(lines)]
-    rows = [[one for one in row if one.name in _COMPUTE] for row in rows]
+    rows = [[word for word in row if word.name in _COMPUTE] for row in rows]
     often = {count for row in rows for count in Counter(row).values()}
     if len(often) == 1 and (num_slices := often.pop()) > 1:
         rows = [_numbered(row, num_slices) for row in rows]
-    parts = 1 + max((one.part for row in rows for one in row), default=0)
+    parts = 1 + max((word.part for row in rows for word in row), default=0)
     return placed(list(map(_passes, rows)), SOURCE, parts)
 
 
@@ -77,32 +77,32 @@ def _rows_of(text: str) -> list[list[str]]:
 
 
 def _is_word(word: str) -> bool:
-    found = _WORD.fullmatch(word)
-    return found is not None and found[1].upper() in _COMPUTE | _OTHER
+    match = _WORD.fullmatch(word)
+    return match is not None and match[1].upper() in _COMPUTE | _OTHER
 
 
 def _read(word: str, row: int, at: int, writing: _Writing) -> _Word:
-    found = _WORD.fullmatch(word)
-    if found is None or (name := found[1].upper()) not in _COMPUTE | _OTHER or found[1] not in (name, name.lower()):
+    match = _WORD.fullmatch(word)
+    if match is None or (name := match[1].upper()) not in _COMPUTE | _OTHER or match[1] not in (name, name.lower()):
         raise PlanError(f"row {row + 1}, word {at + 1} of the table is {shown(word[:40])}; expected a pass such as f3")
-    is_part = found[3] == "-" and writing.has_parts
-    stage = int(found[4]) if found[3] and not is_part else int(writing.has_case and found[1] == name)
-    return _Word(name, stage, int(found[2]), int(found[4]) if is_part else 0)
+    is_part = match[3] == "-" and writing.has_parts
+    stage = int(match[4]) if match[3] and not is_part else int(writing.has_case and match[1] == name)
+    return _Word(name, stage, int(match[2]), int(match[4]) if is_part else 0)
 
 
 def _numbered(row: Sequence[_Word], num_slices: int) -> list[_Word]:
     """Number the slices of words that have no number: forwards rise, and the others fall."""
-    seen, found = Counter[_Word](), []
-    for one in row:
-        found.append(one._replace(part=seen[one] if one.name == "F" else num_slices - 1 - seen[one]))
-        seen[one] += 1
-    return found
+    seen, numbered = Counter[_Word](), []
+    for word in row:
+        numbered.append(word._replace(part=seen[word] if word.name == "F" else num_slices - 1 - seen[word]))
+        seen[word] += 1
+    return numbered
 
 
 def _passes(row: Sequence[_Word]) -> list[tuple[Pass, ...]]:
     """Return the steps of a rank. B is the whole backward where there is no W of it."""
-    split, steps = {one[1:] for one in row if one.name == "W"}, list[tuple[Pass, ...]]()
-    for one in row:
-        is_part = one.name == "B" and one[1:] in split
-        steps.append((Pass("B" if one.name == "BW" else "I" if is_part else one.name, *one[1:]),))
+    split, steps = {word[1:] for word in row if word.name == "W"}, list[tuple[Pass, ...]]()
+    for word in row:
+        is_part = word.name == "B" and word[1:] in split
+        steps.append((Pass("B" if word.name == "BW" else "I" if is_part else word.name, *word[1:]),))
     return steps

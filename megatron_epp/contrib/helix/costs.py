@@ -47,9 +47,9 @@ class SeparateAttention:
         def moved_us(per_token: float) -> list[float]:
             return [message.fixed_us + message.per_token_us * per_token * tokens for tokens in work.tokens.tolist()]
 
-        kept = size(self.input_bytes_per_token + self.output_bytes_per_token)
-        nothing, passing = np.zeros_like(kept), size(self.input_bytes_per_token)  # the gradient while `G` runs
-        line, takes, gives = (self.forward, kept, nothing) if op is A else (self.backward, passing, passing + kept)
+        kept_bytes = size(self.input_bytes_per_token + self.output_bytes_per_token)
+        nothing, passing = np.zeros_like(kept_bytes), size(self.input_bytes_per_token)  # the gradient while `G` runs
+        line, takes, gives = (self.forward, kept_bytes, nothing) if op is A else (self.backward, passing, passing + kept_bytes)
         times_us: list[float] = (line.time_us(work.tokens, work.pairs) + 0.0).tolist()
         inputs, output = (INPUTS, RESULT) if op is A else (INPUTS_GRADIENT, RESULT_GRADIENT)
         carried = {inputs.send: moved_us(self.input_bytes_per_token), output.send: moved_us(self.output_bytes_per_token)}
@@ -83,8 +83,8 @@ def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = Tr
     """
     *stages, last = map(without_attention, costs.stages)
     last = in_backward(last) if last_in_backward else last
-    kept = {one.name: getattr(costs, one.name) for one in fields(PipelineCosts)}
-    return SeparateAttentionCosts(**kept | {"stages": (*stages, last)}, attention=attention_of(costs.stages))
+    values = {field.name: getattr(costs, field.name) for field in fields(PipelineCosts)}
+    return SeparateAttentionCosts(**values | {"stages": (*stages, last)}, attention=attention_of(costs.stages))
 
 
 def without_attention(stage: StageCosts) -> StageCosts:
@@ -131,7 +131,7 @@ def in_backward(last: StageCosts) -> StageCosts:
 
 def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
     """Return the costs of the attention of any of the layers, which are all equal."""
-    stage = max(stages, key=lambda one: one.num_layers)
+    stage = max(stages, key=lambda costs: costs.num_layers)
     queries = _query_bytes_per_token(stage)
     return SeparateAttention(
         forward=Line(0.0, 0.0, stage.layers.forward.per_pair_us),

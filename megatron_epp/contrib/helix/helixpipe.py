@@ -86,9 +86,9 @@ class HelixOrder(FixedOrder):
         return HelixLayout.of(num_layers, num_ranks)
 
     def placement(self, problem: Problem, options: Options) -> Placement:
-        found = HelixPlacement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
-        if found.rank_of == problem.placement:
-            return found
+        helix = HelixPlacement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+        if helix.rank_of == problem.placement:
+            return helix
         raise PlanError(
             f"planner {options.planner!r} needs two or more stages on each rank, and one stage more on the first; the stages "
             f"are on ranks {list(problem.placement)}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-
-if TYPE_CHECKING:
-    pass
 
 
 class HelixPlacement(Placement):

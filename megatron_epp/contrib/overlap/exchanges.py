@@ -39,7 +39,7 @@ def pair_runner(args: argparse.Namespace) -> PairRunner | None:
     for flag, reason in flags_against_overlap(args):
         _say(f"with {flag} {reason}")
         return None
-    launched = [one for one in _LAUNCHED if hasattr(one.module, one.name)]
+    launched = [method for method in _LAUNCHED if hasattr(method.module, method.name)]
     collectives = exchanges_of(launched, mpu.get_tensor_model_parallel_group())
 
     @contextmanager

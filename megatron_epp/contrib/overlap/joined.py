@@ -48,14 +48,14 @@ def adjacent(order: Order, joined: Joined) -> Joined:
     return frozenset(pair for row in order for pair in pairwise(row) if pair in joined) if joined else joined
 
 
-def joined_us(one: Passing, other: Passing) -> float:
+def joined_us(first: Passing, second: Passing) -> float:
     """Compute the time of two actions in one step, in microseconds.
 
     The exchange of each is overlapped with the compute of the other, as far as that lasts; two computations share the device,
     so their times add up. Recompute in a backward counts as compute, its own exchange included.
     """
-    exchange_us, other_exchange_us = (min(each.exchange_us, each.time_us) for each in (one, other))
-    compute_us, other_compute_us = one.time_us - exchange_us, other.time_us - other_exchange_us
+    exchange_us, other_exchange_us = (min(each.exchange_us, each.time_us) for each in (first, second))
+    compute_us, other_compute_us = first.time_us - exchange_us, second.time_us - other_exchange_us
     return max(exchange_us, other_compute_us) + max(other_exchange_us, compute_us)
 
 
@@ -109,14 +109,14 @@ class JoinedDecisions(Decisions):
 
     def steps(self, row: Sequence[Step], tables: Tables) -> Sequence[Step]:
         """Return the steps of a rank with the pairs joined."""
-        found, follows = list[Step](), dict(self.joined)
+        steps, follows = list[Step](), dict(self.joined)
         for step in row:
-            if found and follows.get(found[-1].action) == step.action:
-                first = found.pop()
+            if steps and follows.get(steps[-1].action) == step.action:
+                first = steps.pop()
                 time_us = joined_us(_passing(first, tables), _passing(step, tables))
                 step = Step(first.action, time_us, first.alloc_bytes, step.free_bytes, (step.action,))
-            found.append(step)
-        return found
+            steps.append(step)
+        return steps
 
 
 def _passing(step: Step, tables: Tables) -> Passing:

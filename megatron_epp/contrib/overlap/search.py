@@ -33,31 +33,31 @@ WITH_FORWARDS = (*BACKWARD_FIRST, (Op.F, Op.B), (Op.F, Op.F))
 """The same, and further forwards, in a warm-up too."""
 
 
-def overlapped(found: Sequence[Decisions], problem: Problem, costs: Costs, options: Options) -> Decisions:
+def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Join neighbouring actions where that is faster.
 
     Both actions of a step hold their memory at once, so recompute is fitted to the caps again. Decisions with copies or KV
     offload stay as they are, and so do all where stages exchange nothing.
 
     Args:
-        found: decisions that fit the caps, the fastest first.
+        ranked: decisions that fit the caps, the fastest first.
         problem, costs, options: as `plan` takes them.
 
     Returns:
-        The fastest, which may be the first of `found`.
+        The fastest, which may be the first of `ranked`.
     """
-    best, best_us = found[0], found[0].makespan_us(problem, costs)
+    best, best_us = ranked[0], ranked[0].makespan_us(problem, costs)
     seen: set[tuple[tuple[Chunk, ...], Order, Joined]] = set()
-    for made in found:
-        tables = made.tables(problem, costs)
-        if problem.forward_only or any(made.copies) or made.kv_offload or not any(map(any, tables.exchange_us)):
+    for decisions in ranked:
+        tables = decisions.tables(problem, costs)
+        if problem.forward_only or any(decisions.copies) or decisions.kv_offload or not any(map(any, tables.exchange_us)):
             continue
-        for order, joined in _choices(made, tables):
-            if (made.chunks, order, joined) in seen:
+        for order, joined in _choices(decisions, tables):
+            if (decisions.chunks, order, joined) in seen:
                 continue
-            seen.add((made.chunks, order, joined))
+            seen.add((decisions.chunks, order, joined))
             try:
-                tried = fitted(order, made.chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
+                tried = fitted(order, decisions.chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
                 if has_shards(tables):
                     rows = with_shards(tried.order, tables, tried.recompute_steps)
                     tried = replace(tried, order=tuple(tuple(_together(row, joined)) for row in rows))
@@ -83,7 +83,7 @@ def _together(row: Sequence[Action], joined: Joined) -> Iterator[Action]:
         second = follows.get(action)
 
 
-def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
+def _choices(decisions: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
     """Yield orders, each with pairs to join.
 
     Backwards are joined with the forwards behind them where weight gradients have actions of their own in the cool-down
@@ -92,17 +92,17 @@ def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
     for nothing: a step begins when the inputs of both actions are there, so an action that waits for the other's inputs holds
     up ranks that need it.
     """
-    group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
-    split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in made.order)
+    group_of = {c: number for number, group in enumerate(slice_groups(decisions.chunks)) for c in group}
+    split = tuple(tuple(action for action in row if action.op in (Op.F, Op.B, Op.W)) for row in decisions.order)
     whole = without_weights(split)
     splits = [split]
     if whole != split:  # within the memory of whole backwards fewer gradients stand between backwards and forwards
-        codes = encode(whole, len(made.chunks))
-        least = peaks(codes, tables, made.as_offload)
-        early = split_weights(codes, tables, made.recompute_steps, least, (), WHOLE)
-        splits.append(tuple(map(tuple, CodedOrder(early, len(made.chunks)))))
-    for order in dict.fromkeys((*(tuple(map(_split_in_cool_down, one)) for one in splits), whole, *splits)):
-        waits = _waiting(order, made, tables)
+        codes = encode(whole, len(decisions.chunks))
+        least = peaks(codes, tables, decisions.as_offload)
+        early = split_weights(codes, tables, decisions.recompute_steps, least, (), WHOLE)
+        splits.append(tuple(map(tuple, CodedOrder(early, len(decisions.chunks)))))
+    for order in dict.fromkeys((*(tuple(map(_split_in_cool_down, variant)) for variant in splits), whole, *splits)):
+        waits = _waiting(order, decisions, tables)
         pairs = _pairs(order, WITH_WEIGHTS if order in splits else BACKWARD_FIRST)
         yield order, pairs
         yield order, frozenset(pair for pair in pairs if not waits(pair))
@@ -113,19 +113,19 @@ def _choices(made: Decisions, tables: Tables) -> Iterator[tuple[Order, Joined]]:
 
 def _pairs(order: Order, kinds: Collection[tuple[Op, Op]]) -> Joined:
     """Return neighbours of certain kinds, from the start of every rank on; an action is in one pair at most."""
-    found: set[tuple[Action, Action]] = set()
+    pairs: set[tuple[Action, Action]] = set()
     for row in order:
         last: Action | None = None
-        for one, two in pairwise(row):
-            if one != last and (one.op, two.op) in kinds:
-                found.add((one, two))
-                last = two
-    return frozenset(found)
+        for first, second in pairwise(row):
+            if first != last and (first.op, second.op) in kinds:
+                pairs.add((first, second))
+                last = second
+    return frozenset(pairs)
 
 
-def _waiting(order: Order, made: Decisions, tables: Tables) -> Callable[[tuple[Action, Action]], bool]:
+def _waiting(order: Order, decisions: Decisions, tables: Tables) -> Callable[[tuple[Action, Action]], bool]:
     """Return a function: does a pair's second action lack its input when the first starts, where no actions are joined?"""
-    played = play(order, tables, made.recompute_steps)
+    played = play(order, tables, decisions.recompute_steps)
     rows = (zip(*row, strict=True) for row in zip(order, played.start_us, played.end_us, strict=True))
     at_us = {action: (start_us, end_us) for row in rows for action, start_us, end_us in row}
     return lambda pair: _sent_us(pair[1], at_us, tables) > at_us[pair[0]][0]

@@ -63,5 +63,5 @@ def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], r
         num_layers: of every stage.
         retain: number of chunks at the end of each sequence that keep their activations.
     """
-    kept = {c for group in slice_groups(chunks) for c in group[-retain:]}
-    return [[0 if c in kept else count for c in range(len(chunks))] for count in num_layers]
+    retained = {c for group in slice_groups(chunks) for c in group[-retain:]}
+    return [[0 if c in retained else count for c in range(len(chunks))] for count in num_layers]

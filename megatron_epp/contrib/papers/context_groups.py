@@ -57,7 +57,7 @@ class ContextGroups:
 
     def to_json(self) -> Any:
         """Return plain data; `from_json` gives an equal object."""
-        of_chunk = [[[int(first), int(degree), [int(one) for one in at]] for first, degree, at in own] for own in self.of_chunk]
+        of_chunk = [[[int(first), int(degree), [*map(int, at)]] for first, degree, at in own] for own in self.of_chunk]
         rank_tokens = [int(tokens) for tokens in self.rank_tokens]
         return {"num_ranks": int(self.num_ranks), "of_chunk": of_chunk, "rank_tokens": rank_tokens}
 
@@ -118,7 +118,7 @@ class ContextGroups:
 
 def groups_of(extensions: Sequence[Extension]) -> ContextGroups | None:
     """Return the groups among the extensions of a plan or of decisions; None if there are none."""
-    return next((one for one in extensions if isinstance(one, ContextGroups)), None)
+    return next((extension for extension in extensions if isinstance(extension, ContextGroups)), None)
 
 
 def _name(group: Group) -> str:

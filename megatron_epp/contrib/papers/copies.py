@@ -56,10 +56,10 @@ def copied(
         tables = tabulate(chunks, problem, costs, options.modes(costs))
         room = [problem.host_cap_bytes] * problem.num_ranks
         for limit in limits(tables):
-            found = fit_ahead(order, tables, problem.cap_bytes, room, wanted(tables), limit=limit)
-            if found is not None and not found.short_bytes:
-                (made,) = found.made
-                steps, shares, copies = made.recompute_steps, made.shares, made.copies
+            result = fit_ahead(order, tables, problem.cap_bytes, room, wanted(tables), limit=limit)
+            if result is not None and not result.short_bytes:
+                (offload,) = result.offloads
+                steps, shares, copies = offload.recompute_steps, offload.shares, offload.copies
                 return Decisions(tuple(chunks), order, steps, options.modes(costs), copies=copies, offload=shares)
         with suppress(InfeasibleError):
             return otherwise(order, chunks, problem, costs, replace(options, offload=False))

@@ -42,14 +42,14 @@ def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Ite
     cuts = cuts_at(ends, [q for q in falling if lengths[q] > ends[0]], lengths)
     whole = falling[len(cuts) :]
     times_us, tokens = _times(problem, costs, [lengths[q] for q in whole])
-    found: dict[ChunkTable, None] = {}
+    divisions: dict[ChunkTable, None] = {}
     for halving in range(HALVINGS + 1):
         most = max(round_up(ends[0], problem.token_multiple), int(tokens[0, -1]) >> halving)
         allowed = (tokens > 0) & (tokens <= min(most, chunker.token_cap))
         chosen = least_latency(np.where(allowed, times_us, np.inf), problem.num_stages) if whole else []
         batched = [whole[start:stop] for start, stop in pairwise([0, *chosen])]
-        found[joined(cuts, [*([] for _ in cuts), *batched], lengths)] = None
-    yield from found
+        divisions[joined(cuts, [*([] for _ in cuts), *batched], lengths)] = None
+    yield from divisions
 
 
 def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Times, NDArray[np.int64]]:
@@ -68,15 +68,15 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
 def cyclic(batch: Batch) -> Iterator[Order]:
     """Yield the order without limits of memory, and orders within shares of the caps with more or less recompute."""
     tables = tabulate(batch.chunks, batch.problem, batch.costs)
-    found = {_Cycles(batch, None, []).run(): None}
+    orders = {_Cycles(batch, None, []).run(): None}
     for layers, share in product(LAYERS, ROOM):
-        kept = [
+        activations = [
             [tables.kept_bytes(stage, c, int(layers * count)) for c in range(batch.num_chunks)]
             for stage, count in enumerate(tables.num_layers)
         ]
         room = [share * (cap - static) for cap, static in zip(batch.problem.cap_bytes, tables.static, strict=True)]
-        found[_Cycles(batch, kept, room).run()] = None
-    yield from found
+        orders[_Cycles(batch, activations, room).run()] = None
+    yield from orders
 
 
 class _Cycles:
@@ -84,14 +84,14 @@ class _Cycles:
 
     Args:
         batch: the chunk table, one stage on each rank.
-        kept: bytes that every chunk keeps on every stage; None for no limit.
+        activations: bytes that every chunk keeps on every stage; None for no limit.
         room: bytes of every rank for these.
     """
 
-    def __init__(self, batch: Batch, kept: list[list[int]] | None, room: Sequence[float]) -> None:
+    def __init__(self, batch: Batch, activations: list[list[int]] | None, room: Sequence[float]) -> None:
         ranks = batch.placement.num_ranks
-        self._kept = kept or [[0] * batch.num_chunks] * ranks
-        self._room = room if kept else [math.inf] * ranks
+        self._kept = activations or [[0] * batch.num_chunks] * ranks
+        self._room = room if activations else [math.inf] * ranks
         self._backwards, self._total = descending(batch.groups), batch.num_chunks
         self._needed = [group.stop for group in batch.groups for _ in group]
         self._forwarded, self._reversed = [0] * ranks, [0] * ranks

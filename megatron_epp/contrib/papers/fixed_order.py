@@ -100,18 +100,18 @@ class FixedOrder:
                 try:
                     rows, joined = _asked_for(order, problem, options)
                     if joined:
-                        made = fitted(rows, chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
+                        decisions = fitted(rows, chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
                     else:
-                        made = self.fit(rows, chunks, problem, costs, options)
+                        decisions = self.fit(rows, chunks, problem, costs, options)
                 except (InfeasibleError, PlanError) as refusal:  # no room, or a deadlock of unequal sequences
                     refusals.append(refusal)
                     continue
-                took_us = made.makespan_us(problem, costs)
+                took_us = decisions.makespan_us(problem, costs)
                 if best is None or took_us < best[0]:
-                    best = took_us, made
+                    best = took_us, decisions
         if best is None:
-            without_room = [one for one in refusals if isinstance(one, InfeasibleError)]
-            raise min(without_room, key=lambda one: one.least_cap_bytes or math.inf) if without_room else refusals[0]
+            without_room = [error for error in refusals if isinstance(error, InfeasibleError)]
+            raise min(without_room, key=lambda error: error.least_cap_bytes or math.inf) if without_room else refusals[0]
         return best[1]
 
     @property
@@ -141,9 +141,9 @@ class FixedOrder:
     def placement(self, problem: Problem, options: Options) -> Placement:
         """Return the placement of a problem. Raises `PlanError` if it is another than the schedule needs."""
         count, wanted = problem.num_stages // problem.num_ranks, self.chunks_per_rank
-        found, fits = Placement(self.kind, problem.num_ranks, count), count > 1 if wanted is None else count == wanted
-        if found.rank_of == problem.placement and fits:
-            return found
+        placement, fits = Placement(self.kind, problem.num_ranks, count), count > 1 if wanted is None else count == wanted
+        if placement.rank_of == problem.placement and fits:
+            return placement
         number = {None: "two or more stages", 1: "one stage"}.get(wanted, f"{wanted} stages")
         shape = " in a V" if self.kind == "v" else ""
         raise PlanError(

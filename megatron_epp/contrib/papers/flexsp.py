@@ -82,16 +82,16 @@ def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None
         firsts, begins = accumulate(degrees, initial=0), accumulate(map(len, held), initial=0)
         rows = zip(firsts, degrees, held, begins, strict=False)
         of_chunk.append(tuple(Group(first, degree, (*range(at, at + len(own)),)) for first, degree, own, at in rows if own))
-    fullest = [max(one.rank_tokens(chunk) for one in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
+    fullest = [max(group.rank_tokens(chunk) for group in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
     groups = ContextGroups(num_ranks, tuple(of_chunk), tuple(fullest))
     order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
-    made = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, extensions=(groups,))
-    tables = made.tables(problem, contest.costs)
+    decisions = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, extensions=(groups,))
+    tables = decisions.tables(problem, contest.costs)
     fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
     if fit.recompute_steps is None:
         contest.would_do(fit.needed_bytes)
     else:
-        contest.enter(replace(made, recompute_steps=fit.recompute_steps), tables)
+        contest.enter(replace(decisions, recompute_steps=fit.recompute_steps), tables)
 
 
 def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -103,7 +103,7 @@ def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
         parts = [
             min(count - 1, (done + problem.lengths[q] // 2) * count // total) for q, done in zip(falling, before, strict=False)
         ]
-        yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(falling, parts, strict=True), key=lambda one: one[1]))
+        yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(falling, parts, strict=True), key=lambda part: part[1]))
 
 
 def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, Line], fullest: float) -> Divided:
@@ -117,12 +117,12 @@ def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, L
     """
     ranks = max(lines)
     most = fullest * sum(lengths[q] for q in sequences) / ranks
-    found = [(_time_us(sequences, lengths, lines[ranks]), Divided((ranks,), (tuple(sequences),)))]
+    divided = [(_time_us(sequences, lengths, lines[ranks]), Divided((ranks,), (tuple(sequences),)))]
     for degrees in _partitions(ranks, ranks // 2, min(lines)):
         if (held := _assign(sequences, lengths, degrees, lines, most)) is not None:
             slowest_us = max(_time_us(own, lengths, lines[degree]) for degree, own in zip(degrees, held, strict=True))
-            found.append((slowest_us, Divided(degrees, held)))
-    return min(found, key=lambda one: one[0])[1]
+            divided.append((slowest_us, Divided(degrees, held)))
+    return min(divided, key=lambda timed: timed[0])[1]
 
 
 def _assign(

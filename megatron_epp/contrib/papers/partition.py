@@ -46,7 +46,7 @@ def _bounds(times_us: Times) -> list[float]:
         least = max(float(rising[0]), float(rising[-1]) * 1e-6)
         at = np.searchsorted(rising, np.geomspace(least, float(rising[-1]), MOST_BOUNDS) * (1 - 1e-12))
         rising = np.unique(rising[np.minimum(at, len(rising) - 1)])
-    return [float(one) for one in rising]
+    return [float(time_us) for time_us in rising]
 
 
 def _least_sum(times_us: Times) -> list[int]:

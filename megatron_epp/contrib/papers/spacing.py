@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.placement import Placement
@@ -72,7 +72,8 @@ class Spacing:
             for number, c in enumerate(backwards, late):
                 units[self._start(number, len(stages), self.backward * lap) + first] = Action(Op.B, stage, c)
         ordered = (units[unit] for unit in sorted(units))
-        return tuple(part for one in ordered for part in ((one, one._replace(op=Op.W)) if one.op is Op.B else (one,)))
+        rows = ((action, action._replace(op=Op.W)) if action.op is Op.B else (action,) for action in ordered)
+        return tuple(chain.from_iterable(rows))
 
     def _start(self, number: int, laps: int, groups_later: int) -> int:
         """Return the unit of time of a chunk on a lap, counted from the first chunk on the first lap."""
@@ -87,8 +88,8 @@ def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[
         groups, placement: as `Spacing.order` takes them.
         units, group: as `Spacing.of` takes them.
     """
-    made = Spacing.of(placement.num_ranks, placement.num_chunks, group, units).order(groups, placement)
-    return without_weights(made)
+    order = Spacing.of(placement.num_ranks, placement.num_chunks, group, units).order(groups, placement)
+    return without_weights(order)
 
 
 def _coprime(least: int, laps: int) -> int:

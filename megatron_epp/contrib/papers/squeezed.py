@@ -54,14 +54,14 @@ def _input(action: Action, deepest: int) -> Action:
 class _Counts(NamedTuple):
     """Numbers of forwards whose activations a rank keeps, and of weight gradients that wait."""
 
-    kept: int
+    activations: int
     waiting: int
 
     def after(self, action: Action | None) -> _Counts:
         """Return the counts after an action, or where there is none after the weight gradient that runs instead."""
         if action is None:
-            return _Counts(self.kept - 1, self.waiting - 1) if self.waiting else self
-        return _Counts(self.kept + 1, self.waiting) if action.op is Op.F else _Counts(self.kept, self.waiting + 1)
+            return _Counts(self.activations - 1, self.waiting - 1) if self.waiting else self
+        return _Counts(self.activations + 1, self.waiting) if action.op is Op.F else _Counts(self.activations, self.waiting + 1)
 
 
 class _Rank:
@@ -79,7 +79,7 @@ class _Rank:
 
     @property
     def peak(self) -> int:
-        return max(counts.kept for counts in self._before)
+        return max(counts.activations for counts in self._before)
 
     def move(self, unit: int, earliest: int, most: _Counts) -> int:
         """Move an action to the first unit that is free and keeps the rank within its limits; return the unit.
@@ -103,25 +103,25 @@ class _Rank:
         Args:
             first, last: units between which an action has moved. Weight gradients run at other times until somewhat later.
         """
-        made = [self._before[first]]
+        updated = [self._before[first]]
         for unit in range(first, len(self._before) - 1):
-            made.append(made[-1].after(self._row.get(unit)))
-            if made[-1].kept > most.kept or made[-1].waiting > most.waiting:
+            updated.append(updated[-1].after(self._row.get(unit)))
+            if updated[-1].activations > most.activations or updated[-1].waiting > most.waiting:
                 return False
-            if unit >= last and made[-1] == self._before[unit + 1]:
+            if unit >= last and updated[-1] == self._before[unit + 1]:
                 break
-        self._before[first : first + len(made)] = made
+        self._before[first : first + len(updated)] = updated
         return True
 
     def order(self) -> tuple[Action, ...]:
-        made: list[Action] = []
+        actions: list[Action] = []
         waiting: deque[Action] = deque()
         for unit in range(len(self._before)):
             action = self._row.get(unit)
             if action is not None:
-                made.append(action)
+                actions.append(action)
                 if action.op is Op.B:
                     waiting.append(action._replace(op=Op.W))
             elif waiting:
-                made.append(waiting.popleft())
-        return tuple(made)
+                actions.append(waiting.popleft())
+        return tuple(actions)

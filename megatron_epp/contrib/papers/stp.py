@@ -39,8 +39,8 @@ def stp(batch: Batch) -> Iterator[JoinedOrder]:
         rows.append(row)
     group_of = {c: group for group in batch.groups for c in group}
 
-    def independent(one: Action, other: Action) -> bool:
-        return one.op is not other.op or group_of[one.chunk] != group_of[other.chunk]
+    def independent(first: Action, second: Action) -> bool:
+        return first.op is not second.op or group_of[first.chunk] != group_of[second.chunk]
 
     joined = frozenset(pair for row in rows for pair in row.joined if independent(*pair))
     yield JoinedOrder(tuple(tuple(row.actions) for row in rows), joined)

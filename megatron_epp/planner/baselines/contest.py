@@ -30,15 +30,15 @@ class Contest:
     def tables(self, chunks: Sequence[Chunk]) -> Tables:
         return tabulate(chunks, self.problem, self.costs)
 
-    def enter(self, made: Decisions, tables: Tables) -> bool:
+    def enter(self, decisions: Decisions, tables: Tables) -> bool:
         """Judge a candidate: True if it fits the caps, whether or not it is the fastest. Otherwise its peak is recorded."""
-        peaks = peaks_bytes(made.order, tables, made.recompute_steps)
+        peaks = peaks_bytes(decisions.order, tables, decisions.recompute_steps)
         if not is_within(peaks, self.problem.cap_bytes):
             self.would_do(max(peaks))
             return False
-        took_us = makespan_us(made.order, tables, made.recompute_steps)
+        took_us = makespan_us(decisions.order, tables, decisions.recompute_steps)
         if took_us < self.best_us:
-            self.best, self.best_us = made, took_us
+            self.best, self.best_us = decisions, took_us
         return True
 
     def would_do(self, cap: int) -> None:

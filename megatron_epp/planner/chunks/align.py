@@ -54,7 +54,7 @@ def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> A
             if not _cut_longest(own, chunker):
                 return None
     chunks = _side_by_side(units)
-    starts = ({run.start for run in slice_groups(*one)} for one in zip(chunks, groups, strict=True))
+    starts = ({run.start for run in slice_groups(*pair)} for pair in zip(chunks, groups, strict=True))
     return Aligned(chunks, tuple(stop - start for start, stop in pairwise([*sorted(set.intersection(*starts)), most])))
 
 

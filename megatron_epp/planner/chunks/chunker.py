@@ -115,10 +115,10 @@ class Chunker:
         while slices > 1:
             fewer = Grain(slices, self.sequence_us(max(self.problem.lengths)) / slices)
             even = self.evener(fewer)
-            found = len(even.mesh(slices))
-            if found <= most:
+            num_slices = len(even.mesh(slices))
+            if num_slices <= most:
                 return even.table(fewer)
-            slices = min(slices - 1, slices * most // found)
+            slices = min(slices - 1, slices * most // num_slices)
         return self.table(grain)
 
     def equal_table(self, slices: int) -> tuple[Chunk, ...]:
@@ -235,7 +235,7 @@ class Chunker:
             of_tail |= zip(its_tails, buckets, strict=False)
             more += buckets[len(its_tails) :]
         before = [*(of_tail[tail] for tail in tails), *more]
-        return [PackedItem(one.time_us, one.tokens, ()) for one in before], whole, before
+        return [PackedItem(bucket.time_us, bucket.tokens, ()) for bucket in before], whole, before
 
     def _token_limit(self, first_slice: int, shorts: Sequence[PackedItem], time_us: float) -> int:
         """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.

@@ -21,7 +21,7 @@ class Columns(NamedTuple):
         num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
         first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
             stages share them.
-        kept, again_us, whole, split, price: by way, as in `passes.Ways`.
+        kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
         num_layers: of the item's stage.
         most: most recompute steps of the item.
@@ -41,7 +41,7 @@ class Columns(NamedTuple):
     num_layers: IntegerList
     most: IntegerList
     first_way: IntegerList
-    kept: IntegerList
+    kept_bytes: IntegerList
     again_us: FloatList
     whole: IntegerList
     split: IntegerList
@@ -62,11 +62,11 @@ class Columns(NamedTuple):
 
 def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
     """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
-    found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
-    for row, table in zip(found, tables, strict=True):
+    filled: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
+    for row, table in zip(filled, tables, strict=True):
         values = stacked(table, dtype).ravel()
         row[: len(values)] = values
-    return found.ravel()
+    return filled.ravel()
 
 
 def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbers:
@@ -79,8 +79,8 @@ def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbe
     for row in rows:
         if id(row) not in arrays:
             arrays[id(row)] = np.array(row, dtype=dtype)
-    found: Numbers = np.array([arrays[id(row)] for row in rows], dtype=dtype)
-    return found
+    matrix: Numbers = np.array([arrays[id(row)] for row in rows], dtype=dtype)
+    return matrix
 
 
 def need_columns(
@@ -96,7 +96,7 @@ def need_columns(
         transfer_us: times by chunk of a transfer over the boundary behind a stage.
     """
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
-    times_us = [stacked([transfer_us(*one) for one in site]).T.ravel() for site in carried]
+    times_us = [stacked([transfer_us(carries, boundary) for carries, boundary in site]).T.ravel() for site in carried]
     return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))
 
 
@@ -120,15 +120,15 @@ def _needs(
         sites = operation(op).sites
         for site in range(len(sites(rank_of))):
             related = [
-                one
-                for one in resolve(op, site, rank_of)
-                if one.op in number
-                and (isinstance(one.need.carries, Collective) or one.site != site or operation(one.op).sites is not sites)
+                other
+                for other in resolve(op, site, rank_of)
+                if other.op in number
+                and (isinstance(other.need.carries, Collective) or other.site != site or operation(other.op).sites is not sites)
             ]
             first = kind * num_items + site * num_chunks
             per_node[first : first + num_chunks] = len(related)
             if related:
-                nodes = [number[one.op] * num_items + one.site * num_chunks + chunks for one in related]
+                nodes = [number[other.op] * num_items + other.site * num_chunks + chunks for other in related]
                 needs.append(np.stack(nodes, axis=1).ravel())
-                carried.append([(one.need.carries, min(site, one.site)) for one in related])
+                carried.append([(other.need.carries, min(site, other.site)) for other in related])
     return np.concatenate([[0], np.cumsum(per_node)]), np.concatenate(needs), carried

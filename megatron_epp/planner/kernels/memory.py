@@ -20,12 +20,12 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
     for at in range(begin, stop):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
         if op == FORWARD:
-            live += columns.kept[columns.first_way[item] + recompute_steps[item]] + columns.forward_alloc[item]
+            live += columns.kept_bytes[columns.first_way[item] + recompute_steps[item]] + columns.forward_alloc[item]
             most = max(most, live)
             live -= columns.forward_free[item]
         elif op == BACKWARD:
             way = columns.first_way[item] + recompute_steps[item]
-            live -= columns.kept[way]
+            live -= columns.kept_bytes[way]
             most = max(most, live + columns.whole[way])
             live += columns.residual[item]
         elif op >= ADDED:
@@ -58,7 +58,7 @@ def step_bytes(
             takes[at], gives[at] = columns.added_takes[added], columns.added_gives[added]
             continue
         way = columns.first_way[item] + recompute_steps[item]
-        stays = columns.kept[way]
+        stays = columns.kept_bytes[way]
         if op == FORWARD:
             takes[at] = stays + columns.forward_alloc[item]
             gives[at] = columns.forward_free[item]
@@ -117,13 +117,13 @@ def sweep(
         held = change = 0  # bytes while the action runs, and what it leaves behind
         first = 0 if op >= ADDED else columns.first_way[item]
         if op == FORWARD:
-            live += columns.kept[first] + columns.forward_alloc[item]
-            if limit[item] > 0 and columns.kept[first] > columns.kept[first + 1]:
+            live += columns.kept_bytes[first] + columns.forward_alloc[item]
+            if limit[item] > 0 and columns.kept_bytes[first] > columns.kept_bytes[first + 1]:
                 stay = leaves[item] - at if by_stay else 1
                 heapq.heappush(alive, (columns.price[first] / stay, -leaves[item], item, stay))
             change = -columns.forward_free[item]
         elif op == BACKWARD:
-            live -= columns.kept[first + recompute_steps[item]]
+            live -= columns.kept_bytes[first + recompute_steps[item]]
             held = columns.whole[first + recompute_steps[item]]
             change = columns.residual[item]
         else:
@@ -193,10 +193,10 @@ def give_cheapest(
     """
     item = alive[0][2]
     taken, first = recompute_steps[item], columns.first_way[item]
-    if leaves[item] <= at or taken >= limit[item] or columns.kept[first + taken] == columns.kept[first + taken + 1]:
+    if leaves[item] <= at or taken >= limit[item] or columns.kept_bytes[first + taken] == columns.kept_bytes[first + taken + 1]:
         heapq.heappop(alive)
         return 0
-    saved, num_layers = columns.kept[first + taken] - columns.kept[first + taken + 1], columns.num_layers[item]
+    saved, num_layers = columns.kept_bytes[first + taken] - columns.kept_bytes[first + taken + 1], columns.num_layers[item]
     count = min(limit[item] - taken, num_layers - taken % num_layers, -(-excess // saved))
     taken += count
     recompute_steps[item] = taken

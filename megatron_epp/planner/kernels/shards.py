@@ -207,5 +207,5 @@ def commit(rank: int, actions: IntegerList, columns: Columns, run: Shards) -> No
     run.filled[rank] += 1
     run.stale[rank] = run.stale[other] = 1
     if everyone:
-        for one in range(ranks):
-            run.stale[one] = 1
+        for each in range(ranks):
+            run.stale[each] = 1

@@ -147,7 +147,7 @@ def leaves_bytes(columns: Columns, item: int) -> bool:
 
     The backward of a stage without layers leaves nothing for a W to read.
     """
-    return columns.weight_bytes[item] > 0 or columns.kept[columns.first_way[item]] + columns.forward_alloc[item] == 0
+    return columns.weight_bytes[item] > 0 or columns.kept_bytes[columns.first_way[item]] + columns.forward_alloc[item] == 0
 
 
 @compiled

@@ -143,7 +143,7 @@ def copy_choice(source: StepChoice, target: StepChoice) -> None:
 def below(numbers: IntegerList, count: int) -> int:
     """The next random number under `count`: a linear congruence, in integers that are the same everywhere."""
     numbers[0] = (numbers[0] * 1664525 + 1013904223) % 4294967296
-    return (numbers[0] >> 8) * count >> 24
+    return (numbers[0] >> 8) * count >> 24  # the high bits: the low ones of such a generator repeat soon
 
 
 @compiled
@@ -187,25 +187,25 @@ def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: Integ
     at = begin + below(numbers, stop - begin - 1)
     moved = False
     for position in range(at, min(at + far, stop - 1)):
-        one, two = actions[position], actions[position + 1]
-        if not may_swap(one, two, facts):
+        first, second = actions[position], actions[position + 1]
+        if not may_swap(first, second, facts):
             break
-        actions[position], actions[position + 1] = two, one
+        actions[position], actions[position + 1] = second, first
         moved = True
     return moved
 
 
 @compiled
-def may_swap(one: int, two: int, facts: Facts) -> bool:
+def may_swap(first: int, second: int, facts: Facts) -> bool:
     """Return True if an action may swap places with the next one of its rank.
 
     On one stage, two actions of the same kind may not, nor may a forward and a backward of its own sequence.
     """
-    chunks, op = facts.columns.num_chunks, one & KIND_MASK
-    if (one >> KIND_BITS) // chunks != (two >> KIND_BITS) // chunks:
+    chunks, op = facts.columns.num_chunks, first & KIND_MASK
+    if (first >> KIND_BITS) // chunks != (second >> KIND_BITS) // chunks:
         return True
-    together = facts.group_of[(one >> KIND_BITS) % chunks] == facts.group_of[(two >> KIND_BITS) % chunks]
-    return op != two & KIND_MASK and not (together and op == FORWARD)
+    together = facts.group_of[(first >> KIND_BITS) % chunks] == facts.group_of[(second >> KIND_BITS) % chunks]
+    return op != second & KIND_MASK and not (together and op == FORWARD)
 
 
 @compiled
@@ -220,22 +220,22 @@ def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
     op = BACKWARD if which == 1 else FORWARD
     rank = facts.columns.rank_of[0]
     wanted = below(numbers, max(1, chunks - 1))
-    one = two = -1
+    first = second = -1
     count = 0
     for at in range(facts.starts[rank], facts.starts[rank + 1]):
         if (actions[at] & KIND_MASK) == op and (actions[at] >> KIND_BITS) < chunks:
             if count == wanted:
-                one = actions[at] >> KIND_BITS
+                first = actions[at] >> KIND_BITS
             elif count == wanted + 1:
-                two = actions[at] >> KIND_BITS
+                second = actions[at] >> KIND_BITS
                 break
             count += 1
-    if two < 0 or facts.group_of[one] == facts.group_of[two]:
+    if second < 0 or facts.group_of[first] == facts.group_of[second]:
         return False
     for at in range(len(actions)):
         chunk = (actions[at] >> KIND_BITS) % chunks
-        if (which == 2 or (actions[at] & KIND_MASK) == op) and chunk in (one, two):
-            actions[at] += (two - one if chunk == one else one - two) << KIND_BITS
+        if (which == 2 or (actions[at] & KIND_MASK) == op) and chunk in (first, second):
+            actions[at] += (second - first if chunk == first else first - second) << KIND_BITS
     return True
 
 

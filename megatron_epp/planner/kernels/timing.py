@@ -74,7 +74,7 @@ def play(
     for at in range(len(copies.items)):
         copies.end_us[at] = -1.0
     left, copying = len(actions), len(copies.items)
-    down = True
+    down = True  # then up, and so on: forwards are handed down the ranks, backwards up
     while left > 0:
         moved = 0
         for turn in range(ranks):

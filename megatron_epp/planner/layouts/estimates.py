@@ -45,7 +45,7 @@ class Estimates:
     def grains(self, layout: Layout) -> Grains:
         """Return the grain of the best estimate of every batch."""
         every = [self._widely(layout, number) for number in range(len(self.batches))]
-        return tuple(None if one is None else one.chunks_per_rank for one in every)
+        return tuple(None if estimate is None else estimate.chunks_per_rank for estimate in every)
 
     def mean_like_us(self, layout: Layout, grains: Grains, enough_us: float = math.inf) -> float:
         """Estimate the mean makespan with the grains of a layout that differs little.
@@ -69,8 +69,8 @@ class Estimates:
         Args:
             grains: as `mean_like_us` takes it.
         """
-        found = self._like(layout, len(self.batches) - 1, grains[-1])
-        busy_us = [0.0] * layout.placement.num_ranks if found is None else found.busy_us
+        estimate = self._like(layout, len(self.batches) - 1, grains[-1])
+        busy_us = [0.0] * layout.placement.num_ranks if estimate is None else estimate.busy_us
         return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))
 
     def _widely(self, layout: Layout, number: int) -> Estimate | None:
@@ -95,5 +95,5 @@ class Estimates:
         return self._known[key]
 
 
-def _time_us(found: Estimate | None) -> float:
-    return math.inf if found is None else found.makespan_us
+def _time_us(estimate: Estimate | None) -> float:
+    return math.inf if estimate is None else estimate.makespan_us

@@ -176,33 +176,33 @@ class _Search:
 
     def best(self) -> LayoutChoice:
         """Return the plainest of the layouts whose plans are within `WORTH` of the fastest."""
-        made = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
-        if not made:
+        planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
+        if not planned:
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
-        close = [layout for layout in made if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
-        best = min(close, key=lambda one: (_plainness(one), one != self.even, self._planned_us(one), one.halves))
+        close = [layout for layout in planned if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
+        best = min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
-        found = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
+        choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
         logger.info(
             "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
             layers_text(best.halves),
             ", the vocabulary over all ranks" * best.shards_vocabulary,
-            found.makespan_us / 1e3,
-            found.even_us / 1e3,
-            found.bound_us / 1e3,
+            choice.makespan_us / 1e3,
+            choice.even_us / 1e3,
+            choice.bound_us / 1e3,
         )
-        return found
+        return choice
 
     def _seeds(self) -> tuple[list[Layout], list[Layout]]:
         """Layouts of levelled work in whole and half layers: with the placement of even layers, and with others."""
-        found, steps = [], (WHOLE, HALF) if self.sample.halves else (WHOLE,)
+        seeds, steps = [], (WHOLE, HALF) if self.sample.halves else (WHOLE,)
         for placement, shards, step in product(self.sample.tried, self.sample.vocabulary, steps):
             if self.sample.num_layers * WHOLE // step >= placement.num_stages:
-                found.append(self.work.spread(self.sample.num_layers, placement, step, shards_vocabulary=shards))
-        found = [one for one in dict.fromkeys(found) if one != self.even]
-        first = self.even.placement
-        return [one for one in found if one.placement == first], [one for one in found if one.placement != first]
+                seeds.append(self.work.spread(self.sample.num_layers, placement, step, shards_vocabulary=shards))
+        seeds = [layout for layout in dict.fromkeys(seeds) if layout != self.even]
+        same = [layout for layout in seeds if layout.placement == self.even.placement]
+        return same, [layout for layout in seeds if layout.placement != self.even.placement]
 
     def _improved(self, start: Layout) -> Layout:
         """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less.
@@ -217,10 +217,10 @@ class _Search:
             if best_us <= (1 + _GAIN) * self.floors.floor_us(best):
                 break
             order = self.estimates.by_business(best, grains)
-            found = []
-            for one in moved(best, order[-1], step, order[:_TARGETS]):
-                found.append((self.estimates.mean_like_us(one, grains, (1 - _GAIN) * best_us), one.halves))
-            least_us, halves = min(found, default=(math.inf, best.halves))
+            estimated = []
+            for layout in moved(best, order[-1], step, order[:_TARGETS]):
+                estimated.append((self.estimates.mean_like_us(layout, grains, (1 - _GAIN) * best_us), layout.halves))
+            least_us, halves = min(estimated, default=(math.inf, best.halves))
             if least_us > (1 - _GAIN) * best_us:
                 break
             best, best_us = replace(best, halves=halves), least_us
@@ -228,16 +228,16 @@ class _Search:
 
     def _nearest(self, others: list[Layout]) -> list[Layout]:
         """Return layouts of other placements to plan: estimated for one batch, and the better half for all."""
-        hopeful = [one for one in others if self.floors.floor_us(one) <= self._least_us * (1 - WORTH)]
-        hopeful.sort(key=lambda one: (self.estimates.batch_us(one, self._middle), _plainness(one)))
+        hopeful = [layout for layout in others if self.floors.floor_us(layout) <= self._least_us * (1 - WORTH)]
+        hopeful.sort(key=lambda layout: (self.estimates.batch_us(layout, self._middle), _plainness(layout)))
         better = hopeful[: -(-len(hopeful) // 2)]
-        better.sort(key=lambda one: (self.estimates.mean_us(one), _plainness(one)))
-        return [one for one in better if self.estimates.mean_us(one) <= self._least_us * (1 + _ROUGH)][:FINALISTS]
+        better.sort(key=lambda layout: (self.estimates.mean_us(layout), _plainness(layout)))
+        return [layout for layout in better if self.estimates.mean_us(layout) <= self._least_us * (1 + _ROUGH)][:FINALISTS]
 
     def _race(self, layouts: list[Layout]) -> None:
         """Plan one batch with every layout, and the others with the fastest, if it keeps up with the fastest so far."""
         before = [plans[self._middle].predicted.makespan_us for plans in self.plans.values() if self._middle in plans]
-        first = min(layouts, key=lambda one: self._plan_us(one, self._middle), default=None)
+        first = min(layouts, key=lambda layout: self._plan_us(layout, self._middle), default=None)
         if first is not None and self._plan_us(first, self._middle) <= min(before, default=math.inf):
             self.plan(first)
 
@@ -253,7 +253,7 @@ class _Search:
 
     def _planned_us(self, layout: Layout) -> float:
         """Mean makespan of a layout's plans; infinite until all batches have one."""
-        times_us = [one.predicted.makespan_us for one in self.plans[layout].values()]
+        times_us = [plan.predicted.makespan_us for plan in self.plans[layout].values()]
         return float(np.mean(times_us)) if len(times_us) == len(self.batches) else math.inf
 
     def _plan_us(self, layout: Layout, number: int) -> float:

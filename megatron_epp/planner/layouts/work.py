@@ -86,8 +86,8 @@ class LayerWork:
         best = self._unevenness(layout)
         while True:
             busiest = int(self.ranks_us(layout).mean(axis=1).argmax())
-            found = [(self._unevenness(other), other.halves) for other in moved(layout, busiest, step)]
-            score, halves = min(found, default=(best, layout.halves))
+            scored = [(self._unevenness(other), other.halves) for other in moved(layout, busiest, step)]
+            score, halves = min(scored, default=(best, layout.halves))
             if score >= best:
                 return layout
             best, layout = score, replace(layout, halves=halves)

@@ -37,7 +37,7 @@ def account_of(plan: Plan, costs: Costs) -> Account:
     pairs = {step.action: stages[step.action.stage].pairs(step) if step.action.op in known else _added(step) for step in steps}
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
-    more = sorted({name for stage in stages for items in stage.kept for name in items}.difference(item.DYNAMIC))
+    more = sorted({name for stage in stages for items in stage.kept_items for name in items}.difference(item.DYNAMIC))
     return Account(
         simulate(plan),
         tuple(
@@ -84,14 +84,14 @@ class _Stage:
         self.passing = {name: row.tolist() for name, row in costs.pass_items(stage, work).items()}
         self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
         columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
-        self.kept = []
+        self.kept_items = []
         for c, r in enumerate(self.recompute):
             items = {name: int(row[c]) for name, row in columns[r].items()}
             if plan.forward_only:
                 items = {item.HEAD: self.head[c]}
             if not (step := steps[Action(Op.F, stage, c)]).also:
                 items = _filled(items, step.alloc_bytes - self.opened[c] - self.streamed[c][0], _busiest(items, r))
-            self.kept.append(items)
+            self.kept_items.append(items)
 
     def pairs(self, step: AnyStep) -> tuple[Items, Items]:
         """Return `pair` of a step; of two actions of one stage the sum, with what both need while they run."""
@@ -116,22 +116,22 @@ class _Stage:
         """Compute the bytes by item that a step allocates when it starts and frees when it ends."""
         op, _, c = step.action
         if op is Op.F:
-            gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
+            gives = {item.CACHE: self.closed[c], **self.kept_items[c]} if self.plan.forward_only else {}
             passing = {item.KV_OFFLOAD: self.streamed[c][0]}
-            return {**self.kept[c], item.CACHE: self.opened[c]} | passing, gives | passing
+            return {**self.kept_items[c], item.CACHE: self.opened[c]} | passing, gives | passing
         if op is Op.B:
             return self._backward(step, c)
         if op is Op.W:
             return {}, {item.WEIGHT_INPUTS: step.free_bytes}
         if op is Op.R:
             return {item.RECOMPUTED: step.alloc_bytes}, {item.RECOMPUTED: step.free_bytes}
-        moved = _moved(self.kept[c], step.free_bytes or step.alloc_bytes)
+        moved = _moved(self.kept_items[c], step.free_bytes or step.alloc_bytes)
         return ({}, moved) if op is Op.O else (moved, {})
 
     def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
         split = c in self.split
         left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
-        left.subtract(self.kept[c])
+        left.subtract(self.kept_items[c])
         left[item.WEIGHT_INPUTS] += self.stays[c] if split else 0
         takes = self._backward_peak(c, step.alloc_bytes, split, left)
         gives = Counter(takes)
@@ -148,13 +148,13 @@ class _Stage:
         recompute = self.recompute[c]
         sizes = {mode: BackwardBytes(*(items[:, c] for items in self.backward[mode, split])) for mode, _ in self.backward}
         modes = [recompute.mode(number) for number in reversed(range(self.num_layers))]
-        groups = [LayerGroup(len(list(same)), sizes[mode].kept, sizes[mode].peak) for mode, same in groupby(modes)]
+        groups = [LayerGroup(len(list(same)), sizes[mode].activations, sizes[mode].peak) for mode, same in groupby(modes)]
         whole, keeps_mlp = sizes[""], self.num_layers > 1 and not modes[0]
         most: Numbers = max(moments(whole._replace(first_mlp=whole.first_mlp * keeps_mlp), groups), key=np.sum)
-        found = dict(zip(item.DYNAMIC, most.tolist(), strict=True))
+        items = dict(zip(item.DYNAMIC, most.tolist(), strict=True))
         if left.total() > most.sum() and num_bytes > most.sum() + self.num_layers + 1:
-            found = dict(left)
-        return _filled(found, num_bytes, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
+            items = dict(left)
+        return _filled(items, num_bytes, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
 
 
 def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
@@ -184,10 +184,10 @@ def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 
 
-def _moved(kept: Items, num_bytes: int) -> dict[str, int]:
+def _moved(sizes: Items, num_bytes: int) -> dict[str, int]:
     """Split `num_bytes` over the kept items in proportion to their sizes."""
-    whole, before, part, moved = sum(kept.values()), 0, 0, {}
-    for name, size in kept.items():
+    whole, before, part, moved = sum(sizes.values()), 0, 0, {}
+    for name, size in sizes.items():
         part += size
         after = part * num_bytes // max(1, whole)
         moved[name], before = after - before, after

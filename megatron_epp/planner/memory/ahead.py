@@ -30,16 +30,16 @@ def longest_lived_shares(tables: Tables) -> Shares:
 
     If there is no time for one, its share is what there is time for.
     """
-    found: list[list[float]] = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+    shares: list[list[float]] = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     for stages in tables.stages_of:
         left_us = sum(sum(tables.forward_us[stage]) + sum(tables.backward_us[stage]) for stage in stages)
         for stage in stages:
             both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(len(tables.message_us)))
             if both_us > left_us and stage != stages[0]:
                 break
-            found[stage] = [min(1.0, left_us / both_us) if both_us > 0.0 else 0.0] * len(tables.message_us)
+            shares[stage] = [min(1.0, left_us / both_us) if both_us > 0.0 else 0.0] * len(tables.message_us)
             left_us -= both_us
-    return found
+    return shares
 
 
 def fit_ahead(
@@ -74,17 +74,17 @@ def fit_ahead(
     steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
     for _ in range(ROUNDS):
         spend(len(tables.message_us) * len(tables.rank_of), WITH_COPIES)
-        made = _in_time(order, codes, tables, steps, wanted)
-        played = play(codes, tables, steps, timed(made, tables))
+        offload = _in_time(order, codes, tables, steps, wanted)
+        played = play(codes, tables, steps, timed(offload, tables))
         if played.makespan_us >= limit_us:
             return None
-        above = [max(0, peak - cap) for peak, cap in zip(peaks_with_copies(codes, tables, made, played), caps, strict=True)]
+        above = [max(0, peak - cap) for peak, cap in zip(peaks_with_copies(codes, tables, offload, played), caps, strict=True)]
         if not any(above):
-            short = max(most - room for most, room in zip(made.most_away(tables), host_room, strict=True))
-            return Copied(played.makespan_us, (made,), max(0, short))
+            short = max(most - room for most, room in zip(offload.most_away(tables), host_room, strict=True))
+            return Copied(played.makespan_us, (offload,), max(0, short))
         aims = tuple(aim - more for aim, more in zip(aims, above, strict=True)) if any(map(any, steps)) else aims
         steps = [*map(list, steps)]
-        for rank, away in enumerate(away_bytes(tables, made, played)):
+        for rank, away in enumerate(away_bytes(tables, offload, played)):
             allowed = [aims[rank] + moved for action, moved in zip(order[rank], away, strict=True) if action.op is not Op.W]
             if not fit_with_copies(whole, tables, rank, allowed, most, steps):
                 return None
@@ -115,8 +115,8 @@ def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, 
     for _, rank, position, action in sorted(forwards):
         _, stage, c = action
         share, chooser = min(wanted[stage][c], tables.offloadable_share), choosers[rank]
-        kept = tables.kept_bytes(stage, c, steps[stage][c])
-        if int(share * kept) and chooser.most_bytes(stage, c, kept):
+        kept_bytes = tables.kept_bytes(stage, c, steps[stage][c])
+        if int(share * kept_bytes) and chooser.most_bytes(stage, c, kept_bytes):
             needed_us = played.start_us[rank][chooser.leaves[stage, c]]
             if chooser.take(action, position, share, needed_us, 0.0):
                 shares[stage][c] = share

@@ -122,24 +122,24 @@ class Chooser:
     def _copy(self, forward: Action, entered: int, position: int) -> None:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        allowed = self.most_bytes(stage, c, kept)
+        kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        allowed = self.most_bytes(stage, c, kept_bytes)
         if leaves <= position or not allowed:
             return
         most = min(allowed, int(self.excess[position:leaves].max()))
         for part in PARTS:
-            share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
+            share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept_bytes) / 1024)
             if self.take(forward, entered, share, float(self.start[position]), float(self.end[position])):
                 return
 
-    def most_bytes(self, stage: int, c: int, kept: int) -> int:
+    def most_bytes(self, stage: int, c: int, kept_bytes: int) -> int:
         """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy.
 
         Args:
-            kept: bytes that the stage keeps of the chunk.
+            kept_bytes: bytes that the stage keeps of the chunk.
         """
-        allowed = int(kept * self.tables.offloadable_share)
-        return 0 if allowed < min(kept, self.tables.layer_input[stage][c]) else allowed
+        allowed = int(kept_bytes * self.tables.offloadable_share)
+        return 0 if allowed < min(kept_bytes, self.tables.layer_input[stage][c]) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
@@ -152,8 +152,8 @@ class Chooser:
         """
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_of(kept, tables.layer_input[stage][c], share)
+        kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        moved = moved_of(kept_bytes, tables.layer_input[stage][c], share)
         took_us, needed_us = tables.host_us(moved), float(self.start[leaves])
         out = earliest((self.own, self.out), float(self.end[entered]), wanted_us, took_us)
         if out is None:
@@ -224,7 +224,7 @@ def earliest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us
         both: times taken, of either.
         after_us, before_us: the time within which it is.
     """
-    return _of_both(both, after_us, lambda one, after_us: one.earliest(after_us, before_us, took_us))
+    return _of_both(both, after_us, lambda busy, after_us: busy.earliest(after_us, before_us, took_us))
 
 
 def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
@@ -234,15 +234,15 @@ def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: 
         both: times taken, of either.
         after_us, before_us: the time within which it is.
     """
-    end = _of_both(both, before_us, lambda one, before_us: one.latest(after_us, before_us, took_us))
+    end = _of_both(both, before_us, lambda busy, before_us: busy.latest(after_us, before_us, took_us))
     return None if end is None else end - took_us
 
 
 def _of_both(both: tuple[Busy, Busy], limit_us: float, gap: Callable[[Busy, float], float | None]) -> float | None:
-    one, other = both
-    while (found := gap(one, limit_us)) is not None:
-        again = gap(other, found)
-        if again is None or again == found:
+    first, second = both
+    while (at_us := gap(first, limit_us)) is not None:
+        again = gap(second, at_us)
+        if again is None or again == at_us:
             return again
         limit_us = again
     return None

@@ -57,9 +57,9 @@ def with_kv_offload(
         sharing: one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
-    found, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
+    host_costs, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
-    for stage, host in found.items():
+    for stage, host in host_costs.items():
         there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), costs.equal_stages[stage]
         if (first_equal, there) not in known:
             which = np.zeros(len(chunks), dtype=np.bool_)
@@ -148,9 +148,9 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)
-    found, entries = _kv_offload_costs(costs, work, pairs), []
+    host_costs, entries = _kv_offload_costs(costs, work, pairs), []
     for stage, sequence in sorted(pairs):
-        sizes, c = found[stage], slices[sequence][-1]
+        sizes, c = host_costs[stage], slices[sequence][-1]
         gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
         entries.append(KVOffload(stage, sequence, int(sizes.cache_bytes[c]), gradient))
     return tuple(entries)

@@ -58,8 +58,8 @@ class Offload:
 
     def moved(self, tables: Tables, stage: int, c: int) -> int:
         """Bytes that a copy of a chunk moves."""
-        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        return moved_of(kept, tables.layer_input[stage][c], self.shares[stage][c])
+        kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        return moved_of(kept_bytes, tables.layer_input[stage][c], self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
         """Most bytes that each rank has away at one time."""
@@ -77,12 +77,12 @@ class Copied(NamedTuple):
 
     Attributes:
         makespan_us: makespan with the copies.
-        made: the offload of every replica.
+        offloads: the offload of every replica.
         short_bytes: bytes that a rank lacks in host memory; 0 where there is room.
     """
 
     makespan_us: float
-    made: tuple[Offload, ...]
+    offloads: tuple[Offload, ...]
     short_bytes: int
 
 
@@ -120,11 +120,11 @@ def fit_offload(
         ]
         recompute_steps = fit_lockstep(codes, tables, eased, Options()).recompute_steps
         assert recompute_steps is not None  # no cap is below the least peak
-        found = _fit_copies(order, codes, tables, caps, recompute_steps, None if best is None else best.makespan_us, host_room)
-        if found is not None and found.short_bytes:
-            lacking = found if lacking is None or found.short_bytes < lacking.short_bytes else lacking
-        elif found is not None and (best is None or found.makespan_us < best.makespan_us):
-            best = found
+        copied = _fit_copies(order, codes, tables, caps, recompute_steps, None if best is None else best.makespan_us, host_room)
+        if copied is not None and copied.short_bytes:
+            lacking = copied if lacking is None or copied.short_bytes < lacking.short_bytes else lacking
+        elif copied is not None and (best is None or copied.makespan_us < best.makespan_us):
+            best = copied
         elif best is not None:
             break
     return best or lacking
@@ -135,7 +135,7 @@ def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
 
     Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
     """
-    most, found = by_stage(tables.columns.most, tables.columns.num_chunks), []
+    most, by_rank = by_stage(tables.columns.most, tables.columns.num_chunks), []
     for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):
         entered: dict[tuple[int, int], int] = {}
         change = np.zeros(len(actions) + 1, dtype=np.int64)
@@ -143,12 +143,12 @@ def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
             if op is Op.F:
                 entered[stage, c] = position
             elif op is Op.B:
-                kept = tables.kept_bytes(stage, c, most[stage][c])
-                change[entered[stage, c] + 1] += kept
-                change[position] -= kept
+                kept_bytes = tables.kept_bytes(stage, c, most[stage][c])
+                change[entered[stage, c] + 1] += kept_bytes
+                change[position] -= kept_bytes
         floor = live - np.cumsum(change)[:-1]
-        found.append(int(floor[list(entered.values())].max()))
-    return found
+        by_rank.append(int(floor[list(entered.values())].max()))
+    return by_rank
 
 
 def _fit_copies(
@@ -180,24 +180,24 @@ def _fit_copies(
         spend(len(tables) * tables[0].columns.num_chunks * tables[0].columns.num_stages, WITH_COPIES)
         chosen = []
         for own, live, aim in zip(tables, held, aims, strict=True):
-            if (one := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:
+            if (offload := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:
                 return None
-            chosen.append(one)
-        if not any(any(one.copies) for one in chosen):
+            chosen.append(offload)
+        if not any(any(offload.copies) for offload in chosen):
             return None
-        again = _together(recompute_steps, [one.recompute_steps for one in chosen])
-        made = tuple(replace(one, recompute_steps=again) for one in chosen)
-        after = [play(codes, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
-        if any(one.start_us != after[0].start_us for one in after):
+        again = _together(recompute_steps, [offload.recompute_steps for offload in chosen])
+        offloads = tuple(replace(offload, recompute_steps=again) for offload in chosen)
+        after = [play(codes, own, again, timed(offload, own)) for own, offload in zip(tables, offloads, strict=True)]
+        if any(played.start_us != after[0].start_us for played in after):
             return None
         above = [
-            [peak - cap for peak, cap in zip(peaks_with_copies(codes, own, one, times), caps, strict=True)]
-            for own, one, times in zip(tables, made, after, strict=True)
+            [peak - cap for peak, cap in zip(peaks_with_copies(codes, own, offload, times), caps, strict=True)]
+            for own, offload, times in zip(tables, offloads, after, strict=True)
         ]
         if max(map(max, above)) <= 0:
-            away = [one.most_away(own) for one, own in zip(made, tables, strict=True)]
+            away = [offload.most_away(own) for offload, own in zip(offloads, tables, strict=True)]
             short = max(most - room for rows in zip(away, host_room, strict=True) for most, room in zip(*rows, strict=True))
-            return Copied(after[0].makespan_us, made, max(0, short))
+            return Copied(after[0].makespan_us, offloads, max(0, short))
         aims = [[aim - max(0, over) for aim, over in zip(*rows, strict=True)] for rows in zip(aims, above, strict=True)]
     return None
 
@@ -243,48 +243,48 @@ def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps])
     return fitted[0] if len(fitted) == 1 else np.max([recompute_steps, *fitted], axis=0).tolist()
 
 
-def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
+def timed(offload: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
     """List the copies of every rank with the microseconds that each takes, as `play` takes them."""
-    took_us = cache(lambda stage, c: tables.host_us(made.moved(tables, stage, c)))  # for a copy out and the one back
-    return [[(action, took_us(action.stage, action.chunk), after) for action, after in row] for row in made.copies]
+    took_us = cache(lambda stage, c: tables.host_us(offload.moved(tables, stage, c)))  # for a copy out and the one back
+    return [[(action, took_us(action.stage, action.chunk), after) for action, after in row] for row in offload.copies]
 
 
-def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
+def peaks_with_copies(order: Order | Codes, tables: Tables, offload: Offload, played: Played) -> list[int]:
     """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan."""
-    found = []
+    peaks = []
     for rank, (static, takes, gives) in enumerate(
-        zip(tables.static, *step_bytes(order, tables, made.recompute_steps), strict=True)
+        zip(tables.static, *step_bytes(order, tables, offload.recompute_steps), strict=True)
     ):
-        at, more = _changes(tables, made, played, rank)
+        at, more = _changes(tables, offload, played, rank)
         when = np.concatenate((3 * at, np.repeat(3 * np.arange(len(takes)), 2) + np.tile((1, 2), len(takes))))
         delta = np.concatenate((more, np.ravel(np.column_stack((takes, np.negative(gives))))))
-        found.append(int(static + np.cumsum(delta[np.argsort(when, kind="stable")]).max()))
-    return found
+        peaks.append(int(static + np.cumsum(delta[np.argsort(when, kind="stable")]).max()))
+    return peaks
 
 
-def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
+def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[int]]:
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
         tables, made, played: as `peaks_with_copies` takes them.
     """
-    found = []
+    away_rows = []
     for rank, starts in enumerate(played.start_us):
-        at, more = _changes(tables, made, played, rank)
+        at, more = _changes(tables, offload, played, rank)
         away = np.zeros(len(starts) + 1, dtype=np.int64)
         np.subtract.at(away, at, more)
-        found.append(np.cumsum(away)[:-1].tolist())
-    return found
+        away_rows.append(np.cumsum(away)[:-1].tolist())
+    return away_rows
 
 
-def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
+def _changes(tables: Tables, offload: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
     """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
 
     Args:
         tables, made, played: as `peaks_with_copies` takes them.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]
-    actions, moved = [action for action, _ in made.copies[rank]], cache(lambda stage, c: made.moved(tables, stage, c))
+    actions, moved = [action for action, _ in offload.copies[rank]], cache(lambda stage, c: offload.moved(tables, stage, c))
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
     sizes = [moved(stage, c) * (1 if op is Op.L else -1) for op, stage, c in actions]
     at = [position.changes for position in copy_positions(starts, ends, ran)]

@@ -43,9 +43,9 @@ class Interleaved:
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as in `OrderRule.order`."""
         own, groups = looped(problem), slice_groups(chunks)
-        made = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
-        made += [one_warm_up(groups, own)] if is_looped(problem) else []
-        return running(made, chunks, tables, problem)
+        orders = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
+        orders += [one_warm_up(groups, own)] if is_looped(problem) else []
+        return running(orders, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
         ranks, laps = own.num_ranks, own.num_chunks
@@ -75,8 +75,8 @@ class Block:
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
-        made = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
-        return running(made, chunks, tables, problem)
+        orders = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
+        return running(orders, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
         """Give each forward and backward the number of a block: forwards alone where more must run before a backward."""
@@ -126,14 +126,14 @@ def in_blocks(
         forward_blocks, backward_blocks: number of the block in which each forward and each backward runs, rising.
     """
     (first, second), units = own.stages(rank), BLOCKS[name](rank, own.num_ranks)
-    made: dict[int, Action] = {}
+    by_unit: dict[int, Action] = {}
     for c, block in enumerate(forward_blocks):
-        made[units[0] + PERIOD * block] = Action(Op.F, first, c)
-        made[units[1] + PERIOD * block] = Action(Op.F, second, c)
+        by_unit[units[0] + PERIOD * block] = Action(Op.F, first, c)
+        by_unit[units[1] + PERIOD * block] = Action(Op.F, second, c)
     for c, block in zip(descending(groups), backward_blocks, strict=True):
-        made[units[2] + PERIOD * block] = Action(Op.B, second, c)
-        made[units[3] + PERIOD * block] = Action(Op.B, first, c)
-    return made
+        by_unit[units[2] + PERIOD * block] = Action(Op.B, second, c)
+        by_unit[units[3] + PERIOD * block] = Action(Op.B, first, c)
+    return by_unit
 
 
 def v_min(rank: int, ranks: int) -> Units:
@@ -213,13 +213,13 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
     return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 
 
-def running(made: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+def running(orders: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
     """Return the first order that runs, otherwise list scheduling's.
 
     Args:
         chunks, tables, problem: as `OrderRule.order` takes them.
     """
-    for order in (coded(one, len(chunks)) for one in made):
+    for order in (coded(actions, len(chunks)) for actions in orders):
         with suppress(PlanError):
             makespan_us(order, tables, [[0] * len(chunks)] * problem.num_stages)
             return order

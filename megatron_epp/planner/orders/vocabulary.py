@@ -69,10 +69,10 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
     columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]
     more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
     first = [0, *accumulate(map(add, most, more))]
-    kept = [
-        taken - given
+    kept_bytes = [
+        take - give
         for takes, gives in zip(rows.takes, rows.gives, strict=True)
-        for taken, given in zip(takes, gives, strict=True)
+        for take, give in zip(takes, gives, strict=True)
     ]
     return shards.Shards(
         line=integer_zeros(chunks),
@@ -82,7 +82,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
         spread_us=floats(rows.collective_us[Op.SPREAD]),
         gather_us=floats(rows.collective_us[Op.GATHER]),
         peak_bytes=integers(chain.from_iterable(rows.takes)),
-        kept_bytes=integers(kept),
+        kept_bytes=integers(kept_bytes),
         room_bytes=integers(tables.shard_room),
         last_rank=last_rank,
         backward=int(backward),

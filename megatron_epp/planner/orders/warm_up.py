@@ -150,6 +150,7 @@ class WarmUp:
         last = window_ahead(groups, self.minimal)
 
         def ahead(stage: int) -> list[int]:
+            # Halves go up: to even ones, as `round` has them, neighbours would in turn be equal and two apart.
             ahead_by = self.slack + math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             return [*last[ahead_by:], *[total] * min(ahead_by, total)]
 
@@ -201,12 +202,12 @@ def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: fl
         integers((firsts + np.concatenate((forwards, backwards))).ravel()),
         integers(range(0, 2 * total * stages + 1, 2 * total)),
     )
-    found = []
+    fitting = []
     for cap, static, *sizes in zip(
         problem.cap_bytes, tables.static, *step_bytes(every, tables, [[0] * total] * stages), strict=True
     ):
         takes, stays = np.array(sizes[0]), np.array(sizes[0]) - np.array(sizes[1])
         alive = np.cumsum(stays[:total])
         freed = np.cumsum(stays[total:]) - stays[total:]
-        found.append(np.searchsorted(alive, room * (cap - static) - freed - takes[total:], side="right"))
-    return found
+        fitting.append(np.searchsorted(alive, room * (cap - static) - freed - takes[total:], side="right"))
+    return fitting

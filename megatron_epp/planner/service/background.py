@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp import planner
-from megatron_epp.cost import Costs
+from megatron_epp.cost import H100, Costs, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import Lengths, PlanMicrobatches
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.service.loading import load_planner
 from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
 from megatron_epp.planner.service.worker import EndedError, Worker
@@ -37,6 +36,33 @@ KEPT = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context. Not measured: other batches
 hardly ever come again, and each plan takes memory.
 """
+SEVERAL = (Options(split_weight=True, steps=1), Options(offload=True))
+"""Options that use all loops of the default planner."""
+
+
+@functools.cache
+def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
+    """Plan a small batch with some options, without and with memory caps that matter, as a process does once.
+
+    The compiled loops are read from disk, which takes longer than most plans. Missing ones are compiled, which takes 10 to 25 s
+    of a core.
+
+    Planners of other schedules and of users run as they are only where a batch is planned: they use some of these loops.
+
+    Args:
+        options: to plan with, by the default planner; of their local search one step is taken.
+    """
+    shape = ModelShape(
+        num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4, vocab_size=128
+    )
+    costs = analytic_costs(shape, H100, [2, 2], state_bytes_per_parameter=8.0)
+    problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
+    for asked in options:
+        steps = int(asked.steps > 0 or asked.budget_ms is not None)
+        settings = replace(asked, planner="greedy", steps=steps, budget_ms=None, chunk_tokens=None, slices=None, context=None)
+        free = planner.plan(problem, costs, settings)
+        cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
+        planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
 
 
 class PlanningProcess:
@@ -179,7 +205,7 @@ def _planning(
         plans = plans_of(problems)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(
-            PackedPlan.of(one, planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
+            PackedPlan.of(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True)
         )
 
     return packed

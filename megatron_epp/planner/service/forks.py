@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from megatron_epp.planner.service.loading import load_planner
+from megatron_epp.planner.service.background import load_planner
 from megatron_epp.planner.service.worker import Process, Worker
 
 

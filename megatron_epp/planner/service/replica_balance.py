@@ -201,11 +201,11 @@ class _Exchange:
             moved = _closest(shares[giver], shares[taker], self.work_us, share * giver_us)
             if moved is None:
                 continue
-            given, taken = moved
-            one = [at for at in shares[giver] if at != given]
-            other = [*(at for at in shares[taker] if at != taken), given]
+            sent, taken = moved
+            of_giver = [at for at in shares[giver] if at != sent]
+            of_taker = [*(at for at in shares[taker] if at != taken), sent]
             changed = [*shares]
-            changed[giver], changed[taker] = tuple(one if taken is None else [*one, taken]), tuple(other)
+            changed[giver], changed[taker] = tuple(of_giver if taken is None else [*of_giver, taken]), tuple(of_taker)
             yield fast, changed
 
     def _work(self, share: Share) -> float:
@@ -225,8 +225,8 @@ def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: floa
     best: tuple[float, int, int | None] | None = None
     ranked = sorted(fast, key=lambda at: (work_us[at], at))
     offered = [work_us[at] for at in ranked]
-    for given in slow:
-        wanted_us = work_us[given] - target_us
+    for sent in slow:
+        wanted_us = work_us[sent] - target_us
         at = bisect_left(offered, wanted_us)
         options: list[tuple[float, int | None]] = [(offered[i], ranked[i]) for i in (at - 1, at) if 0 <= i < len(ranked)]
         if len(slow) > 1:
@@ -234,5 +234,5 @@ def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: floa
         for taken_us, taken in options:
             miss = abs(wanted_us - taken_us)
             if miss < target_us and (best is None or miss < best[0]):
-                best = (miss, given, taken)
+                best = (miss, sent, taken)
     return None if best is None else best[1:]

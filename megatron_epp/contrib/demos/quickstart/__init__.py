@@ -98,16 +98,16 @@ def _demonstrate(setting: Setting) -> None:
     cap = f"elastic plans get at most {CAP_SHARE:.0%} of that, {format_bytes(CAP_SHARE * peak_bytes)}, on each rank"
     _say([f"whole documents take {format_bytes(peak_bytes)} of activations; {cap}", ""])
     costs = measured_costs(setting, data)
-    found = skewed_documents(setting, data, costs, peak_bytes)
-    _say(report.skewed_lines(found))
+    skewed = skewed_documents(setting, data, costs, peak_bytes)
+    _say(report.skewed_lines(skewed))
 
     _title(3, "A long document among short ones, under a cap that whole documents exceed whatever they recompute")
     long = long_document(setting, costs)
     _say(report.long_lines(long))
 
-    figures = {"machine": machine(), "ranks": setting.num_ranks} | report.figures(same, found, long)
+    figures = {"machine": machine(), "ranks": setting.num_ranks} | report.figures(same, skewed, long)
     write_text(folder / "report.json", json.dumps(figures, indent=2) + "\n")
-    _say(["", "What was shown:", *report.summary(same, found, long), "", *_leave(setting, long)])
+    _say(["", "What was shown:", *report.summary(same, skewed, long), "", *_leave(setting, long)])
     _say(["", _NEXT.format(folder=folder)])
 
 

@@ -118,28 +118,28 @@ def skewed_documents(setting: Setting, data: str, costs: Path, peak_bytes: int) 
     elastic: dict[str, Any] = {"epp_costs": costs, "epp_memory_cap_gb": cap_gb(peak_bytes, known_costs(costs))}
     setting.train("whole-traced", data, iterations, epp_costs=costs, epp_planner="1f1b", **setting.every_iteration)
     traced = setting.train("elastic-traced", data, iterations, **elastic, **setting.every_iteration)
-    found: dict[str, list[RecordedRun]] = {WHOLE: [], ELASTIC: []}
+    runs: dict[str, list[RecordedRun]] = {WHOLE: [], ELASTIC: []}
     others = OthersMeter()
     for number, order in enumerate(turns((WHOLE, ELASTIC), setting.rounds), start=1):
         for name in order:
             folder, flags = ("elastic", elastic) if name == ELASTIC else ("whole", whole)
             with others.measured():
-                found[name].append(setting.train(f"{folder}-round-{number}", data, iterations, **flags))
+                runs[name].append(setting.train(f"{folder}-round-{number}", data, iterations, **flags))
     return SkewedDocuments(
-        _schedule(setting, "whole-traced", found[WHOLE], peak_bytes),
-        _schedule(setting, "elastic-traced", found[ELASTIC], max(traced.peak_activation_bytes)),
+        _schedule(setting, "whole-traced", runs[WHOLE], peak_bytes),
+        _schedule(setting, "elastic-traced", runs[ELASTIC], max(traced.peak_activation_bytes)),
         others.occupancy(setting.num_ranks),
         int(CAP_SHARE * peak_bytes),
     )
 
 
 def _schedule(setting: Setting, traced: str, runs: Sequence[RecordedRun], peak_bytes: int) -> Schedule:
-    each = [compare(*one) for one in setting.traced(traced)]
-    own_us = [one.undisturbed_us for one in each if one.undisturbed_us is not None]
+    each = [compare(*run) for run in setting.traced(traced)]
+    own_us = [comparison.undisturbed_us for comparison in each if comparison.undisturbed_us is not None]
     return Schedule(
         Rounds(tuple(run.tokens_per_second for run in runs)),
         peak_bytes,
-        sum(one.planned_us for one in each),
+        sum(comparison.planned_us for comparison in each),
         sum(own_us) if len(own_us) == len(each) else None,
         tuple(runs[0].losses),
     )
@@ -180,33 +180,33 @@ def long_document(setting: Setting, costs: Path) -> LongDocument:
     peak, known = max(whole.peak_activation_bytes), known_costs(costs)
     cap = cap_gb(peak, known)
     elastic = setting.train("long-document-elastic", data, FEW, epp_costs=costs, epp_memory_cap_gb=cap, epp_trace=1, **flags)
-    made = load(setting.folder / "trainings" / "long-document-elastic" / "plan.json")
-    plainly = plan(_problem(made, UNLIMITED_BYTES), known, Options(planner="1f1b"))
+    elastic_plan = load(setting.folder / "trainings" / "long-document-elastic" / "plan.json")
+    plainly = plan(_problem(elastic_plan, UNLIMITED_BYTES), known, Options(planner="1f1b"))
     return LongDocument(
         lengths,
         _activation_bytes(plainly),
         peak,
         max(elastic.peak_activation_bytes),
         int(CAP_SHARE * peak),
-        _needed_bytes(made, known, int(cap * 2**30)),
+        _needed_bytes(elastic_plan, known, int(cap * 2**30)),
         tuple(zip(whole.losses, elastic.losses, strict=True)),
-        made,
+        elastic_plan,
     )
 
 
-def _needed_bytes(made: Plan, costs: PipelineCosts, cap_bytes: int) -> int | None:
+def _needed_bytes(elastic_plan: Plan, costs: PipelineCosts, cap_bytes: int) -> int | None:
     """Return the bytes of activations of whole documents under the least cap that they fit; None if they fit this one."""
     try:
-        plan(_problem(made, cap_bytes), costs, Options(planner="1f1b"))
+        plan(_problem(elastic_plan, cap_bytes), costs, Options(planner="1f1b"))
     except InfeasibleError as error:
-        return _activation_bytes(plan(_problem(made, error.least_cap_bytes), costs, Options(planner="1f1b")))
+        return _activation_bytes(plan(_problem(elastic_plan, error.least_cap_bytes), costs, Options(planner="1f1b")))
     return None
 
 
-def _activation_bytes(made: Plan) -> int:
+def _activation_bytes(elastic_plan: Plan) -> int:
     """Return the largest planned peak of activations of any rank."""
-    return max(peak - static for peak, static in zip(made.predicted.peak_bytes, made.static_bytes, strict=True))
+    return max(peak - static for peak, static in zip(elastic_plan.predicted.peak_bytes, elastic_plan.static_bytes, strict=True))
 
 
-def _problem(made: Plan, cap_bytes: int) -> Problem:
-    return Problem(made.lengths, made.placement, (cap_bytes,) * made.num_ranks)
+def _problem(elastic_plan: Plan, cap_bytes: int) -> Problem:
+    return Problem(elastic_plan.lengths, elastic_plan.placement, (cap_bytes,) * elastic_plan.num_ranks)

@@ -20,58 +20,58 @@ def difference(losses: _Pairs) -> float:
     return max(abs(a - b) / abs(a) for a, b in losses)
 
 
-def both_losses(found: SkewedDocuments) -> _Pairs:
+def both_losses(skewed: SkewedDocuments) -> _Pairs:
     """Losses of every iteration, of whole documents and of elastic plans."""
-    return tuple(zip(found.whole.losses, found.elastic.losses, strict=True))
+    return tuple(zip(skewed.whole.losses, skewed.elastic.losses, strict=True))
 
 
-def ratios(found: SkewedDocuments) -> dict[str, float | None]:
+def ratios(skewed: SkewedDocuments) -> dict[str, float | None]:
     """Return how many times as fast elastic plans are: planned, measured (medians), and by processor time (None on a GPU)."""
-    whole, elastic = found.whole, found.elastic
+    whole, elastic = skewed.whole, skewed.elastic
     own = None if whole.own_us is None or elastic.own_us is None else whole.own_us / elastic.own_us
     measured = elastic.tokens_per_second.median / whole.tokens_per_second.median
     return {"planned": whole.planned_us / elastic.planned_us, "measured": measured, "by_processor_time": own}
 
 
-def parity_lines(found: Parity) -> list[str]:
+def parity_lines(parity: Parity) -> list[str]:
     """Format the comparison with stock Megatron."""
     return [
-        *_losses("stock Megatron", found.losses),
-        f"gradients of the first iteration: every parameter's differs by at most {found.gradients:.1e} of its norm",
+        *_losses("stock Megatron", parity.losses),
+        f"gradients of the first iteration: every parameter's differs by at most {parity.gradients:.1e} of its norm",
     ]
 
 
-def skewed_lines(found: SkewedDocuments) -> list[str]:
+def skewed_lines(skewed: SkewedDocuments) -> list[str]:
     """Format the comparison on skewed documents: losses, then a row per schedule, then the ratio."""
-    rows = [[name, *_row(one.tokens_per_second), format_bytes(one.peak_bytes)] for name, one in _both(found)]
+    rows = [[name, *_row(schedule.tokens_per_second), format_bytes(schedule.peak_bytes)] for name, schedule in _both(skewed)]
     header = ("schedule", "tokens/s", "least", "most", "spread", "peak activations")
-    lines = [*_losses("whole", both_losses(found)), "", *table(header, rows), "", _ratio_line(found)]
-    if found.elastic.own_us is not None:
+    lines = [*_losses("whole", both_losses(skewed)), "", *table(header, rows), "", _ratio_line(skewed)]
+    if skewed.elastic.own_us is not None:
         lines.append("(processor time: makespans of both orders if no other program had taken time of a core)")
     return lines
 
 
-def long_lines(found: LongDocument) -> list[str]:
+def long_lines(long: LongDocument) -> list[str]:
     """Format the comparison on a batch with a long document."""
     rows = [
-        ["whole documents, no recompute", "planned", format_bytes(found.plain_bytes)],
-        ["whole documents, every layer recomputed", "measured", format_bytes(found.whole_bytes)],
-        ["elastic plans", "measured", format_bytes(found.elastic_bytes)],
-        ["cap", "", format_bytes(found.cap_bytes)],
+        ["whole documents, no recompute", "planned", format_bytes(long.plain_bytes)],
+        ["whole documents, every layer recomputed", "measured", format_bytes(long.whole_bytes)],
+        ["elastic plans", "measured", format_bytes(long.elastic_bytes)],
+        ["cap", "", format_bytes(long.cap_bytes)],
     ]
     refused = "the planner would run whole documents under this cap"
-    if found.needed_bytes is not None:
-        refused = f"the planner refuses whole documents under this cap: they need {format_bytes(found.needed_bytes)} at least"
-    return [*table(("", "", "activations"), rows, left=(0, 1)), refused, "", *_losses("whole", found.losses)]
+    if long.needed_bytes is not None:
+        refused = f"the planner refuses whole documents under this cap: they need {format_bytes(long.needed_bytes)} at least"
+    return [*table(("", "", "activations"), rows, left=(0, 1)), refused, "", *_losses("whole", long.losses)]
 
 
-def summary(parity: Parity, found: SkewedDocuments, long: LongDocument) -> list[str]:
+def summary(parity: Parity, skewed: SkewedDocuments, long: LongDocument) -> list[str]:
     """Say in words what was shown."""
-    whole, elastic = format_bytes(found.whole.peak_bytes), format_bytes(found.elastic.peak_bytes)
+    whole, elastic = format_bytes(skewed.whole.peak_bytes), format_bytes(skewed.elastic.peak_bytes)
     return [
         f"- The same training as stock Megatron: losses are {_equal(difference(parity.losses))}, gradients "
         f"{_equal(parity.gradients)}.",
-        f"- Documents of very different lengths, with {elastic} of activations instead of {whole}: {_ratio_line(found)}.",
+        f"- Documents of very different lengths, with {elastic} of activations instead of {whole}: {_ratio_line(skewed)}.",
         f"- A document of {max(long.lengths):,} tokens among {len(long.lengths) - 1} short ones: whole documents take "
         f"{format_bytes(long.whole_bytes)} with every layer recomputed. Elastic plans trained them in "
         f"{format_bytes(long.elastic_bytes)}; losses are {_equal(difference(long.losses))}.",
@@ -79,18 +79,18 @@ def summary(parity: Parity, found: SkewedDocuments, long: LongDocument) -> list[
     ]
 
 
-def figures(parity: Parity, found: SkewedDocuments, long: LongDocument) -> dict[str, Any]:
+def figures(parity: Parity, skewed: SkewedDocuments, long: LongDocument) -> dict[str, Any]:
     """Return all figures, as written to report.json."""
     of_long = {name: getattr(long, name) for name in long.__slots__ if name != "plan"}
-    rates = {name: {"tokens_per_second": one.tokens_per_second.values} for name, one in _both(found)}
+    rates = {name: {"tokens_per_second": schedule.tokens_per_second.values} for name, schedule in _both(skewed)}
     return {
         "parity": asdict(parity) | {"max_relative_loss_difference": difference(parity.losses)},
         "skewed": {
-            "schedules": {name: asdict(one) | rates[name] for name, one in _both(found)},
-            "elastic_over_whole": ratios(found),
-            "occupancy": asdict(found.occupancy),
-            "activation_cap_bytes": found.cap_bytes,
-            "max_relative_loss_difference": difference(both_losses(found)),
+            "schedules": {name: asdict(schedule) | rates[name] for name, schedule in _both(skewed)},
+            "elastic_over_whole": ratios(skewed),
+            "occupancy": asdict(skewed.occupancy),
+            "activation_cap_bytes": skewed.cap_bytes,
+            "max_relative_loss_difference": difference(both_losses(skewed)),
         },
         "long_document": of_long | {"max_relative_loss_difference": difference(long.losses)},
         "cap_share": CAP_SHARE,
@@ -101,8 +101,8 @@ def _equal(relative: float) -> str:
     return f"equal within {relative:.0e}" if relative else "equal"
 
 
-def _both(found: SkewedDocuments) -> tuple[tuple[str, Any], ...]:
-    return ((WHOLE, found.whole), (ELASTIC, found.elastic))
+def _both(skewed: SkewedDocuments) -> tuple[tuple[str, Any], ...]:
+    return ((WHOLE, skewed.whole), (ELASTIC, skewed.elastic))
 
 
 def _row(rates: Rounds) -> list[str]:
@@ -110,12 +110,12 @@ def _row(rates: Rounds) -> list[str]:
     return [f"{rates.median:,.0f}", f"{least:,.0f}", f"{most:,.0f}", f"{rates.spread:.0%}"]
 
 
-def _ratio_line(found: SkewedDocuments) -> str:
-    ratio = ratios(found)
+def _ratio_line(skewed: SkewedDocuments) -> str:
+    ratio = ratios(skewed)
     parts = [f"elastic plans train {ratio['measured']:.2f} times as fast, {ratio['planned']:.2f} planned"]
     if ratio["by_processor_time"] is not None:
         parts.append(f"{ratio['by_processor_time']:.2f} by processor time alone")
-    reason = doubt(found.whole.tokens_per_second, found.elastic.tokens_per_second, found.occupancy)
+    reason = doubt(skewed.whole.tokens_per_second, skewed.elastic.tokens_per_second, skewed.occupancy)
     return (f"{reason}: " if reason else "") + ", ".join(parts)
 
 

@@ -107,14 +107,14 @@ def _solve(
         for level, others, c in _live_bytes(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
             saved, own = step_bytes[c] / UNIT_BYTES, count[diagonal_of[c]]
-            kept = tables.activation[p][c] / UNIT_BYTES
+            activations = tables.activation[p][c] / UNIT_BYTES
             at_first, at_last = _at_ends(tables, p, c)
-            first, last = kept + at_first / UNIT_BYTES, max(at_last, tables.backward_residual[p][c]) / UNIT_BYTES
+            first, last = activations + at_first / UNIT_BYTES, max(at_last, tables.backward_residual[p][c]) / UNIT_BYTES
             relief = total(count[diagonal_of[u]] * (step_bytes[u] / UNIT_BYTES) for u in others)
             if last > room:
                 model.at_most(last - relief, room)
-            if kept > room:
-                model.at_most(kept - relief - saved * own, room)
+            if activations > room:
+                model.at_most(activations - relief - saved * own, room)
             if first > room:
                 spared = model.variable(0, max(0, tables.num_layers[p] - 1))  # the last layer is made again before any goes
                 model.at_most(spared - own)
@@ -127,7 +127,7 @@ def _solve(
     solved = model.solve(gap=GAP, node_limit=NODES)
     if solved.values is None:
         return most if math.isfinite(solved.bound) else None  # all of it, where the search ended without an answer
-    return [round(one.value(solved.values)) for one in count]
+    return [round(variable.value(solved.values)) for variable in count]
 
 
 def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
@@ -167,8 +167,9 @@ def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
     """
     passes, num_layers = tables.passes[p], tables.num_layers[p]
     sizes = BackwardBytes(*(int(column[c]) for column in passes.backward(False)))
-    first = sizes.constant + sizes.reached + max(sizes.peak - sizes.kept, sizes.at_half) + sizes.first_mlp * (num_layers > 1)
-    return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.kept + sizes.gone)
+    rise = max(sizes.peak - sizes.activations, sizes.at_half)
+    first = sizes.constant + sizes.reached + rise + sizes.first_mlp * (num_layers > 1)
+    return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.activations + sizes.gone)
 
 
 def _fit(order: Order, tables: Tables, recompute_steps: RecomputeSteps, caps: tuple[int, ...]) -> bool:

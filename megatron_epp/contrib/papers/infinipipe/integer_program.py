@@ -136,18 +136,18 @@ class Model:
         shape = (len(self.row_lower), len(self.cost))
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
         with printing_to_stderr():  # HiGHS prints of its rarer steps whatever its options say
-            found = optimize.milp(
+            result = optimize.milp(
                 self.cost,
                 integrality=[int(flag and not relaxed) for flag in self.integer],
                 bounds=optimize.Bounds(self.lower, self.upper),
                 constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
                 options={name: value for name, value in options.items() if value is not None},
             )
-        if found.status == INFEASIBLE:
+        if result.status == INFEASIBLE:
             return Solution(None, math.inf)
-        bound = found.fun if relaxed else found.mip_dual_bound
+        bound = result.fun if relaxed else result.mip_dual_bound
         bound = -math.inf if bound is None else float(bound)
-        return Solution(None if found.x is None else [float(x) for x in found.x], bound)
+        return Solution(None if result.x is None else [float(x) for x in result.x], bound)
 
 
 def _scipy() -> tuple[Any, Any]:

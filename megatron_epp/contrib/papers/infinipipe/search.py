@@ -151,10 +151,10 @@ def _enter(contest: Contest, chunks: tuple[Chunk, ...], effort: Effort) -> None:
     pipelines = Grouping(contest, tables, slice_groups(chunks), effort).pipelines()
     if pipelines is None:
         return
-    order = tuple(tuple(action for made in pipelines for action in made.order[rank]) for rank in range(problem.num_stages))
+    order = tuple(tuple(action for own in pipelines for action in own.order[rank]) for rank in range(problem.num_stages))
     recompute_steps = [
         [sum(counts) for counts in zip(*rows, strict=True)]
-        for rows in zip(*(made.recompute_steps for made in pipelines), strict=True)
+        for rows in zip(*(pipeline.recompute_steps for pipeline in pipelines), strict=True)
     ]
     contest.enter(Decisions(chunks, order, recompute_steps), tables)
 
@@ -189,7 +189,7 @@ class Grouping:
         cells = len(tables.num_layers) * len(tables.message_us)
         pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
-        self.layer_us = sum(float(one.frontier[0].layer_us.sum()) for one in tables.passes) / cells
+        self.layer_us = sum(float(passes.frontier[0].layer_us.sum()) for passes in tables.passes) / cells
 
     def pipelines(self) -> list[Pipeline] | None:
         """The cheapest partition into runs of like numbers of chunks, longest first; None where no partition fits."""
@@ -205,9 +205,9 @@ class Grouping:
                 if start < upto - 1 and self.effort.num_entries >= MOST_ENTRIES:
                     break
                 before_us, before = best[start]
-                made = alone[start] if start == upto - 1 else self._pipeline(counts[start:upto], cheapest[0] - before_us)
-                if made is not None and before_us + made.cost_us < cheapest[0]:
-                    cheapest = before_us + made.cost_us, [made, *before]
+                pipeline = alone[start] if start == upto - 1 else self._pipeline(counts[start:upto], cheapest[0] - before_us)
+                if pipeline is not None and before_us + pipeline.cost_us < cheapest[0]:
+                    cheapest = before_us + pipeline.cost_us, [pipeline, *before]
             best.append(cheapest)
         return best[-1][1]
 
@@ -217,8 +217,10 @@ class Grouping:
             return None
         order = self._order(counts)
         limit = (limit_us - self.startup_us) / self.layer_us if self.layer_us > 0 else math.inf
-        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit, self.effort)
-        return None if found is None else Pipeline(order, found[1], self.startup_us + self.layer_us * found[0])
+        checkpoints = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit, self.effort)
+        if checkpoints is None:
+            return None
+        return Pipeline(order, checkpoints[1], self.startup_us + self.layer_us * checkpoints[0])
 
     def _order(self, counts: Sequence[int]) -> Order:
         chosen = (group for group in self.groups if len(group) in counts)
