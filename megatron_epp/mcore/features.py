@@ -197,7 +197,7 @@ CALLED = {
 
 def check_calls() -> None:
     """Raise `EppError` that names the functions of CALLED which are missing or take other arguments, as a fork's may."""
-    strange = [told for target, arguments in CALLED.items() if (told := _obstacle(target, *map(str.split, arguments)))]
+    strange = [obstacle for target, arguments in CALLED.items() if (obstacle := _obstacle(target, *map(str.split, arguments)))]
     if strange:
         raise EppError(
             f"microbatches cannot be run with megatron-core {installed_version()}, in which {'; '.join(strange)}: install "
@@ -213,10 +213,10 @@ def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
         return f"there is no {target}"
     signature = inspect.signature(function)
     try:
-        given = signature.bind(*by_position, **dict(zip(by_name, by_name, strict=True))).arguments
+        bound_names = signature.bind(*by_position, **dict(zip(by_name, by_name, strict=True))).arguments
     except TypeError:
-        given = {}
-    fits = given and all(name == value for name, value in given.items() if isinstance(value, str))
+        bound_names = {}
+    fits = bound_names and all(name == value for name, value in bound_names.items() if isinstance(value, str))
     return "" if fits else f"{target} takes {signature} and not ({', '.join((*by_position, *by_name))})"
 
 
@@ -283,7 +283,7 @@ def logged_prediction_losses() -> dict[Any, Any]:
     """Return what is kept for the log of multi-token prediction, by name: tensors that are added to."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    return {name: kept for name, kept in MTPLossLoggingHelper.tracker.items() if hasattr(kept, "copy_")}
+    return {name: value for name, value in MTPLossLoggingHelper.tracker.items() if hasattr(value, "copy_")}
 
 
 def log_prediction_loss(loss: Any, depth: int, depths: int) -> None:

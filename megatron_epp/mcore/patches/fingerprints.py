@@ -178,9 +178,9 @@ def global_names(code: CodeType) -> list[str]:
 
 def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
     """Yield every chain ``name.attribute.attribute`` in a tree as a tuple that starts with the name."""
-    for found in ast.walk(node):
+    for descendant in ast.walk(node):
         path: list[str] = []
-        step: ast.AST = found
+        step: ast.AST = descendant
         while isinstance(step, ast.Attribute):
             path.insert(0, step.attr)
             step = step.value
@@ -195,8 +195,8 @@ def _definitions(text: str) -> dict[tuple[str, int], Definition]:
         tree = ast.parse(text)
     except SyntaxError:
         return {}
-    found = (node for node in ast.walk(tree) if isinstance(node, Definition))
-    return {(node.name, min(part.lineno for part in (node, *node.decorator_list))): node for node in found}
+    definitions = (node for node in ast.walk(tree) if isinstance(node, Definition))
+    return {(node.name, min(part.lineno for part in (node, *node.decorator_list))): node for node in definitions}
 
 
 def _written(value: Any) -> str:
@@ -212,5 +212,5 @@ def _written(value: Any) -> str:
         fields["body"] = fields["body"][1:]
     if isinstance(value, ast.JoinedStr):  # early releases of Python 3.12 end a format with an empty text
         fields["values"] = [part for part in value.values if not (isinstance(part, ast.Constant) and part.value == "")]
-    kept = [f"{name}={_written(part)}" for name, part in fields.items() if name not in _SILENT and part not in (None, [])]
-    return f"{type(value).__name__}({','.join(kept)})"
+    texts = [f"{name}={_written(part)}" for name, part in fields.items() if name not in _SILENT and part not in (None, [])]
+    return f"{type(value).__name__}({','.join(texts)})"

@@ -77,19 +77,19 @@ def check_script(args: argparse.Namespace) -> None:
         tree = ast.parse(Path(str(getattr(main, "__file__", None))).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return
-    found = {}
+    functions = {}
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "pretrain":
             try:
-                named = {one.arg: one.value for one in call.keywords if one.arg}
-                given = features.bound(training.pretrain, *call.args, **named).arguments
+                named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+                arguments = features.bound(training.pretrain, *call.args, **named).arguments
             except TypeError:
                 continue
             for role, parameter in _PARAMETERS.items():
-                name = given.get(parameter)
+                name = arguments.get(parameter)
                 if isinstance(name, ast.Name) and hasattr(main, name.id):
-                    found[role] = getattr(main, name.id)
-    require_stock(found)
+                    functions[role] = getattr(main, name.id)
+    require_stock(functions)
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
