@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_epp/__init__.py")
 README = HERE / "README.md"
 
 PLAN = ["numpy", "packaging", "pyyaml"]  # what planning needs: into an environment that trains it brings nothing
-TRAIN = ["torch>=2.6", "megatron-core[training]>=0.17,<0.20"]
+TRAIN = ["torch>=2.6", "megatron-core[training]>=0.18,<0.20"]
 VIZ = ["matplotlib>=3.8"]
 MILP = ["ortools>=9.15", "scipy>=1.13"]  # CP-SAT for the oracle, HiGHS for InfiniPipe's integer programs
 FAST = ["numba>=0.60"]

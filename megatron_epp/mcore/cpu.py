@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore.features import router_loss_reduction
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ def patches() -> tuple[Patch, ...]:
             lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
             "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
         ),
-        wrapping(router_loss_reduction(), _averaging_by_sums),
+        wrapping("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics", _averaging_by_sums),
     )
 
 

@@ -1,8 +1,8 @@
 """Features of the installed Megatron: a function for each difference between its releases, and the range that is supported.
 
 The only module that compares versions of Megatron, inspects the signatures of its functions, or looks for names that some
-releases lack; `tests/mcore/test_features.py` holds the others to it. Each docstring says which releases have the feature: 0.17,
-0.18 and 0.19, and *main*, Megatron's development branch, as of August 2026. Nothing of Megatron is imported before a function
+releases lack; `tests/mcore/test_features.py` holds the others to it. Each docstring says which releases have the feature: 0.18
+and 0.19, and *main*, Megatron's development branch, as of August 2026. Nothing of Megatron is imported before a function
 needs it.
 """
 
@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import logging
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ">=0.17,<0.20"
+SUPPORTED = ">=0.18,<0.20"
 RECOMMENDED = "0.19.2"
 INSTALL = f'pip install "megatron-core[training]=={RECOMMENDED}"'
 
@@ -112,7 +112,7 @@ def has(versions: str) -> bool:
 
 
 def training_args() -> Namespace:
-    """Return the arguments of Megatron's training loop, from `megatron.training`, which the wheels up to 0.16 do not have.
+    """Return the arguments of Megatron's training loop, from `megatron.training`.
 
     Nothing that `wrap` needs imports that: importing it can fail where its own dependencies are of other releases.
     """
@@ -154,13 +154,6 @@ def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.Bou
     return inspect.signature(function).bind(*rest, **named)
 
 
-def pretrain_takes_args() -> bool:
-    """True if `pretrain` gets the parsed flags: 0.18 and later. In 0.17 it parses them itself."""
-    from megatron.training import arguments
-
-    return hasattr(arguments, "parse_and_validate_args")
-
-
 def pretrain_builds_model() -> bool:
     """True if `pretrain` builds the model from a config: 0.19 and later. Before it takes a function that does."""
     from megatron.training import argument_utils
@@ -168,33 +161,10 @@ def pretrain_builds_model() -> bool:
     return hasattr(argument_utils, "gpt_config_from_args")
 
 
-def sequence_length_counter() -> Callable[[Any], None] | None:
-    """Return the function that tells the throughput log the true lengths of sequences: 0.18 and later; None in 0.17."""
-    from megatron.training import training
-
-    return getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
-
-
-def on_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this context-parallel rank's part of a batch of whole sequences, by a function with one more flag since 0.18."""
-    from megatron.core import mpu
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    flags = {"is_hybrid_cp": False} if has(">=0.18") else {}
-    part: dict[str, Any] = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **flags)
-    return part
-
-
 def reads_ahead(args: Namespace) -> bool:
     """Return True if training takes its microbatches from one iterator from beginning to end, so that the next can be seen."""
     changing = ("iterations_to_skip", "sequence_packing_scheduler", "perform_rl_step")
     return not any(getattr(args, name, None) for name in changing)
-
-
-def evaluation_batch_size(args: Namespace) -> int:
-    """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
-    size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)
-    return size
 
 
 def saves_several_buckets_resharded() -> bool:
@@ -204,14 +174,6 @@ def saves_several_buckets_resharded() -> bool:
     (NVIDIA/Megatron-LM pull request 5077).
     """
     return has(">=0.20.dev0")
-
-
-def lays_out_whole_matrices() -> bool:
-    """True if the layer-wise optimizer's buffers have whole matrices next to shards of all else: 0.18 and later.
-
-    In 0.17 it gives every rank whole parameters of all kinds.
-    """
-    return has(">=0.18")
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -235,7 +197,7 @@ CALLED = {
 
 def check_calls() -> None:
     """Raise `EppError` that names the functions of CALLED which are missing or take other arguments, as a fork's may."""
-    strange = [told for target, arguments in CALLED.items() if (told := _obstacle(target, *map(str.split, arguments)))]
+    strange = [obstacle for target, arguments in CALLED.items() if (obstacle := _obstacle(target, *map(str.split, arguments)))]
     if strange:
         raise EppError(
             f"microbatches cannot be run with megatron-core {installed_version()}, in which {'; '.join(strange)}: install "
@@ -249,12 +211,12 @@ def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
         return f"there is no {target}"
-    signature, more = inspect.signature(function), _rest_of_backward(function) if name == "backward_step" else {}
+    signature = inspect.signature(function)
     try:
-        given = signature.bind(*by_position, **dict(zip(by_name, by_name, strict=True)), **more).arguments
+        bound_names = signature.bind(*by_position, **dict(zip(by_name, by_name, strict=True))).arguments
     except TypeError:
-        given = {}
-    fits = given and all(name == value for name, value in given.items() if isinstance(value, str))
+        bound_names = {}
+    fits = bound_names and all(name == value for name, value in bound_names.items() if isinstance(value, str))
     return "" if fits else f"{target} takes {signature} and not ({', '.join((*by_position, *by_name))})"
 
 
@@ -267,17 +229,7 @@ def backward_step(output: Any, grad: Any, config: Any) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     step: Any = schedules.backward_step
-    step(input_tensor=None, output_tensor=output, output_tensor_grad=grad, config=config, **_rest_of_backward(step))
-
-
-@functools.cache
-def _rest_of_backward(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return further arguments of Megatron's backward: up to 0.16 the type of the model, which has no effect in 0.16."""
-    if "model_type" not in inspect.signature(step).parameters:
-        return {}
-    from megatron.core.enums import ModelType
-
-    return {"model_type": ModelType.encoder_or_decoder}
+    step(input_tensor=None, output_tensor=output, output_tensor_grad=grad, config=config)
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -289,66 +241,30 @@ def hugging_face_tokenizer(tokenizer: Any) -> Any:
 
 
 def tokenizer_settings(options: Mapping[str, object]) -> Namespace:
-    """Return the settings from which Megatron builds a tokenizer: fields of `TokenizerConfig`, in 0.17 all flags.
+    """Return the settings from which Megatron builds a tokenizer: fields of `TokenizerConfig`.
 
-    The vocabulary is not padded, which concerns the model and not the data (0.17 pads it, without effect on the ids).
+    The vocabulary is not padded, which concerns the model and not the data.
     """
-    try:
-        from megatron.training.config import TokenizerConfig
-    except ImportError:
-        from megatron.training.arguments import add_megatron_arguments
+    from megatron.training.config import TokenizerConfig
 
-        flags = {action.dest: action.default for action in add_megatron_arguments(ArgumentParser())._actions}
-        # It logs on rank 0 only, and special tokens have the name of their flag.
-        return Namespace(**flags | {"rank": 1, "tokenizer_special_tokens": options.get("special_tokens")} | dict(options))
     config = TokenizerConfig(**options, pad_vocab_size=False)
     return Namespace(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
-
-
-# ---- hybrid models ---------------------------------------------------------------------------------------------------
-
-
-def hybrid_model() -> str:
-    """Return the class of hybrid models as ``module:name``: `HybridModel` in 0.18 and later, `MambaModel` in 0.17."""
-    package = "megatron.core.models"
-    return f"{package}.hybrid.hybrid_model:HybridModel" if has(">=0.18") else f"{package}.mamba.mamba_model:MambaModel"
-
-
-def hybrid_stack_spec() -> Any:
-    """Return Megatron's own spec of a hybrid model's layers, which has another name in 0.17."""
-    try:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
-    except ImportError:
-        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
-    return spec
 
 
 # ---- mixture of experts ----------------------------------------------------------------------------------------------
 
 
-def router_loss_reduction() -> str:
-    """Return the function that averages router losses over ranks, as ``module:name``: another one in 0.17."""
-    package = "megatron.core.transformer.moe"
-    if has(">=0.18"):
-        return f"{package}.moe_logging:MoEMetricsTracker._sync_metrics"
-    return f"{package}.moe_utils:reduce_aux_losses_tracker_across_ranks"
-
-
 def logged_router_losses() -> dict[str, Any]:
-    """Return the sums that routers keep for the log, ``[layers]`` for each kind of loss; in 0.17 they are in another module."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    """Return the sums that routers keep for the log, ``[layers]`` for each kind of loss."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
 def router_loss_tokens(total: int, ranks: int) -> float:
     """Return the number of tokens to give a rank's router, so that its loss counts as for `total` tokens on `ranks` ranks.
 
-    0.19 and later multiply by the number of ranks, which 0.17 and 0.18 forget: there a loss of several ranks is too small.
+    0.19 and later multiply by the number of ranks, which 0.18 forgets: there a loss of several ranks is too small.
     """
     return total / ranks if _multiplies_router_losses() else total
 
@@ -356,19 +272,6 @@ def router_loss_tokens(total: int, ranks: int) -> float:
 @functools.cache
 def _multiplies_router_losses() -> bool:
     return has(">=0.19.dev0")
-
-
-def record_router_loss(router: Any, name: str, value: Any) -> None:
-    """Add a rank's part of a router's loss to the sums for the log, which 0.17 keeps in another module."""
-    where = router.layer_number, router.config.num_layers
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
-
-        save_to_aux_losses_tracker(name, value, *where, reduce_group=router.tp_cp_group)
-        return
-    get_moe_metrics_tracker().record(name, value, *where, reduce_group=router.tp_cp_group)
 
 
 def router_loss_scale(config: Any) -> Callable[[], Any] | None:
@@ -380,7 +283,7 @@ def logged_prediction_losses() -> dict[Any, Any]:
     """Return what is kept for the log of multi-token prediction, by name: tensors that are added to."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    return {name: kept for name, kept in MTPLossLoggingHelper.tracker.items() if hasattr(kept, "copy_")}
+    return {name: value for name, value in MTPLossLoggingHelper.tracker.items() if hasattr(value, "copy_")}
 
 
 def log_prediction_loss(loss: Any, depth: int, depths: int) -> None:

@@ -21,7 +21,7 @@ _HEAD = """\
 Megatron keeps counters, scales, queues and buffers in variables of modules and in attributes of classes and layers. Plans run
 microbatches and slices in another order than the caller's, backwards in another order than forwards, and some layers twice.
 Where recompute adds to a counter again, or a queue takes the order of running for the order of the data, numbers would be wrong
-without an error. This page has all such state of megatron-core 0.17, 0.18 and 0.19:
+without an error. This page has all such state of megatron-core 0.18 and 0.19:
 
 - *honoured*: its values, and what follows from them, are those of Megatron's own schedule; the file has the test;
 - *refused*: with these flags a run ends before it begins, and is told which;

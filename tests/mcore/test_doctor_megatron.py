@@ -32,9 +32,9 @@ def test_an_unsupported_megatron_is_a_problem(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
+    (core / "package_info.py").write_text("__version__ = '0.17.1'\n")
     code, found = doctor(tmp_path)
     assert code == 1
     assert found["megatron-core"]["status"] == "problem"
-    assert "0.16.1 is installed and megatron-epp supports" in found["megatron-core"]["found"]
+    assert "0.17.1 is installed and megatron-epp supports" in found["megatron-core"]["found"]
     assert f"megatron-core[training]=={features.RECOMMENDED}" in found["megatron-core"]["todo"]

@@ -1,6 +1,5 @@
 """Differences between releases of Megatron are behind functions of one module, and the installed release is checked."""
 
-import argparse
 import ast
 import importlib.machinery
 import re
@@ -12,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.mcore import cpu, features
-from megatron_epp.mcore.patches import install, patching
+from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 
 MCORE = Path(features.__file__).parent
@@ -25,12 +23,12 @@ def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Pa
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
+    (core / "package_info.py").write_text("__version__ = '0.17.1'\n")
     code = "from megatron_epp.mcore import features; print(features.installed_version()); features.check_megatron()"
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert process.stdout == "0.16.1\n"
-    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.17,<0.20: pip install" in process.stderr
+    assert process.stdout == "0.17.1\n"
+    assert "megatron-core 0.17.1 is installed and megatron-epp supports >=0.18,<0.20: pip install" in process.stderr
     assert process.returncode != 0
 
 
@@ -50,9 +48,9 @@ def test_the_commit_of_a_version_is_that_of_the_clone_or_none(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("version", "is_clone", "said"),
     [
-        ("0.19.2", False, "0.19.2, the package in {folder}; supported (>=0.17,<0.20)"),
-        ("0.18.1", True, "0.18.1, the clone in {folder}; supported (>=0.17,<0.20)"),
-        ("0.20.0rc0", True, "0.20.0rc0, the clone in {folder}; not supported (>=0.17,<0.20)"),
+        ("0.19.2", False, "0.19.2, the package in {folder}; supported (>=0.18,<0.20)"),
+        ("0.18.1", True, "0.18.1, the clone in {folder}; supported (>=0.18,<0.20)"),
+        ("0.20.0rc0", True, "0.20.0rc0, the clone in {folder}; not supported (>=0.18,<0.20)"),
     ],
 )
 def test_a_run_says_which_megatron_it_is_from_where_and_whether_it_is_supported(
@@ -73,68 +71,18 @@ def test_a_run_says_which_megatron_it_is_from_where_and_whether_it_is_supported(
 
 
 @pytest.mark.parametrize(
-    ("version", "supported"), [("0.16.1", False), ("0.17.0rc1", False), ("0.17.0", True), ("0.19.2", True), ("0.20.0", False)]
+    ("version", "supported"), [("0.17.1", False), ("0.18.0rc1", False), ("0.18.0", True), ("0.19.2", True), ("0.20.0", False)]
 )
-def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> None:
+def test_the_supported_range_is_0_18_and_0_19(version: str, supported: bool) -> None:
     assert features.matches(version, features.SUPPORTED) is supported
 
 
-def test_a_tokenizer_is_built_from_the_same_settings_with_and_without_a_config_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """0.17 has none, and takes all flags."""
-    from megatron.training import arguments, config
+def test_a_model_is_built_from_a_config_or_by_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import argument_utils
 
-    given = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "m", "special_tokens": ["<a>"]}
-    expected = vars(features.tokenizer_settings(given))
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-    monkeypatch.delattr(config, "TokenizerConfig")
-    monkeypatch.setattr(arguments, "add_megatron_arguments", lambda _: parser)
-    found = vars(features.tokenizer_settings(given))
-    assert found["tokenizer_special_tokens"] == ["<a>"]
-    del expected["pad_vocab_size"]  # which 0.17 does not have
-    assert {name: found[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("version", "model", "reduction"),
-    [
-        ("0.17.1", "mamba.mamba_model:MambaModel", "moe_utils:reduce_aux_losses_tracker_across_ranks"),
-        ("0.18.2", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
-        ("0.19.2", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
-        ("0.99.0", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
-    ],
-)
-def test_a_patch_has_the_target_of_the_installed_release(
-    monkeypatch: pytest.MonkeyPatch, version: str, model: str, reduction: str
-) -> None:
-    monkeypatch.setattr(features, "installed_version", lambda: version)
-    ours = [patch.target for patch in (*install.patches.__wrapped__(), *cpu.patches.__wrapped__())]
-    assert [target for target in ours if "hybrid" in target or "mamba" in target] == [f"megatron.core.models.{model}.__init__"]
-    assert [target for target in ours if "aux_losses" in target or "metrics" in target] == [
-        f"megatron.core.transformer.moe.{reduction}"
-    ]
-
-
-def test_this_release_has_the_features_of_the_newest() -> None:
-    assert features.pretrain_takes_args()
     assert features.pretrain_builds_model()
-    assert features.sequence_length_counter() is not None
-    assert features.evaluation_batch_size(SimpleNamespace(global_batch_size=8, eval_global_batch_size=4)) == 4  # type: ignore[arg-type]
-    for target in (features.hybrid_model(), features.router_loss_reduction()):
-        patching.resolve(target)
-
-
-def test_without_a_feature_there_is_its_substitute(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import argument_utils, arguments, training
-
-    monkeypatch.delattr(arguments, "parse_and_validate_args")
     monkeypatch.delattr(argument_utils, "gpt_config_from_args")
-    monkeypatch.delattr(training, "update_seqlen_stats_from_cu_seqlens")
-    assert not features.pretrain_takes_args()
     assert not features.pretrain_builds_model()
-    assert features.sequence_length_counter() is None
-    assert features.evaluation_batch_size(SimpleNamespace(global_batch_size=8)) == 8  # type: ignore[arg-type]
     assert features.router_loss_scale(SimpleNamespace()) is None
 
 

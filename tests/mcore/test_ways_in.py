@@ -18,7 +18,7 @@ from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, known_as_m
 from tests.support.mcore.launch import REPOSITORY, TINY, Finished, alone, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
-PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
+PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 TRAIN = [*TINY, "--train-iters", 2]
 RANKS = {"stock": 1, "epp": 1, "epp, two stages": 2}
 """Pipeline stages, each on a rank of its own. A single rank needs no launcher."""

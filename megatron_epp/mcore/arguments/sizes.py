@@ -33,7 +33,7 @@ def check_layout(args: argparse.Namespace) -> None:
             f"multiple of {replica}, or lower one of them"
         )
     replicas = args.world_size // replica
-    for name in ("global_batch_size", "eval_global_batch_size"):  # up to 0.17 there is but one
+    for name in ("global_batch_size", "eval_global_batch_size"):
         batch = getattr(args, name, None)
         if batch is None or (batch > 0 and batch % replicas == 0):
             continue

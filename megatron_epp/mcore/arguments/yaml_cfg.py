@@ -1,6 +1,6 @@
 """Megatron's `--yaml-cfg FILE` with `--epp`: the file's values count as flags, and flags on the command line take precedence.
 
-Megatron itself replaces all flags by the file. In releases 0.17 to 0.19 no file can satisfy it: it looks for
+Megatron itself replaces all flags by the file. In releases 0.18 and 0.19 no file can satisfy it: it looks for
 ``account_for_embedding_in_pipeline_split`` outside the sections, builds its model from the sections' content, and refuses the
 key in both places. Therefore the file gives defaults to the parser here, and Megatron reads and checks a command line as usual.
 """

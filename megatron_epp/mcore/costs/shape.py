@@ -16,7 +16,6 @@ from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
-from megatron_epp.mcore.features import lays_out_whole_matrices
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
 
@@ -43,8 +42,6 @@ def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     if (flags.get("optimizer") or "adam") not in KINDS:
         flags["optimizer"] = "adam"
         flags["use_distributed_optimizer"] |= bool(flags.get("use_layer_wise_distributed_optimizer"))
-    if not lays_out_whole_matrices():
-        flags["use_layer_wise_param_layout"] = False
     return OptimizerBytes.of_flags(flags)
 
 

@@ -24,7 +24,6 @@ from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.data.trained_tokens import any_trained
-from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
 from megatron_epp.mcore.data.document_file import (
     DocumentFile,
@@ -90,7 +89,7 @@ def build_document_iterators(
         if batch_tokens and not number:
             sampler: GlobalBatchSampler = TokenBatchSampler(samples_in(dataset), batch_tokens, data_parallel_size, *begin)
         else:
-            size = features.evaluation_batch_size(args) if number else args.global_batch_size
+            size = args.eval_global_batch_size if number else args.global_batch_size
             sampler = GlobalBatchSampler(len(samples_in(dataset)), size, *begin)
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.spec_utils import import_module
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import argument_utils, arguments, get_args, get_timers, training
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -67,7 +67,9 @@ def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
         for name in layout:
             source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
             torch.distributed.broadcast(batch[name], source, group=group)
-    return features.on_context_rank(batch) if mpu.get_context_parallel_world_size() > 1 else batch
+    if mpu.get_context_parallel_world_size() > 1:
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return batch
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -93,7 +95,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.17 and 0.18).
+    """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.18).
 
     The parameters are the same as of Megatron's ``model_provider``; without `config`, the command line's is used.
     """
@@ -130,10 +132,11 @@ def build_model(
 
 
 def _hybrid(args: Any, shared: dict[str, Any]) -> torch.nn.Module:
-    from megatron.core.models.mamba import MambaModel  # the name that both releases know
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    spec = features.hybrid_stack_spec() if args.spec is None else import_module(args.spec)
-    return MambaModel(mamba_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **shared)
+    spec = hybrid_stack_spec if args.spec is None else import_module(args.spec)
+    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **shared)
 
 
 def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
@@ -160,12 +163,8 @@ def pretrain() -> None:
     """
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}  # as in Megatron's own script
     kind = ModelType.encoder_or_decoder
-    # 0.17 parses in `pretrain`; 0.18 gets the parsed flags and a function that builds the model; 0.19 builds it from a config.
-    if not features.pretrain_takes_args():
-        training.pretrain(build_datasets, build_model, kind, forward_step, args_defaults=defaults)
-        return
     args = arguments.parse_and_validate_args(args_defaults=defaults)
-    if not features.pretrain_builds_model():
+    if not features.pretrain_builds_model():  # 0.18 gets a function that does
         config = argument_utils.pretrain_cfg_container_from_args(args)
         training.pretrain(config, build_datasets, build_model, kind, forward_step)
         return

@@ -1,8 +1,8 @@
 """Fingerprints of Megatron's code: how they are computed from a function's source, and the known ones.
 
-Fingerprints of Megatron's own functions are `patching.fingerprint` in releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and
-0.19.2, and in main of 22 August 2026 (0.20.0, d98e8a64ddf3), in this order, each different text once. Fingerprints of training
-scripts (`SCRIPTS`) do not depend on comments, docstrings and formatting.
+Fingerprints of Megatron's own functions are `patching.fingerprint` in releases 0.18.0 and 0.18.2, 0.19.0 and 0.19.2, and in
+main of 22 August 2026 (0.20.0, d98e8a64ddf3), in this order, each different text once. Fingerprints of training scripts
+(`SCRIPTS`) do not depend on comments, docstrings and formatting.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.core.datasets.utils:compile_helpers": ("84029a50ae8c",),
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": ("d3dc509021de", "ca188ccbd7ed"),
     f"{_OPTIMIZER}.state_dict": ("fe621ae6a622",),
-    f"{_OPTIMIZER}.load_state_dict": ("15f257b4c4f9", "5c1ad081423b", "7e5f988b86b4"),
+    f"{_OPTIMIZER}.load_state_dict": ("5c1ad081423b", "7e5f988b86b4"),
     f"{_OPTIMIZER}._set_main_param_and_optimizer_states": ("ad03a66fb809", "40cab7846597"),
     f"{_ROUTER}.routing": ("b13f6a7393c2", "e93abc48c2d9"),
-    f"{_ROUTER}.apply_z_loss": ("57a9a818ecb5", "0ebb6d1d1ca8", "bce126c6a499"),
+    f"{_ROUTER}.apply_z_loss": ("0ebb6d1d1ca8", "bce126c6a499"),
     f"{_ROUTER}._apply_expert_bias": ("f82dbc793f06",),
     f"{_ROUTER}.sinkhorn_load_balancing": ("d11a743e6888",),
     f"{_ROUTING}:apply_router_token_dropping": ("215cbb6df959",),
     f"{_ROUTING}:get_tokens_per_expert_and_token_count": ("53bdcd7e6672",),
-    f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings": ("cba92f93210d", "b5e8e0a83af6", "0de994b5131c", "2aae4b4c7700"),
-    f"{_AHEAD}:process_mtp_loss": ("0a0fdf623bd0", "55b7a80ffcbc", "7a459bac5884", "918518880dbb"),
+    f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings": ("b5e8e0a83af6", "0de994b5131c", "2aae4b4c7700"),
+    f"{_AHEAD}:process_mtp_loss": ("55b7a80ffcbc", "7a459bac5884", "918518880dbb"),
 }
 """Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 
 RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": (
-        "79bb2ba211d5",
         "c8fd558b6fdc",
         "772d6b7d8182",
         "b2582d25713c",
@@ -61,87 +60,77 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULES}:custom_backward": ("134012de6fb7",),
     f"{_SCHEDULES}:deallocate_output_tensor": ("ec45aab59f27",),
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (
-        "8e8e2bb919cc",
         "1ea6af88d1ec",
         "36d18a1e1730",
         "8c9cea1ccd91",
     ),
     "megatron.core.distributed.finalize_model_grads:_get_shared_word_embedding_weight": ("862c0ffef65a",),
-    "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca", "eceb93d8c2a7"),
-    f"{_LATENT}:MultiLatentAttention.forward": ("49a5a948c69c", "0e7f38820035", "b0d8e69892f3", "d0c12b439a67"),
-    f"{_LATENT}:MLASelfAttention.get_query_key_value_tensors": ("bf7980d17485", "b57ff9fdfb15", "e19fa46a2a0b", "0e0b9e37d17c"),
-    "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6", "797a0aac5e02"),
-    "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
-    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": ("4ae592221f4f", "de4dbfb0d7d4", "41700c5f809c"),
-    f"{_LANGUAGE}.compute_language_model_loss": ("86cf8e890a0f", "7ab354400f22", "cfdd820917a2"),
+    "megatron.core.transformer.attention:Attention.forward": ("3c1526e57c19", "b144e903f3ca", "eceb93d8c2a7"),
+    f"{_LATENT}:MultiLatentAttention.forward": ("0e7f38820035", "b0d8e69892f3", "d0c12b439a67"),
+    f"{_LATENT}:MLASelfAttention.get_query_key_value_tensors": ("b57ff9fdfb15", "e19fa46a2a0b", "0e0b9e37d17c"),
+    "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("e20defb813f6", "797a0aac5e02"),
+    "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("b9884d38ede9", "1bc57437dfda"),
+    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": ("de4dbfb0d7d4", "41700c5f809c"),
+    f"{_LANGUAGE}.compute_language_model_loss": ("7ab354400f22", "cfdd820917a2"),
     f"{_LANGUAGE}._scale_logits": ("8eb5ca0ddad5",),
     "megatron.core.transformer.transformer_block:get_num_layers_to_build": ("d5e27af88de0",),
     f"{_LAYER}:get_transformer_layer_offset": ("841de49f82bd",),
     f"{_LAYER}:TransformerLayer.forward": ("bdb067023a17", "bdfecfb342cb", "dd702f1c85bc"),
-    f"{_LAYER}:TransformerLayer._forward_attention": ("84325c3feef8", "e4ad2634e735", "257c7c162bd0", "cd954b04f33b"),
-    f"{_LAYER}:TransformerLayer._forward_mlp": ("0bab7b2854ee", "03f314c685ca", "04ae2df5a64a", "c3fba511c02a"),
-    f"{_LAYER}:MoETransformerLayer._forward_mlp": ("71a44c4d7a84", "4a944ed851f2", "4e2bba56ad0e", "674b35f91893"),
-    f"{_ROUTER}.attach_and_log_load_balancing_loss": ("f46881f13d36", "e3986eb5ce1f", "f9a34bfea0ed"),
+    f"{_LAYER}:TransformerLayer._forward_attention": ("e4ad2634e735", "257c7c162bd0", "cd954b04f33b"),
+    f"{_LAYER}:TransformerLayer._forward_mlp": ("03f314c685ca", "04ae2df5a64a", "c3fba511c02a"),
+    f"{_LAYER}:MoETransformerLayer._forward_mlp": ("4a944ed851f2", "4e2bba56ad0e", "674b35f91893"),
+    f"{_ROUTER}.attach_and_log_load_balancing_loss": ("e3986eb5ce1f", "f9a34bfea0ed"),
     f"{_ROUTER}._apply_aux_loss": ("6ae2521667b8",),
     f"{_ROUTER}._apply_seq_aux_loss": ("d426056f8d31", "d3115a115f8c"),
-    f"{_ROUTING}:compute_routing_scores_for_aux_loss": ("06c478fd39c5", "d183c63bf2fb"),
+    f"{_ROUTING}:compute_routing_scores_for_aux_loss": ("d183c63bf2fb",),
     f"{_ROUTING}:switch_load_balancing_loss_func": ("1d9d774b2a32",),
-    f"{_RANDOM}:checkpoint": ("b094083fd3bf", "b1b936f81b48"),
+    f"{_RANDOM}:checkpoint": ("b1b936f81b48",),
     f"{_RANDOM}:CheckpointFunction": ("17827ea9250b", "0229852a984f"),
     f"{_LAYOUT}.__init__": ("1459655caf39",),
     f"{_LAYOUT}.get_layer_offset": ("b0c0cf472aee",),
-    f"{_LANGUAGE}.setup_embeddings_and_output_layer": ("9a0d917e3308", "9cdf2778ee6d"),
+    f"{_LANGUAGE}.setup_embeddings_and_output_layer": ("9cdf2778ee6d",),
     f"{_LANGUAGE}.sharded_state_dict": ("10e15ea625fa",),
     f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict": ("8775811a92fe",),
-    f"{_LAYERS}:VocabParallelEmbedding.forward": ("efb6ff221727", "aebc86ce7d99", "417ff87fe913"),
-    f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4", "43a9d792d308"),
+    f"{_LAYERS}:VocabParallelEmbedding.forward": ("aebc86ce7d99", "417ff87fe913"),
+    f"{_LAYERS}:ColumnParallelLinear.forward": ("8de69f2acd5f", "dac5d6cfeaa4", "43a9d792d308"),
     f"{_LAYERS}:RowParallelLinear.forward": ("959fc4b4dbb9", "d98cea58261a"),
     f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": ("79c20a0283c0",),
     "megatron.core.rerun_state_machine:RerunDataIterator.__init__": ("b5bab67a492c",),
-    "megatron.training.training:build_train_valid_test_data_iterators": ("32c668d9ab0e", "d12ed278f953"),
-    "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23", "29bb2196b79a"),
+    "megatron.training.training:build_train_valid_test_data_iterators": ("d12ed278f953",),
+    "megatron.training.training:train_step": ("76bee605a250", "68989d425b23", "29bb2196b79a"),
 }
 """Functions that our schedule replaces or calls: other code there may still work, and causes a warning."""
 
 _KNOWN = """
     _build_cached_logits_loss_func c28a4f50f8c6 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
     BATCH_KEYS ef10269979f5 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
-    core_gpt_dataset_config_from_args 0fde5808798a pretrain_gpt 0.17
-    core_gpt_dataset_config_from_args dd48d4de823b pretrain_mamba 0.17
     core_gpt_dataset_config_from_args 529e7a1d910e pretrain_gpt 0.18
     core_gpt_dataset_config_from_args 0fe8dd138d45 pretrain_hybrid 0.18
     core_gpt_dataset_config_from_args 1b2587e544f1 pretrain_gpt 0.19, main
     core_gpt_dataset_config_from_args deea63f48447 pretrain_hybrid 0.19, main
-    forward_step bd217cee544d pretrain_gpt 0.17
-    forward_step 0ea58397a4dd pretrain_mamba 0.17
     forward_step 95e05c11c45d pretrain_gpt 0.18
     forward_step ade95dc38644 pretrain_hybrid 0.18
     forward_step 218c3d0fd672 pretrain_gpt 0.19, main
     forward_step 7ba7c96178a8 pretrain_hybrid 0.19, main
-    get_batch 841c9101d9db pretrain_gpt 0.17
-    get_batch 964cb4b8f9c0 pretrain_mamba 0.17
     get_batch e5851b096413 pretrain_gpt 0.18
     get_batch 478108a61a9c pretrain_hybrid 0.18
     get_batch 5b1566dde385 pretrain_gpt 0.19, main
     get_batch 764b680f2a52 pretrain_hybrid 0.19, main
-    get_embedding_ranks e4c37ad63493 pretrain_gpt 0.17, 0.18, 0.19, main
-    is_dataset_built_on_rank afe5101ffe3d pretrain_gpt 0.17
-    is_dataset_built_on_rank 3ec7c9b23037 pretrain_mamba 0.17
+    get_embedding_ranks e4c37ad63493 pretrain_gpt 0.18, 0.19, main
     is_dataset_built_on_rank 12fd84d1a9de pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main
-    loss_func 164ac332b1bc pretrain_gpt 0.17, 0.18
-    loss_func cd6ca111b89e pretrain_mamba 0.17
+    loss_func 164ac332b1bc pretrain_gpt 0.18
     loss_func 54cbc4c6c875 pretrain_hybrid 0.18
     loss_func ecd56124c25d pretrain_gpt 0.19, main
     loss_func 2b56be347b1c pretrain_hybrid 0.19, main
-    SPIKY_LOSS_FACTOR 4a44dc153642 pretrain_gpt 0.17, 0.18, 0.19, main; pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main
-    train_valid_test_datasets_provider 76137f4a9b7d pretrain_gpt 0.17, 0.18, 0.19, main
-    train_valid_test_datasets_provider 398474cf0b9f pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main
+    SPIKY_LOSS_FACTOR 4a44dc153642 pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main
+    train_valid_test_datasets_provider 76137f4a9b7d pretrain_gpt 0.18, 0.19, main
+    train_valid_test_datasets_provider 398474cf0b9f pretrain_hybrid 0.18, 0.19, main
 """
 SCRIPTS: dict[str, dict[str, str]] = {}
 """Functions and constants of Megatron's training scripts that `--epp` replaces, by name.
 
-Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
-0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
+Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.18 is
+0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
 `scripts/fingerprint_script.py` prints the fingerprints of another release.
 """
 for _name, _digest, _where in (row.split(maxsplit=2) for row in _KNOWN.splitlines() if row):
@@ -181,9 +170,9 @@ def global_names(code: CodeType) -> list[str]:
 
 def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
     """Yield every chain ``name.attribute.attribute`` in a tree as a tuple that starts with the name."""
-    for found in ast.walk(node):
+    for descendant in ast.walk(node):
         path: list[str] = []
-        step: ast.AST = found
+        step: ast.AST = descendant
         while isinstance(step, ast.Attribute):
             path.insert(0, step.attr)
             step = step.value
@@ -198,8 +187,8 @@ def _definitions(text: str) -> dict[tuple[str, int], Definition]:
         tree = ast.parse(text)
     except SyntaxError:
         return {}
-    found = (node for node in ast.walk(tree) if isinstance(node, Definition))
-    return {(node.name, min(part.lineno for part in (node, *node.decorator_list))): node for node in found}
+    definitions = (node for node in ast.walk(tree) if isinstance(node, Definition))
+    return {(node.name, min(part.lineno for part in (node, *node.decorator_list))): node for node in definitions}
 
 
 def _written(value: Any) -> str:
@@ -215,5 +204,5 @@ def _written(value: Any) -> str:
         fields["body"] = fields["body"][1:]
     if isinstance(value, ast.JoinedStr):  # early releases of Python 3.12 end a format with an empty text
         fields["values"] = [part for part in value.values if not (isinstance(part, ast.Constant) and part.value == "")]
-    kept = [f"{name}={_written(part)}" for name, part in fields.items() if name not in _SILENT and part not in (None, [])]
-    return f"{type(value).__name__}({','.join(kept)})"
+    texts = [f"{name}={_written(part)}" for name, part in fields.items() if name not in _SILENT and part not in (None, [])]
+    return f"{type(value).__name__}({','.join(texts)})"

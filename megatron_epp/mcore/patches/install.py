@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
-from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, hybrid_model
+from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.plan.errors import NothingLeftError
@@ -62,7 +62,6 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
     from megatron_epp.mcore.arguments.start import check_start, refusals_of_megatron
 
     # Before Megatron's own checks, which are assertions and end at the first one.
-    stock_functions.check_call(args)
     stock_functions.check_script(args)
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
     if os.environ.get("RANK", "0") == "0":
@@ -219,18 +218,19 @@ def _refuse_nothing(args: Any) -> None:
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Refuse functions of the script that --epp would not use, and end planning when training ends."""
     call = bound(original, *rest, **named)
-    with stock_functions.checked_call(dict(call.arguments)):
-        if (chosen := call.arguments.get("get_embedding_ranks")) is not None:
-            call.arguments["get_embedding_ranks"] = functools.partial(_embedding_ranks, chosen)
-        try:
-            result = original(*call.args, **call.kwargs)
-            _refuse_nothing(epp_args())
-            return result
-        finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
-            if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
-                sessions.end()
-            if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
-                microbatches.forward_backward_user.close()
+    if (args := document_args()) is not None:
+        stock_functions.check_call(args, call.arguments)
+    if (chosen := call.arguments.get("get_embedding_ranks")) is not None:
+        call.arguments["get_embedding_ranks"] = functools.partial(_embedding_ranks, chosen)
+    try:
+        result = original(*call.args, **call.kwargs)
+        _refuse_nothing(epp_args())
+        return result
+    finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
+        if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
+            sessions.end()
+        if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
+            microbatches.forward_backward_user.close()
 
 
 def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
@@ -288,11 +288,11 @@ def patches() -> tuple[Patch, ...]:
         # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
         wrapping("megatron.training.arguments:parse_args", _read_yaml),
-        # Called by `initialize_megatron` in 0.17, and by `parse_and_validate_args`, ahead of `pretrain`, since 0.18. In both,
-        # the arguments of a checkpoint (--use-checkpoint-args) have been taken over by then.
+        # Called by `parse_and_validate_args`, ahead of `pretrain`; the arguments of a checkpoint (--use-checkpoint-args) have
+        # been taken over by then.
         wrapping("megatron.training.arguments:validate_args", _check_flags),
         wrapping("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt),
-        wrapping(f"{hybrid_model()}.__init__", _adopt),
+        wrapping("megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt),
         # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
         wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
         # `initialize_model_parallel` makes the group of embedding ranks by it, before there is a model, if `pretrain` gets no

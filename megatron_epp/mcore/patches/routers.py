@@ -128,6 +128,7 @@ def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
     """Add up a router's z loss over the chunk's tokens without padding."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     # Under the same conditions as Megatron: without gradients, as in the first run of a recomputed layer, nothing is added.
@@ -136,7 +137,9 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
         return original(router, logits, padding_mask=padding_mask)
     squares = torch.logsumexp(logits, dim=-1).square()
     loss = (squares if padding_mask is None else squares.masked_fill(padding_mask, 0)).sum()
-    features.record_router_loss(router, "z_loss", loss / real.total)
+    get_moe_metrics_tracker().record(
+        "z_loss", loss / real.total, router.layer_number, router.config.num_layers, reduce_group=router.tp_cp_group
+    )
     return MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
 
 
@@ -144,7 +147,7 @@ def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tenso
     """Count tokens per expert without padding."""
     if _running.real is None or padding_mask is None:
         return original(router, routing_map, padding_mask=padding_mask)
-    # In 0.17 to 0.19 the original combines [tokens, experts] with [tokens], which torch does not broadcast.
+    # In 0.18 and 0.19 the original combines [tokens, experts] with [tokens], which torch does not broadcast.
     return original(router, routing_map & ~padding_mask.unsqueeze(1))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import functools
 import importlib.util
 import sys
@@ -22,7 +21,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.features import epp_args, has_user_microbatches
+from megatron_epp.mcore.features import has_user_microbatches
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS, attribute_chains, definition, digest, fingerprint, global_names
 from megatron_epp.plan.errors import EppError
 
@@ -47,33 +46,16 @@ _PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)
 _REFUSED = ("process_non_loss_data_func", "p2p_communicator")
 """Arguments that `pretrain` passes to schedules and that ours does not support."""
 _passed: list[object] = []
-_call: Mapping[str, Any] | None = None
-"""Arguments of the `pretrain` that runs."""
 
 
-@contextlib.contextmanager
-def checked_call(call: Mapping[str, Any]) -> Iterator[None]:
-    """Check the arguments of a `pretrain` that runs in this context: at once, or when it has parsed the flags itself (0.17)."""
-    global _call
-    _call = call
-    try:
-        if (args := epp_args()) is not None:
-            check_call(args)
-        yield
-    finally:
-        _call = None
-
-
-def check_call(args: argparse.Namespace) -> None:
-    """Raise `EppError` for arguments of the running `pretrain`, if any, that are incompatible with these flags."""
-    if _call is None or not getattr(args, "epp", False) or has_user_microbatches(args):
-        return
+def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
+    """Raise `EppError` for arguments of `pretrain`, by the names of its parameters, that are incompatible with these flags."""
     for name in _REFUSED:
-        if _call.get(name) is not None:
+        if call.get(name) is not None:
             raise EppError(f"--epp cannot honour {name} of pretrain: leave it out, or start without --epp")
-    functions = {role: _call[parameter] for role, parameter in _PARAMETERS.items()}
-    if args.epp_placement != "looped" and _call.get("get_embedding_ranks") is not None:  # the placement says which they are
-        functions[EMBEDDING_RANKS] = _call["get_embedding_ranks"]
+    functions = {role: call[parameter] for role, parameter in _PARAMETERS.items()}
+    if args.epp_placement != "looped" and call.get("get_embedding_ranks") is not None:  # the placement says which they are
+        functions[EMBEDDING_RANKS] = call["get_embedding_ranks"]
     require_stock(functions)
 
 
@@ -95,19 +77,19 @@ def check_script(args: argparse.Namespace) -> None:
         tree = ast.parse(Path(str(getattr(main, "__file__", None))).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return
-    found = {}
+    functions = {}
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "pretrain":
             try:
-                named = {one.arg: one.value for one in call.keywords if one.arg}
-                given = features.bound(training.pretrain, *call.args, **named).arguments
+                named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+                arguments = features.bound(training.pretrain, *call.args, **named).arguments
             except TypeError:
                 continue
             for role, parameter in _PARAMETERS.items():
-                name = given.get(parameter)
+                name = arguments.get(parameter)
                 if isinstance(name, ast.Name) and hasattr(main, name.id):
-                    found[role] = getattr(main, name.id)
-    require_stock(found)
+                    functions[role] = getattr(main, name.id)
+    require_stock(functions)
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
-from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
@@ -260,6 +259,6 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 def count_tokens(inputs: BatchInputs) -> None:
     """Pass the true lengths to Megatron's throughput log, which otherwise assumes `--seq-length` tokens per sequence."""
-    count = features.sequence_length_counter()
-    if count is not None:  # which adds up on the device
-        count(inputs.sequence_ends)
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    update_seqlen_stats_from_cu_seqlens(inputs.sequence_ends)  # which adds up on the device

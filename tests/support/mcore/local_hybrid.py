@@ -8,6 +8,8 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_block as block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -18,14 +20,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-try:
-    from megatron.core.models.hybrid import hybrid_block as block
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-except ImportError:  # before 0.18
-    from megatron.core.ssm import mamba_block as block
-    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
-    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
-
 _ATTENTION = ModuleSpec(
     module=SelfAttention,
     params={"attn_mask_type": AttnMaskType.causal},
@@ -34,11 +28,7 @@ _ATTENTION = ModuleSpec(
     ),
 )
 _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-_MLP = (
-    partial(MLP.as_mlp_submodule, submodules=_PARTS)
-    if hasattr(MLP, "as_mlp_submodule")
-    else ModuleSpec(module=MLP, submodules=_PARTS)  # before 0.18
-)
+_MLP = partial(MLP.as_mlp_submodule, submodules=_PARTS)
 
 stack_spec = ModuleSpec(
     module=HybridStack,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support import package_index
 
-OTHER_RELEASES = ("0.17.1", "0.18.2")
+OTHER_RELEASES = ("0.18.2",)
 FOLDER = Path(sys.prefix) / "megatron-releases"
 
 

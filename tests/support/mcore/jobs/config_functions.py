@@ -188,27 +188,5 @@ def own_groups(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor
     return loop.run(schedule, p2p_communicator=communicator, pg_collection=groups)[1], []
 
 
-def old_backward(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
-    """Let the plan call a backward that takes the type of the model, as that of 0.16 does."""
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import schedules
-
-    if not hasattr(schedule, "state_dict"):  # stock's own calls its own
-        return loop.run(schedule)[1], []
-    new, kinds = schedules.backward_step, []
-
-    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> Any:
-        kinds.append(model_type)
-        return new(input_tensor, output_tensor, output_tensor_grad, config)
-
-    schedules.backward_step = backward_step
-    try:
-        found = loop.run(schedule)[1], []
-    finally:
-        schedules.backward_step = new
-    assert set(kinds) == {ModelType.encoder_or_decoder}
-    return found
-
-
 HONOURED = (synchronised, synchronised_by_hooks, scaled, three_parts, per_token, autocast, forward_only)
-HONOURED += (own_groups, old_backward)
+HONOURED += (own_groups,)
