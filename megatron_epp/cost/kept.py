@@ -38,9 +38,9 @@ class KeptCosts:
         )
 
 
-def to_state(kept: Iterable[KeptCosts]) -> dict[str, Any]:
+def to_state(all_costs: Iterable[KeptCosts]) -> dict[str, Any]:
     """Return learnt costs as a dictionary that JSON can write; `from_state` gives equal ones."""
-    pipelines = [{"learnt_with": dict(one.learnt_with), "costs": json.loads(one.costs.to_json())} for one in kept]
+    pipelines = [{"learnt_with": dict(costs.learnt_with), "costs": json.loads(costs.costs.to_json())} for costs in all_costs]
     return {"schema": SCHEMA, "version": VERSION, "pipelines": pipelines}
 
 
@@ -48,17 +48,17 @@ def from_state(state: object) -> tuple[KeptCosts, ...]:
     """Read what `to_state` returned. Raises `EppError` if it is something else."""
     if not isinstance(state, dict):
         raise EppError(f"learnt costs are not a dictionary: {shown(state)}")
-    if (found := (state.get("schema"), state.get("version"))) != (SCHEMA, VERSION):
+    if (form := (state.get("schema"), state.get("version"))) != (SCHEMA, VERSION):
         raise EppError(
-            f"learnt costs have schema {shown(found[0])} version {shown(found[1])}, where this reads {SCHEMA!r} {VERSION}"
+            f"learnt costs have schema {shown(form[0])} version {shown(form[1])}, where this reads {SCHEMA!r} {VERSION}"
         )
     pipelines = state.get("pipelines")
-    if not isinstance(pipelines, list) or not all(isinstance(one, dict) for one in pipelines):
+    if not isinstance(pipelines, list) or not all(isinstance(pipeline, dict) for pipeline in pipelines):
         raise EppError("learnt costs have no list of pipelines")
-    kept = []
-    for one in pipelines:
-        learnt_with = one.get("learnt_with")
+    all_costs = []
+    for pipeline in pipelines:
+        learnt_with = pipeline.get("learnt_with")
         if not isinstance(learnt_with, dict):
             raise EppError("learnt costs do not say what they were learnt with")
-        kept.append(KeptCosts(PipelineCosts.from_json(json.dumps(one.get("costs"))), learnt_with))
-    return tuple(kept)
+        all_costs.append(KeptCosts(PipelineCosts.from_json(json.dumps(pipeline.get("costs"))), learnt_with))
+    return tuple(all_costs)

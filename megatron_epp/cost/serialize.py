@@ -70,16 +70,16 @@ class Form(NamedTuple):
         """
         try:
             body = of_type(dict, parse_json(text, "the text"), "a JSON object")
-            found = body.get("schema"), body.get("version")
-            if self.of_older is not None and found == (self.schema, self.version - 1):
+            form = body.get("schema"), body.get("version")
+            if self.of_older is not None and form == (self.schema, self.version - 1):
                 body = self.of_older(body)
-            elif found != (self.schema, self.version):
-                what, version = map(shown, found)
+            elif form != (self.schema, self.version):
+                what, version = map(shown, form)
                 raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
-            check(made := build(kind, body, ignore_unknown=True))
+            check(costs := build(kind, body, ignore_unknown=True))
         except EppError as error:
             raise EppError(f"not a {self.name} ({error}); write one with `megatron-epp profile`") from error
-        return made
+        return costs
 
 
 def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool = False) -> T:
@@ -98,19 +98,19 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     if not isinstance(body, dict):
         raise EppError(f"{where or 'the file'} is {shown(body)}, which is not a JSON object")
     at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
-    given = {name: value for name, value in body.items() if value is not None}
-    absent = [name for name in hints if name not in given]
-    for name in given:
+    values = {name: value for name, value in body.items() if value is not None}
+    absent = [name for name in hints if name not in values]
+    for name in values:
         hint = "" if name in hints else nearest(name, absent)
         if hint or not (name in hints or ignore_unknown):
             raise EppError(f"{at}{printable(name)} is unknown{hint}")
-    made = {}
+    arguments = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        if field.name in given:
-            made[field.name] = _value(hints[field.name], given[field.name], field.name, f"{at}{field.name}")
+        if field.name in values:
+            arguments[field.name] = _value(hints[field.name], values[field.name], field.name, f"{at}{field.name}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise EppError(f"{at}{field.name} is missing")
-    return kind(**made)
+    return kind(**arguments)
 
 
 def check_part(where: str, part: Line, whole: Line) -> None:
@@ -144,9 +144,9 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if read is None:
         return build(hint, value, where)
     try:
-        found = read()
+        result = read()
     except EppError as error:
         raise EppError(f"{where}: {error}") from None
     if get_origin(hint) is dict and (entries := get_args(hint)[1]) is not Any:
-        return {key: build(entries, entry, f"{where}.{printable(key)}") for key, entry in found.items()}
-    return found
+        return {key: build(entries, entry, f"{where}.{printable(key)}") for key, entry in result.items()}
+    return result

@@ -77,11 +77,11 @@ class VocabularyShards:
 
         takes, gives = [], []
         for share in self.shares:
-            kept = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
+            to_gradient = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
             in_logits = size(share * (self.passing_bytes_per_token * tokens + self.workspace_bytes))
             in_gradient = size(share * self.workspace_bytes + 0.0 * tokens)
-            takes.append((kept + in_logits if op is Op.S else in_gradient).tolist())
-            gives.append((in_logits if op is Op.S else in_gradient + kept).tolist())
+            takes.append((to_gradient + in_logits if op is Op.S else in_gradient).tolist())
+            gives.append((in_logits if op is Op.S else in_gradient + to_gradient).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
         return OperationRows(
             times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()}

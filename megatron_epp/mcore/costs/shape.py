@@ -58,10 +58,10 @@ _USUAL = {
 
 def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
     """Return the flags of the optimizer that change its bytes and are not at their defaults, by names with underscores."""
-    found = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
-    if "optimizer_cpu_offload" in found:
-        found["optimizer_offload_fraction"] = args.optimizer_offload_fraction
-    return found
+    unusual = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
+    if "optimizer_cpu_offload" in unusual:
+        unusual["optimizer_offload_fraction"] = args.optimizer_offload_fraction
+    return unusual
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
@@ -106,8 +106,8 @@ def costs_of_stages(
 
     costs = {share: of(share or 0.0) for share in {*shares, 1.0}}
     stages = (costs[share].stages[number] for number, share in enumerate(shares))
-    found = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
-    return replace(costs[1.0], stages=tuple(found))
+    trained = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
+    return replace(costs[1.0], stages=tuple(trained))
 
 
 def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:

@@ -98,14 +98,14 @@ def write_whole(path: Path, text: str) -> None:
         raise EppError(f"cannot write {error.filename or path}: {error.strerror}") from None
 
 
-def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
+def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
-    stages = tuple(map(_stage_with_times, here.stages, kept.stages))
+    stages = tuple(map(_stage_with_times, here.stages, earlier.stages))
     vocabulary = here.vocabulary
-    if vocabulary is not None and kept.vocabulary is not None:
-        vocabulary = replace(vocabulary, **{name: getattr(kept.vocabulary, name) for name in _TIMES_OF_SHARDS})
-    times = {name: getattr(kept, name) for name in _TIMES_OF_LINKS}
-    return replace(here, name=kept.name, stages=stages, vocabulary=vocabulary, **times)
+    if vocabulary is not None and earlier.vocabulary is not None:
+        vocabulary = replace(vocabulary, **{name: getattr(earlier.vocabulary, name) for name in _TIMES_OF_SHARDS})
+    times = {name: getattr(earlier, name) for name in _TIMES_OF_LINKS}
+    return replace(here, name=earlier.name, stages=stages, vocabulary=vocabulary, **times)
 
 
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:

@@ -43,9 +43,9 @@ def with_shard_bytes(args: argparse.Namespace, costs: PipelineCosts) -> Pipeline
 
 def check_shares(args: argparse.Namespace, costs: PipelineCosts) -> None:
     """Raise `EppError` for costs from a file that have the output layer on other ranks than this run."""
-    wanted, found = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
-    if len(wanted) != len(found) or not all(map(math.isclose, wanted, found)):
-        what = "has the output layer on the last stage" if not found else f"divides the vocabulary by {list(found)}"
+    of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
+    if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
+        what = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
         raise EppError(
             f"{args.epp_costs} {what} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: give another file, or "
             "learn them (--epp-costs learn)"

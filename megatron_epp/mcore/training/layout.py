@@ -118,15 +118,15 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
 
 def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
     """Search for the layout, with the number of stages per rank from Megatron's flags."""
-    found = choose(sample_of(args, profile, even, batches))
+    choice = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
         FLAG,
-        layers_text(found.layout.halves),
-        100 * found.gain,
+        layers_text(choice.layout.halves),
+        100 * choice.gain,
         len(batches),
     )
-    return found.layout
+    return choice.layout
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
