@@ -30,9 +30,9 @@ from megatron_epp.cli.inputs import (
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS

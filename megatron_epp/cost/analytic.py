@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.hardware import Rates
-from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import Line, ModeCosts
 from megatron_epp.plan import EppError

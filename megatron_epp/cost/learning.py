@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 

@@ -16,12 +16,12 @@ from typing import Any
 from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
-from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
+from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token

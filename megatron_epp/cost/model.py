@@ -25,8 +25,8 @@ from megatron_epp.cost.memory import (
     WORKING,
 )
 from megatron_epp.cost.older import of_version_1
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.serialize import Form
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.operations import OperationRows

@@ -36,8 +36,8 @@ from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.serialize import Form, check_part
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import halves_of

@@ -29,8 +29,8 @@ from megatron_epp.mcore.costs.shape import (
     optimizer_bytes,
     parameters_of,
     trained_share,
+    with_shard_bytes,
 )
-from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -63,7 +63,7 @@ def pipeline_costs(
     if isinstance(source, PipelineCosts):
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         source = stored_costs.checked(source, args.epp_costs, num_stages, token_bytes)
-        check_shares(args, source)
+        stored_costs.check_shares(args, source)
         stored_costs.check_latents(args, source)
         split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)

@@ -18,6 +18,7 @@ from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
+from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
 from megatron_epp.plan import EppError
 from megatron_epp.plan.writing import write_text
 
@@ -86,6 +87,17 @@ def check_latents(args: argparse.Namespace, costs: PipelineCosts) -> None:
         raise EppError(
             f"{args.epp_costs} has costs of slices that hand on {what}, and this run's hand on {own}: give another file, or "
             f"--epp-latents {'on' if theirs else 'off'}"
+        )
+
+
+def check_shares(args: argparse.Namespace, costs: PipelineCosts) -> None:
+    """Raise `EppError` for costs from a file that have the output layer on other ranks than this run."""
+    of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
+    if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
+        what = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
+        raise EppError(
+            f"{args.epp_costs} {what} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: give another file, or "
+            "learn them (--epp-costs learn)"
         )
 
 
