@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, control_connections, link_use
-from megatron_epp.plan.communicators import LARGEST_MESH
+from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, control_connections, link_ctas
+from megatron_epp.plan.communicators import LARGEST_MESH, directions, most_links
 from megatron_epp.plan.placement import Placement
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
@@ -65,6 +66,37 @@ parallelism has such a group for each replica.
 
 """
 STAGES = (("one per rank", "looped", 1), ("two per rank, looped", "looped", 2), ("two per rank, V", "v", 2))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Communicators, SMs and device memory of a pipeline's links.
+
+    Attributes:
+        num_links: communicators of a rank, on the rank with the most.
+        num_communicators: all of the pipeline, each between two ranks.
+        ctas: of one communicator, at most.
+        num_sms: SMs that a rank's links hold while all of them wait.
+        num_bytes: device memory of a rank's buffers, at most.
+    """
+
+    num_links: int
+    num_communicators: int
+    ctas: int
+    num_sms: int
+    num_bytes: int
+
+
+def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> LinkUse:
+    """Count communicators, SMs and memory of a pipeline's links on devices with `num_sms` SMs.
+
+    Args:
+        ctas: CTAs of one link; as training sets them if None.
+    """
+    used = directions(placement.rank_of)
+    links = most_links(used)
+    each = link_ctas(links, num_sms) if ctas is None else ctas
+    return LinkUse(links, len(used), each, links * each, links * each * CHANNEL_BYTES)
 
 
 def document() -> str:

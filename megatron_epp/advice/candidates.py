@@ -37,11 +37,11 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
                     refused.setdefault(*named)
                     continue
                 spread = _with_experts(question, config)
-                known = [one for one in spread if not question.measured or one.sharing in question.measured]
+                known = [sizes for sizes in spread if not question.measured or sizes.sharing in question.measured]
                 if len(known) < len(spread):
                     refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
                 shards = question.vocabulary[0] and pipeline > 1
-                configs += [replace(one, layers=question.layers(one, "even"), shards_vocabulary=shards) for one in known]
+                configs += [replace(sizes, layers=question.layers(sizes, "even"), shards_vocabulary=shards) for sizes in known]
     return configs, [Misfit(name, why) for name, why in refused.items()]
 
 

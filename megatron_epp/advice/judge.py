@@ -147,10 +147,10 @@ def roughly(question: Question, config: Configuration, shares: Sequence[Share]) 
     """Evaluate by a rough plan of the replica with the most work, which is the first. Raises `InfeasibleError`."""
     costs, problem = question.costs(config), question.problem_of(config, shares[0])
     try:
-        made = rough_plan(problem, costs, question.options)
+        result = rough_plan(problem, costs, question.options)
     except InfeasibleError:
-        made = plan(problem, costs, question.options)
-    return Judged(config, _parts(question, config, made, _loads_us(question, config, shares)), made, is_exact=False)
+        result = plan(problem, costs, question.options)
+    return Judged(config, _parts(question, config, result, _loads_us(question, config, shares)), result, is_exact=False)
 
 
 def exactly(question: Question, config: Configuration) -> Judged:
@@ -161,7 +161,7 @@ def exactly(question: Question, config: Configuration) -> Judged:
         problem,
         costs,
         config.lockstep_groups,
-        lambda problems: max(about_us(one, costs, question.options) for one in problems),
+        lambda problems: max(about_us(problem, costs, question.options) for problem in problems),
         _EXCHANGES,
     )
     times_us = division.makespan_us
@@ -176,7 +176,7 @@ def exactly(question: Question, config: Configuration) -> Judged:
             plans = plan_lockstep(problems, costs, question.options)
         else:
             plans = (plan(problems[0], costs, question.options),)
-        slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)
+        slowest = max((*([slowest] if slowest else []), *plans), key=lambda result: result.predicted.makespan_us)
     assert slowest is not None  # there is always one
     return Judged(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
 
@@ -194,25 +194,25 @@ def plain(question: Question, config: Configuration, shares: Sequence[Share]) ->
         options = Options(planner=planner, context=contexts * question.context)
         for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
             try:
-                made = plan(question.problem_of(config, share), costs, options)
+                result = plan(question.problem_of(config, share), costs, options)
             except InfeasibleError:
                 continue
-            step_us = made.predicted.makespan_us + question.reduction_us(config)
+            step_us = result.predicted.makespan_us + question.reduction_us(config)
             if best is None or step_us < best.step_us:
                 best = Plain(config, planner, contexts, step_us)
     return best
 
 
-def _parts(question: Question, config: Configuration, made: Plan, times_us: Sequence[float]) -> Parts:
+def _parts(question: Question, config: Configuration, result: Plan, times_us: Sequence[float]) -> Parts:
     """Compute the parts of a step from the plan of the slowest replica; only ratios of the replicas' times count."""
     mean = sum(times_us) / len(times_us) / max(times_us)
-    shape, ranks = question.shape(config), made.num_ranks
-    makespan_us = made.predicted.makespan_us
-    busy = sum(busy_us(made, rank) for rank in range(ranks)) / ranks
-    recompute_us = sum(map(sum, made.recompute_us)) / ranks
+    shape, ranks = question.shape(config), result.num_ranks
+    makespan_us = result.predicted.makespan_us
+    busy = sum(busy_us(result, rank) for rank in range(ranks)) / ranks
+    recompute_us = sum(map(sum, result.recompute_us)) / ranks
     passes = 2 * shape.num_layers / config.pipeline
     token_us = exchange_line(shape.exchanges, question.rates).per_token_us
-    exchange_us = min(busy - recompute_us, sum(made.lengths) * token_us * passes)
+    exchange_us = min(busy - recompute_us, sum(result.lengths) * token_us * passes)
     return Parts(
         compute_us=mean * (busy - recompute_us - exchange_us),
         exchange_us=mean * exchange_us,

@@ -231,10 +231,10 @@ class Question:
     def sample(self, config: Configuration, shares: Sequence[Iterable[int]]) -> Sample:
         """Return the input of the search for layers of the stages, with the other sizes of a configuration."""
 
-        def costs_of(found: Layout) -> PipelineCosts:
-            ranks, chunks = found.placement.num_ranks, found.placement.num_chunks
-            shards = found.shards_vocabulary
-            return self.costs(replace(config, pipeline=ranks, virtual=chunks, layers=found.layers, shards_vocabulary=shards))
+        def costs_of(layout: Layout) -> PipelineCosts:
+            ranks, chunks = layout.placement.num_ranks, layout.placement.num_chunks
+            shards = layout.shards_vocabulary
+            return self.costs(replace(config, pipeline=ranks, virtual=chunks, layers=layout.layers, shards_vocabulary=shards))
 
         plain = replace(config, virtual=1, placement="looped")
         problems = tuple(self.problem_of(plain, share) for share in shares)

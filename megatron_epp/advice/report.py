@@ -35,7 +35,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     fits = f"{tried} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
     parts = [
         _asked(advice),
-        fits + f"{sum(one.config is not None for one in advice.refused)} do not fit.",
+        fits + f"{sum(misfit.config is not None for misfit in advice.refused)} do not fit.",
         *([_wrapped(advice.of_offload)] if advice.of_offload else []),
         "\n".join(_table(advice, show)),
         _wrapped(
@@ -53,11 +53,11 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     if slower:
         lines = [(entry.config.name, why_slower(question, entry, best)) for entry in slower]
         parts.append("\n".join(_listed("Slower:", lines, limit)))
-    unfit = [one for one in advice.refused if one.config is not None]
-    ruled_out = [one for one in advice.refused if one.config is None]
+    unfit = [misfit for misfit in advice.refused if misfit.config is not None]
+    ruled_out = [misfit for misfit in advice.refused if misfit.config is None]
     for title, refused in (("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
         if refused:
-            parts.append("\n".join(_listed(title, [(one.name, one.why) for one in refused], limit)))
+            parts.append("\n".join(_listed(title, [(misfit.name, misfit.why) for misfit in refused], limit)))
     return "\n\n".join(parts)
 
 
@@ -150,19 +150,19 @@ def why_slower(question: Question, entry: Judged, best: Judged) -> str:
     head = f"{'' if entry.is_exact else 'about '}{slower:.2f}x the time"
     if excess_us[name] <= _NOTICED * best.parts.step_us:
         return head
-    share, of_best = (f"{getattr(one.parts, name) / one.parts.step_us:.0%}" for one in (entry, best))
+    share, of_best = (f"{getattr(judged.parts, name) / judged.parts.step_us:.0%}" for judged in (entry, best))
     words, cause = _reason(question, entry, name)
     return f"{head}: {words} {share} of a step (best: {of_best}){cause}"
 
 
 def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     """Words for a part of a configuration's step, before its share of the step and after it."""
-    config, made = entry.config, entry.plan
+    config, plan = entry.config, entry.plan
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
     crosses = question.shape(config).neighbours > question.cluster.devices_per_node
-    ranks, chunks, fair_tokens = config.tensor * config.context, len(made.chunks), question.tokens // config.data
-    room_bytes = min(cap - static for cap, static in zip(made.cap_bytes, made.static_bytes, strict=True))
+    ranks, chunks, fair_tokens = config.tensor * config.context, len(plan.chunks), question.tokens // config.data
+    room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
     return {
         "compute_us": (
             "compute takes",
@@ -172,7 +172,7 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (
             f"the bubble of a pipeline of {config.pipeline} is",
-            f", with {sum(made.lengths):,} tokens for each replica",
+            f", with {sum(plan.lengths):,} tokens for each replica",
         ),
         "waiting_us": (
             f"{config.data} replicas wait for the slowest for",
@@ -196,7 +196,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "tokens": question.tokens,
         "best": [_row(advice, entry, best) for entry in advice.best],
         "slower": [_row(advice, entry, best) for entry in advice.slower],
-        "refused": [{"name": one.name, "why": one.why, "needed_bytes": one.needed_bytes} for one in advice.refused],
+        "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],
         "plain_1f1b": None
         if plain is None
         else asdict(plain) | {"tokens_per_s": advice.tokens_per_s(plain.step_us), "is_as_good": advice.plain_is_as_good},

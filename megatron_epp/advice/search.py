@@ -74,15 +74,15 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, m
     """
     if not question.flags.get("multi_latent_attention") or question.flags.get("epp_latents") in ("on", "off"):
         return _with_offload(question, say, may_offload)
-    found = list[Advice]()
+    advices = list[Advice]()
     for choice in ("off", "on"):
         asked = replace(question, flags=question.flags | {"epp_latents": choice})
         try:
-            found.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
+            advices.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
         except NothingFitsError:
-            if choice == "on" and not found:  # they take less memory: no change with keys and values would be smaller
+            if choice == "on" and not advices:  # they take less memory: no change with keys and values would be smaller
                 raise
-    return min(found, key=lambda one: one.best[0].parts.step_us)
+    return min(advices, key=lambda advice: advice.best[0].parts.step_us)
 
 
 def _tell(say: Callable[[str], None], where: str, so_far: str) -> None:
@@ -97,7 +97,7 @@ def _with_offload(question: Question, say: Callable[[str], None], may_offload: b
 
     tell = partial(_tell, say, "with offload: ")
     try:
-        found = _advise(question, say)
+        advice = _advise(question, say)
     except NothingFitsError as error:
         if not error.least_cap_bytes:
             raise
@@ -105,14 +105,14 @@ def _with_offload(question: Question, say: Callable[[str], None], may_offload: b
             return replace(_advise(offloaded, tell), of_offload="Without offload nothing fits, so all this is with it.")
         except NothingFitsError:
             raise error.within(after=". With offload nothing was found to fit either.") from None
-    best = found.best[0].parts
+    best = advice.best[0].parts
     if best.recompute_us < LIMITED * best.step_us:
-        return found
+        return advice
     with_offload = _advise(offloaded, tell)
     spared = 1 - with_offload.best[0].parts.step_us / best.step_us
     limited = f"Memory limits plans without offload: {best.recompute_us / best.step_us:.0%} of the best's step is recompute."
     if spared <= CLOSE:
-        return replace(found, of_offload=f"{limited} Offload was tried and saves no more than {CLOSE:.0%}, so it is off.")
+        return replace(advice, of_offload=f"{limited} Offload was tried and saves no more than {CLOSE:.0%}, so it is off.")
     return replace(with_offload, of_offload=f"{limited} All this is with offload, which saves {spared:.0%} of that step.")
 
 
@@ -126,14 +126,14 @@ def _advise(question: Question, say: Callable[[str], None]) -> Advice:
     search.plan_best()
     if not search.exact:
         raise _nothing_fits(question, [*refused, *search.refused])
-    best = min(filter(None, search.plains), key=lambda one: (one.step_us, one.config), default=None)
+    best = min(filter(None, search.plains), key=lambda plain: (plain.step_us, plain.config), default=None)
     planned = {entry.config for entry in search.exact}
     slower = [entry for entry in search.entries if entry.config not in planned]
     return Advice(
         question=question,
         best=tuple(_simplest_first(search.exact)),
         slower=tuple(sorted(slower, key=_speed)),
-        refused=(*sorted(search.refused, key=lambda one: one.needed_bytes), *refused),
+        refused=(*sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused),
         plain=best,
     )
 
@@ -178,10 +178,10 @@ class _Search:
         for number, config in enumerate(list(sizes)[:SEARCHED]):
             self.say(f"layers of {number} of {min(SEARCHED, len(sizes))} configurations searched")
             try:
-                found = choose(self.question.sample(config, self._shares[config.data]))
+                choice = choose(self.question.sample(config, self._shares[config.data]))
             except InfeasibleError:
                 continue
-            searched = replace(config, layers=found.layout.layers, shards_vocabulary=found.layout.shards_vocabulary)
+            searched = replace(config, layers=choice.layout.layers, shards_vocabulary=choice.layout.shards_vocabulary)
             self.look_at([searched] if searched not in known else [], "searched configurations")
 
     def plan_best(self) -> None:
@@ -217,9 +217,10 @@ def _simplest_first(entries: list[Judged]) -> list[Judged]:
 
 def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError:
     """Make the error that names how much more memory, less context or how many more devices would let a configuration fit."""
-    tight = sorted((one for one in refused if one.config is not None), key=lambda one: (one.needed_bytes, one.name))
+    with_sizes = (refusal for refusal in refused if refusal.config is not None)
+    tight = sorted(with_sizes, key=lambda refusal: (refusal.needed_bytes, refusal.name))
     if not tight:
-        lines = "; ".join(f"{one.name}: {one.why}" for one in refused[:3])
+        lines = "; ".join(f"{refusal.name}: {refusal.why}" for refusal in refused[:3])
         return NothingFitsError(f"no configuration of {question.devices} devices can run. {lines}")
     cap, nearest = _nearest(question, tight[:_NEAR])
     assert nearest.config is not None
@@ -242,16 +243,16 @@ def _nearest(question: Question, refused: list[Misfit]) -> tuple[int, Misfit]:
     Args:
         refused: of configurations, that with the least `needed_bytes`, a lower bound of its cap, first.
     """
-    found: list[tuple[int, str, Misfit]] = []
-    for one in refused:
-        cap = max(one.needed_bytes, question.cap_bytes + 1)
-        while one.config is not None and all(cap <= other for other, _, _ in found):
-            refusal = misfit(replace(question, cap_bytes=cap), one.config)
+    caps: list[tuple[int, str, Misfit]] = []
+    for candidate in refused:
+        cap = max(candidate.needed_bytes, question.cap_bytes + 1)
+        while candidate.config is not None and all(cap <= other for other, _, _ in caps):
+            refusal = misfit(replace(question, cap_bytes=cap), candidate.config)
             if refusal is None:
-                found.append((cap, one.name, one))
+                caps.append((cap, candidate.name, candidate))
                 break
             cap = max(refusal.needed_bytes, cap + 1)
-    cap, _, nearest = min(found, key=lambda each: each[:2])
+    cap, _, nearest = min(caps, key=lambda each: each[:2])
     return cap, nearest
 
 

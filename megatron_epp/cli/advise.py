@@ -30,9 +30,9 @@ from megatron_epp.cli.inputs import (
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
@@ -134,12 +134,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterator[str]:
     """Yield a heading, and the commands that plan the best configuration again and show its memory."""
-    made, config = best.plan, best.config
+    plan, config = best.plan, best.config
     if len(config.lockstep_groups[0]) > 1:
         yield "Replicas that share experts are planned together, which no other command does."
         return
     whose = "The plan of the slowest replica" if config.data > 1 else "Its plan"
-    yield f"{whose}, {format_us(made.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
+    yield f"{whose}, {format_us(plan.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
     for command in ("plan", "memory"):
         yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
 
@@ -180,8 +180,8 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "seed": args.seed or None,
         "costs": question.costs_files.get(config.sharing),
     }
-    given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value not in (None, False)]
-    words = [word for flag, value in given for word in ([flag] if value is True else [flag, str(value)])]
+    options = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value not in (None, False)]
+    words = [word for flag, value in options for word in ([flag] if value is True else [flag, str(value)])]
     return ["--lengths", *lengths, *words]
 
 

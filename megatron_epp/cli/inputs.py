@@ -119,10 +119,10 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
     rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens", "latents")]
-    given = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
-    given |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
-    given |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
-    given |= {
+    values = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
+    values |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
+    values |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
+    values |= {
         "group_query_attention": True if args.kv_heads else None,
         "swiglu": False if args.no_gated_mlp else None,
         "bf16": None if args.bytes_per_value is None else args.bytes_per_value == 2,
@@ -130,8 +130,8 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     }
     if dispatcher := getattr(args, ROWS["expert_dispatcher"].short_dest, None):
         is_plain = dispatcher == ALLTOALL
-        given |= {"moe_token_dispatcher_type": ALLTOALL if is_plain else "flex", "moe_flex_dispatcher_backend": dispatcher}
-    flags |= {name: value for name, value in given.items() if value is not None}
+        values |= {"moe_token_dispatcher_type": ALLTOALL if is_plain else "flex", "moe_flex_dispatcher_backend": dispatcher}
+    flags |= {name: value for name, value in values.items() if value is not None}
     if (trained := getattr(args, "trained_parameters", None)) is not None:
         with of_model(args):
             flags[TRAINED_SHARE] = trained_share(flags, trained)
@@ -144,11 +144,11 @@ def tell_sharing(args: argparse.Namespace) -> None:
     """
     if args.model is None or getattr(args, "costs", None) is not None:
         return
-    given, names = load_flags(args.model), names_of(args.parser)
+    flags, names = load_flags(args.model), names_of(args.parser)
     if is_config(args.model):
-        tell(f"{PROGRAM}: model {args.model}: {summary(given)}")
+        tell(f"{PROGRAM}: model {args.model}: {summary(flags)}")
     for setting in ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"):
-        ranks = given.get(ROWS[setting].dest)
+        ranks = flags.get(ROWS[setting].dest)
         if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
             what, flag = setting.replace("_parallel", " parallelism"), names[setting]
             tell(f"{PROGRAM}: model {args.model}: {what} over {ranks} ranks, as its file says; {flag} changes it")

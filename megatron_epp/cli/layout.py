@@ -54,9 +54,9 @@ class Chosen:
         if is_even and self.choice is None:
             return lines
         if self.choice is not None:
-            found = self.choice
-            lines[0] += f"; {format_us(found.makespan_us)} expected, at least {format_us(found.bound_us)} in any order"
-            lines[0] += f", {format_us(found.even_us)} with even layers ({found.gain:.1%} saved)"
+            choice = self.choice
+            lines[0] += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
+            lines[0] += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
         if (megatron := layout.to_megatron(self.predictions)) is not None:
             flags = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
@@ -99,15 +99,15 @@ def settle_latents(args: argparse.Namespace, lengths: tuple[int, ...]) -> None:
         return
 
     def trial(choice: str) -> LatentsTrial:
-        given = argparse.Namespace(**vars(args) | {"latents": choice})
-        layout = chosen_layout(given, [lengths]).layout
-        problem, costs = problem_of(given, lengths, layout.placement), costs_of(given, lengths, layout)
+        settings = argparse.Namespace(**vars(args) | {"latents": choice})
+        layout = chosen_layout(settings, [lengths]).layout
+        problem, costs = problem_of(settings, lengths, layout.placement), costs_of(settings, lengths, layout)
         return LatentsTrial([problem], costs, options_from(args, planner="greedy"))
 
     with progress("planning with latents, and with keys and values"):
-        found = choose_latents(trial)
-    args.latents = "on" if found.relays_latents else "off"
-    tell(f"{PROGRAM}: --latents {args.latents}: {found}")
+        choice = choose_latents(trial)
+    args.latents = "on" if choice.relays_latents else "off"
+    tell(f"{PROGRAM}: --latents {args.latents}: {choice}")
 
 
 def chosen_layout(
@@ -156,8 +156,8 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
     """Return the layout of even or balanced layers, or the given one."""
     ranks = pipeline_ranks(args)
     if args.layout not in (None, EVEN, BALANCED):
-        given = _given(args, num_layers)
-        return replace(given, shards_vocabulary=given.shards_vocabulary or shards)
+        layout = _given(args, num_layers)
+        return replace(layout, shards_vocabulary=layout.shards_vocabulary or shards)
     layers = even_layers(num_layers, ranks)
     if args.layout != EVEN:
         layers = balanced_layers(profile, num_layers, ranks, lengths, shards_vocabulary=shards)

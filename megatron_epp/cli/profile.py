@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def residual_table(residuals: Mapping[str, Any]) -> list[str]:
     """Format the errors of a profile's fits, by kind of measurement."""
-    rows = [[kind, str(one["points"]), f"{one['median']:.1%}", f"{one['worst']:.1%}"] for kind, one in residuals.items()]
+    rows = [[kind, str(fit["points"]), f"{fit['median']:.1%}", f"{fit['worst']:.1%}"] for kind, fit in residuals.items()]
     return table(("kind", "points", "median error of the fit", "worst"), rows)
 
 
@@ -137,4 +137,4 @@ def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Prof
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(WHOLE(one)) for one in text.split(","))
+    return tuple(int(WHOLE(number)) for number in text.split(","))

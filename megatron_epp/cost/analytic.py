@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.hardware import Rates
-from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import Line, ModeCosts
 from megatron_epp.plan import EppError
@@ -153,23 +153,23 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     exchange = exchange_line(shape.exchanges, rates)
     moved = Line(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
-    made = expansion_line(shape, rates)  # attention's, of which a recomputed layer that keeps attention's output makes none
-    hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
+    expansion = expansion_line(shape, rates)  # a recomputed layer that keeps attention's output makes none of it
+    hidden, layer_bytes, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
-        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear.without(made),
+        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear.without(expansion),
         exchange=exchange_line(shape.tensor_exchanges, rates),
         recompute={
             "selective": ModeCosts(
-                launch_forward + overhead + linear.without(made) + moved.scaled(2) + exchange,
+                launch_forward + overhead + linear.without(expansion) + moved.scaled(2) + exchange,
                 hidden + shape.attention_result_bytes_per_token,
             ),
-            "mlp": ModeCosts(_mlp_again(shape, rates), attended, kept - hidden),
+            "mlp": ModeCosts(_mlp_again(shape, rates), attended, layer_bytes - hidden),
         },
-        bytes_per_token=kept,
+        bytes_per_token=layer_bytes,
         attended_bytes_per_token=attended,
-        apart_bytes_per_token=kept + hidden,
+        apart_bytes_per_token=layer_bytes + hidden,
         apart_attended_bytes_per_token=attended + shape.mlp_bytes_per_token + 4 * hidden,
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,

@@ -61,7 +61,7 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 
     def times_us(stage: StageCosts) -> tuple[float, float, float]:
         """Time of one layer, of a half layer and of the stage's other work, without the fixed part of a pass."""
-        lines = (one + two for one, two in zip(stage.lines("forward"), stage.lines("backward"), strict=True))
+        lines = (forward + backward for forward, backward in zip(stage.lines("forward"), stage.lines("backward"), strict=True))
         layer_us, half_us, extra_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
         return layer_us, half_us, extra_us
 

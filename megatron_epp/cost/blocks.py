@@ -126,8 +126,8 @@ class BlockCosts(PartCosts):
         in_cache, prefix = self._in_cache(work), self.prefix_bytes(work)
         gradient = np.where(work.last, self.kv_gradient_bytes(work), 0.0)
         early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
-        comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
-        return np.maximum(early, late), comes, made
+        comes, prefixes = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
+        return np.maximum(early, late), comes, prefixes
 
     def passing_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes that the backward of a block behind the layers needs for a moment: gradients of a prefix, and if weight
@@ -147,8 +147,8 @@ class BlockCosts(PartCosts):
 
     def running_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes held only while it runs, forward or backward; 0 if memory of passes is not counted."""
-        made = 0.0 if self.kv is None or not self.working_bytes_per_token else self.kv.forward_bytes(work)
-        return self.working_bytes_per_token * work.tokens + made
+        of_caches = 0.0 if self.kv is None or not self.working_bytes_per_token else self.kv.forward_bytes(work)
+        return self.working_bytes_per_token * work.tokens + of_caches
 
     def _peaks_per_token(self, mode: str, split: bool) -> tuple[float, float]:
         """Bytes per token when its backward begins, and when its attention has made the gradient of K and V."""
@@ -235,7 +235,7 @@ class StageCosts:
 
     def lines(self, name: str) -> tuple[Line, Line, Line]:
         """Times of each layer, of all inner blocks and of all ends in a pass: ``forward``, ``backward`` or ``weight``."""
-        inner, ends = (sum((getattr(one, name) for one in some), NO_TIME) for some in (self.inner, self.ends))
+        inner, ends = (sum((getattr(block, name) for block in blocks), NO_TIME) for blocks in (self.inner, self.ends))
         return getattr(self.layers, name), inner, ends
 
     def line(self, name: str) -> Line:
@@ -254,22 +254,22 @@ class StageCosts:
     @property
     def exchange(self) -> Line:
         """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
-        return sum((one.exchange for one in self.inner), self.layers.exchange.scaled(self.num_halves / 2))
+        return sum((block.exchange for block in self.inner), self.layers.exchange.scaled(self.num_halves / 2))
 
     def with_lines(self, name: str, layer: Line, inner: Line, ends: Line) -> StageCosts:
         """Return the stage with other times of a pass, see `lines`. The last of several inner blocks, or ends, has all."""
         last = {block.group: at for at, block in enumerate(self.blocks)}
         none = self.changed(**{name: NO_TIME}).blocks
-        found = {at: replace(none[at], **{name: (layer, inner, ends)[group]}) for group, at in last.items()}  # type: ignore[arg-type]
-        return replace(self, blocks=tuple(found.get(at, block) for at, block in enumerate(none)))
+        timed = {at: replace(none[at], **{name: (layer, inner, ends)[group]}) for group, at in last.items()}  # type: ignore[arg-type]
+        return replace(self, blocks=tuple(timed.get(at, block) for at, block in enumerate(none)))
 
     def without_backward(self) -> StageCosts:
         """Return the stage with backwards that compute no gradient, for which forwards keep only caches of slices."""
         blocks = []
         for block in self.blocks:
-            kept = 0.0 if block.kv is None else block.kv.bytes_per_token
-            modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, kept))
-            sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), kept)
+            cached = 0.0 if block.kv is None else block.kv.bytes_per_token
+            modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, cached))
+            sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), cached)
             unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
             nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)
             times = dict.fromkeys(("backward", "weight", "exchange"), NO_TIME)
@@ -284,7 +284,7 @@ class StageCosts:
         blocks = self.blocks
         if kinds == (HEAD,) and any(changes.values()) and all(block.kind != HEAD for block in blocks):
             blocks = (*blocks, BlockCosts(kind=HEAD))
-        changed = (replace(one, **changes) if not kinds or one.kind in kinds else one for one in blocks)
+        changed = (replace(block, **changes) if not kinds or block.kind in kinds else block for block in blocks)
         return replace(self, blocks=tuple(changed))
 
 

@@ -7,10 +7,7 @@ two, in src/graph/paths.cc (ncclTopoComputeP2pChannels). Nothing here has been m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron_epp.plan.communicators import directions, most_links, num_connections
-from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.communicators import num_connections
 
 _CTAS = 4
 """Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
@@ -44,37 +41,6 @@ def link_ctas(num_links: int, num_sms: int) -> int:
     """
     room = num_sms // _LARGEST_SHARE // max(1, num_links)
     return 1 << max(1, min(_CTAS, room)).bit_length() - 1
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUse:
-    """Communicators, SMs and device memory of a pipeline's links.
-
-    Attributes:
-        num_links: communicators of a rank, on the rank with the most.
-        num_communicators: all of the pipeline, each between two ranks.
-        ctas: of one communicator, at most.
-        num_sms: SMs that a rank's links hold while all of them wait.
-        num_bytes: device memory of a rank's buffers, at most.
-    """
-
-    num_links: int
-    num_communicators: int
-    ctas: int
-    num_sms: int
-    num_bytes: int
-
-
-def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> LinkUse:
-    """Count communicators, SMs and memory of a pipeline's links on devices with `num_sms` SMs.
-
-    Args:
-        ctas: CTAs of one link; as training sets them if None.
-    """
-    used = directions(placement.rank_of)
-    links = most_links(used)
-    each = link_ctas(links, num_sms) if ctas is None else ctas
-    return LinkUse(links, len(used), each, links * each, links * each * CHANNEL_BYTES)
 
 
 def control_connections(num_ranks: int) -> int:

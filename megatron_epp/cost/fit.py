@@ -161,5 +161,5 @@ def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: 
     parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
     exchanged = {PROJECTIONS: shape.attention_exchanges, MLP: shape.mlp_exchanges}
     line = linear.scaled(sum(parameters[part] for part in parameters if part in parts) / shape.parameters_per_token)
-    line += exchange_line((one for part in exchanged if part in parts for one in exchanged[part]), rates)
+    line += exchange_line((exchange for part in exchanged if part in parts for exchange in exchanged[part]), rates)
     return line + attention if MODES[mode].repeats_attention else line

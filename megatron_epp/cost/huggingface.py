@@ -256,13 +256,13 @@ def _expert_layers(config: Config) -> Flags:
 
 def runs(values: Sequence[int]) -> str:
     """Write numbers as Megatron reads them, equal neighbours together: ``([0]*3+[1]*58)``."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for value in values:
-        if found and found[-1][0] == value:
-            found[-1] = (value, found[-1][1] + 1)
+        if runs and runs[-1][0] == value:
+            runs[-1] = (value, runs[-1][1] + 1)
         else:
-            found.append((value, 1))
-    return f"({'+'.join(f'[{value}]*{times}' for value, times in found)})"
+            runs.append((value, 1))
+    return f"({'+'.join(f'[{value}]*{times}' for value, times in runs)})"
 
 
 def sigmoid_router(config: Config) -> Flags:

@@ -23,10 +23,10 @@ def by_layer(frequency: Any, count: int) -> list[bool]:
     if text.isdecimal() and int(text[:9]) >= 1:
         return [layer % int(text) == 0 for layer in range(count)]
     try:
-        found = _listed(ast.parse(text, mode="eval").body)
+        entries = _listed(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         raise EppError(f"{shown(frequency)} is no list of layers") from None
-    return [bool(one) for one in islice(cycle(found or [0]), count)]
+    return [bool(entry) for entry in islice(cycle(entries or [0]), count)]
 
 
 def _listed(node: ast.expr) -> list[int]:
@@ -37,7 +37,7 @@ def _listed(node: ast.expr) -> list[int]:
         if not isinstance(times, int) or not 0 <= times <= 10_000:
             raise ValueError(times)
         return _listed(node.left) * times
-    found = ast.literal_eval(node)
-    if not isinstance(found, list) or not all(type(one) is int for one in found):
-        raise ValueError(found)
-    return found
+    entries = ast.literal_eval(node)
+    if not isinstance(entries, list) or not all(type(entry) is int for entry in entries):
+        raise ValueError(entries)
+    return entries

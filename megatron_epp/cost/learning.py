@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import Line, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
@@ -115,11 +115,11 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
     """
     times: dict[tuple[int, Op], list[Timed]] = {}
     sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
-    for one in everyone:
-        for key, timed in one.times.items():
+    for learnt in everyone:
+        for key, timed in learnt.times.items():
             times.setdefault(key, []).extend(timed)
-        for key, found in one.sizes.items():
-            sizes.setdefault(key, []).extend(found)
+        for key, measured in learnt.sizes.items():
+            sizes.setdefault(key, []).extend(measured)
     stages = []
     for number, stage in enumerate(base.stages):
         known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
@@ -129,7 +129,7 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
             per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
             known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=per_token)
         stages.append(known)
-    shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
+    shares = [learnt.offloadable_share for learnt in everyone if learnt.offloadable_share is not None]
     return replace(
         base,
         name="learnt",
@@ -155,7 +155,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.layers.recompute.items()}
     known = stage.with_lines("forward", *_shared(stage, "forward", fitted_line(stage.line("forward"), forwards)))
     known = known.changed(LAYER, recompute=modes)
-    once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
+    once = [timed._replace(time_us=max(0.0, timed.time_us - _again_us(known, timed))) for timed in times[Op.B]]
     once = _with_all_tokens(stage, "backward", once)
     backward = _shared(stage, "backward", fitted_line(stage.line("backward"), once))
     factor = ratio_to(stage.line("backward"), once) if keeps_weights else 0.0
@@ -166,12 +166,12 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
 
 def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> list[Timed]:
     """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give."""
-    found, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
-    for one in times:
-        whole_us, device_us = earlier.time_us(*one.size), earlier.device_us(*one.size)
-        part_us = earlier.launched(device_us - extra.per_token_us * one.tokens * (1.0 - one.output_share))
-        found.append(one._replace(time_us=one.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
-    return found
+    scaled, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
+    for timed in times:
+        whole_us, device_us = earlier.time_us(*timed.size), earlier.device_us(*timed.size)
+        part_us = earlier.launched(device_us - extra.per_token_us * timed.tokens * (1.0 - timed.output_share))
+        scaled.append(timed._replace(time_us=timed.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
+    return scaled
 
 
 def _again_us(stage: StageCosts, timed: Timed) -> float:
@@ -264,13 +264,13 @@ def _fitted_pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequ
 
     A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
     """
-    found, tokens = [], []
+    lines, tokens = [], []
     for rank in range(len(shards.shares)):
-        times = [timed for one in everyone for timed in one.times.get((rank, op), ())]
+        times = [timed for learnt in everyone for timed in learnt.times.get((rank, op), ())]
         if times:
-            found.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
+            lines.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
             tokens += [timed.tokens for timed in times]
-    return max(found, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)
+    return max(lines, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)
 
 
 def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
@@ -279,12 +279,12 @@ def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Tim
     The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
     Collectives that some rank has not measured are left out.
     """
-    found: dict[tuple[int, int, int], list[Timed]] = {}
-    for one in everyone:
-        for (name, iteration, chunk), timed in one.collectives.items():
+    by_chunk: dict[tuple[int, int, int], list[Timed]] = {}
+    for learnt in everyone:
+        for (name, iteration, chunk), timed in learnt.collectives.items():
             if name is op:
-                found.setdefault((one.pipeline, iteration, chunk), []).append(timed)
-    return [min(times, key=lambda timed: timed.time_us) for times in found.values() if len(times) == num_ranks]
+                by_chunk.setdefault((learnt.pipeline, iteration, chunk), []).append(timed)
+    return [min(times, key=lambda timed: timed.time_us) for times in by_chunk.values() if len(times) == num_ranks]
 
 
 class CostDeviation(NamedTuple):
@@ -325,10 +325,10 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
 
     before, after = ([total_us((s.line("forward"), s.line("backward"))) for s in costs.stages] for costs in (base, learnt))
     ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
-    found = CostDeviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
+    result = CostDeviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
     if (then := base.vocabulary) is None or (now := learnt.vocabulary) is None:
-        return found
-    return found._replace(
+        return result
+    return result._replace(
         shards=ratio((then.logits, then.gradient), (now.logits, now.gradient)),
         collectives=ratio((then.spread, then.gather), (now.spread, now.gather)),
     )

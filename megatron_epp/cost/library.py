@@ -16,12 +16,12 @@ from typing import Any
 from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
-from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
+from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import FORMAT as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
@@ -141,8 +141,8 @@ def find(kind: str, name: str) -> Path:
     if (path := locate(name, kind)) is not None:
         return path
     names = shipped(kind)
-    told = f"{', '.join(names)}{nearest(name, names)}"
-    raise EppError(f"{missing_file(name)}, and there is no such name among the shipped {kind}: {told}")
+    known = f"{', '.join(names)}{nearest(name, names)}"
+    raise EppError(f"{missing_file(name)}, and there is no such name among the shipped {kind}: {known}")
 
 
 def load_flags(name: str) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def load_cluster(name: str) -> Cluster:
     known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node", "attention_kernel"}
     if unknown := sorted(set(entries) - known):
         there = ("attention_kernel", "device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
-        told = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
-        raise EppError(f"{path}: unknown {told}; known are {', '.join(there)}")
+        names = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
+        raise EppError(f"{path}: unknown {names}; known are {', '.join(there)}")
     numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, attention_kernel=kernel, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
@@ -219,13 +219,13 @@ def load_costs(name: str) -> Profile | PipelineCosts:
 
 
 def _learnt(text: str) -> PipelineCosts:
-    kept = from_state(parse_json(text, "the text"))
-    if len(kept) != 1:
-        raise EppError(f"the file has learnt costs of {len(kept)} pipelines, where costs of one are needed")
-    (one,) = kept
-    if not any(stage.kv.bytes_per_token for stage in one.costs.stages):  # see `of_whole_microbatches`
+    pipelines = from_state(parse_json(text, "the text"))
+    if len(pipelines) != 1:
+        raise EppError(f"the file has learnt costs of {len(pipelines)} pipelines, where costs of one are needed")
+    (learnt,) = pipelines
+    if not any(stage.kv.bytes_per_token for stage in learnt.costs.stages):  # see `of_whole_microbatches`
         raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
-    return one.costs
+    return learnt.costs
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
@@ -322,14 +322,14 @@ def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
     """
     is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
     scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
-    kept = 12 * chosen + scored
+    num_bytes = 12 * chosen + scored
     balancing, coefficient = flags.get("moe_router_load_balancing_type", "aux_loss"), flags.get("moe_aux_loss_coeff") or 0
     if balancing != "none" and (coefficient if isinstance(coefficient, int | float) else any(coefficient)):
-        kept += 8 * chosen + 4 * experts + 4 * is_sigmoid
+        num_bytes += 8 * chosen + 4 * experts + 4 * is_sigmoid
     if (groups := flags.get("moe_router_num_groups")) and (limit := flags.get("moe_router_group_topk")):
-        kept += experts + 8 * limit + 8 * groups * (chosen // limit)
+        num_bytes += experts + 8 * limit + 8 * groups * (chosen // limit)
     weight = 4 if flags.get("moe_router_dtype") in ("fp32", "fp64") or not (flags.get("bf16") or flags.get("fp16")) else 2
-    return float(kept + 8 * experts + 8 * chosen + weight * chosen)
+    return float(num_bytes + 8 * experts + 8 * chosen + weight * chosen)
 
 
 def _dispatcher(flags: dict[str, Any]) -> str:
@@ -357,12 +357,12 @@ _NO_FORMULA = ("window_size", "experimental_attention_variant")
 
 def check_formulas(flags: dict[str, Any]) -> None:
     """Raise `EppError` for a model with layers that formulas would take for others."""
-    given = [name for name in _NO_FORMULA if flags.get(name)]
+    unknown = [name for name in _NO_FORMULA if flags.get(name)]
     pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
-    given += [f"layers {symbol}" for symbol in sorted(set(pattern) & set("MGDE"))]
-    if given:
+    unknown += [f"layers {symbol}" for symbol in sorted(set(pattern) & set("MGDE"))]
+    if unknown:
         raise EppError(
-            f"there is no formula for {', '.join(given)}: models of grouped-query or latent attention with an MLP or experts "
+            f"there is no formula for {', '.join(unknown)}: models of grouped-query or latent attention with an MLP or experts "
             "are planned by formula"
         )
 
@@ -385,10 +385,10 @@ def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
 def _blocks(value: Any) -> str | int:
     if value == AUTO:
         return AUTO
-    found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MOST_SIZE)) else value
-    if type(found) is not int or not 0 <= found <= MOST_SIZE:
+    tokens = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MOST_SIZE)) else value
+    if type(tokens) is not int or not 0 <= tokens <= MOST_SIZE:
         raise EppError(f"epp_loss_block_tokens is {shown(value)}; it must be auto or a whole number from 0 to {MOST_SIZE:,}")
-    return found
+    return tokens
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

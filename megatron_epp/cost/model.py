@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cost.blocks import HEAD, BlockCosts, StageCosts, check_stage
+from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
-from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
+from megatron_epp.cost.memory import (
+    CACHE_GRADIENT,
+    FRAGMENTATION_SHARE,
+    INPUTS,
+    LAYERS,
+    LOSS_BLOCK,
+    RECOMPUTE_MODE_ITEMS,
+    WORKING,
+)
 from megatron_epp.cost.older import of_version_1
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.serialize import CODEC
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.codec import FileFormat
@@ -81,8 +89,8 @@ class PipelineCosts:
     @property
     def half_layers(self) -> tuple[int, ...]:
         """Number of half layers of each stage besides its layers, 0 or 1; empty if no stage has one."""
-        found = tuple(halves % 2 for halves in self.num_halves)
-        return found if any(found) else ()
+        halves = tuple(count % 2 for count in self.num_halves)
+        return halves if any(halves) else ()
 
     @property
     def num_cached_layers(self) -> tuple[int, ...]:
@@ -175,14 +183,14 @@ class PipelineCosts:
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
         """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
-        own, kept, more = self.stages[stage], {}, 0.0 * work.tokens
-        kept[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
+        own, per_item, more = self.stages[stage], {}, 0.0 * work.tokens
+        per_item[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
         for name, count in recompute.by_mode():
-            kept[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, *self._known_mode(stage, name))
+            per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, *self._known_mode(stage, name))
         for block in (*own.ends, *own.inner):
-            kept[block.item] = kept.get(block.item, 0.0) + block.kept_per_token(work)
+            per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
-        for name, each in kept.items():
+        for name, each in per_item.items():
             per_token = per_token + each
             more = more + sum(block.kept_bytes(work) for block in own.inner if block.item == name)
             after = self._whole_bytes(per_token * work.tokens + more)
@@ -198,7 +206,7 @@ class PipelineCosts:
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
         costs = self.stages[stage]
-        ends, inner = (sum(one.weight_bytes_per_token for one in some) for some in (costs.ends, costs.inner))
+        ends, inner = (sum(block.weight_bytes_per_token for block in blocks) for blocks in (costs.ends, costs.inner))
         return self._whole_bytes((costs.num_layers * costs.layers.weight_bytes_per_token + ends + inner) * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -257,7 +265,7 @@ class PipelineCosts:
         attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
         """
         own = self.stages[stage]
-        every = sum((one.count * one.kv_gradient_bytes(work) for one in own.inner), 0.0 * work.tokens)
+        every = sum((block.count * block.kv_gradient_bytes(work) for block in own.inner), 0.0 * work.tokens)
         gradient = np.where(work.last, every, 0.0)
         of_mlp = own.layers.input_bytes_per_token if own.layers.first_mlp_bytes_per_token else 0.0
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
@@ -282,14 +290,14 @@ class PipelineCosts:
         return self._freed_bytes(self._kept_bytes(heads, work))
 
     def _kept_bytes(self, blocks: Iterable[BlockCosts], work: ChunkWork) -> TimeColumn:
-        return sum((one.kept_per_token(work) * work.tokens + one.kept_bytes(work) for one in blocks), 0.0 * work.tokens)
+        return sum((block.kept_per_token(work) * work.tokens + block.kept_bytes(work) for block in blocks), 0.0 * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's ends."""
         own = self.stages[stage]
-        largest = max((one.bytes_per_token for one in own.inner), default=own.layers.bytes_per_token)
+        largest = max((block.bytes_per_token for block in own.inner), default=own.layers.bytes_per_token)
         of_layer = own.layers.bytes_per_token if own.num_layers else largest
-        more = sum((one.kept_bytes(work) for one in own.inner), 0.0 * work.tokens)
+        more = sum((block.kept_bytes(work) for block in own.inner), 0.0 * work.tokens)
         return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 
     def static_items(self, stage: int) -> dict[str, int]:
@@ -342,3 +350,30 @@ class PipelineCosts:
 def _check(costs: PipelineCosts) -> None:
     for number, stage in enumerate(costs.stages):
         check_stage(stage, f"stages[{number}]")
+
+
+def on_device(
+    costs: PipelineCosts,
+    fragmentation_share: float | None = FRAGMENTATION_SHARE,
+    *,
+    buffers: Sequence[int] | None = None,
+) -> PipelineCosts:
+    """Add the device memory that is used in addition to the tensors that autograd keeps.
+
+    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
+
+    Args:
+        costs: costs that count kept tensors only.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None as in the costs.
+        buffers: bytes of each stage, see `Static`; None as in the costs.
+    """
+    stages = []
+    for number, stage in enumerate(costs.stages):
+        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
+        running = (stage.layers,) if stage.num_layers else stage.inner
+        working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
+        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
+    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
+    per_token = costs.hidden_bytes_per_token
+    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

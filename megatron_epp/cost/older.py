@@ -32,7 +32,7 @@ def of_version_1(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(stages, list):
         return body
     each = [(stage, f"stages[{at}]", at == len(stages) - 1) for at, stage in enumerate(stages)]
-    return body | {"stages": [stage_of(*one) if isinstance(one[0], dict) else one[0] for one in each]}
+    return body | {"stages": [stage_of(*entry) if isinstance(entry[0], dict) else entry[0] for entry in each]}
 
 
 def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
         if wrong:
             raise EppError(f"{where}.{printable(min(wrong))} is {what}")
     layers, kv, ends = ({new: old[name] for name, new in names.items() if name in old} for names in (_LAYER, _KV, _ENDS))
-    kept, of_head = (_bytes(old.get(name, 0.0), f"{where}.{name}") for name in _KEPT)
+    of_ends_bytes, of_head = (_bytes(old.get(name, 0.0), f"{where}.{name}") for name in _KEPT)
     half = old.get("half", {})
     if not isinstance(half, dict):
         raise EppError(f"{where}.half is {shown(half)}, which is not a JSON object")
@@ -54,8 +54,8 @@ def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
         of_layer = {"working_bytes_per_token", "input_bytes_per_token" if kind == ATTENTION else "working_bytes_per_token"}
         more = {name: size for name, size in layers.items() if name in of_layer} | ({"kv": kv} if kind == ATTENTION else {})
         blocks.insert(kind == ATTENTION, half | more)
-    of_ends = is_last and any(any(one.values()) if isinstance(one, dict) else one for one in ends.values())
-    blocks.insert(0, {"kind": INPUT, "bytes_per_token": kept - of_head} | ({} if of_ends else ends))
+    of_ends = is_last and any(any(cost.values()) if isinstance(cost, dict) else cost for cost in ends.values())
+    blocks.insert(0, {"kind": INPUT, "bytes_per_token": of_ends_bytes - of_head} | ({} if of_ends else ends))
     if of_head or of_ends:
         blocks.append({"kind": HEAD, "bytes_per_token": of_head} | (ends if of_ends else {}))
     return {"blocks": blocks} | ({"static": old["static"]} if "static" in old else {})

@@ -95,31 +95,31 @@ class OptimizerBytes:
         Raises:
             EppError: Megatron would refuse the flags of the optimizer together, or their bytes are unknown.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
-        is_half = bool(given.get("bf16") or given.get("fp16"))
+        settings = {name: value for name, value in flags.items() if value is not None}
+        is_half = bool(settings.get("bf16") or settings.get("fp16"))
         weight = (2.0 if is_half else 4.0) if weight_bytes is None else weight_bytes
-        kind, is_precise = given.get("optimizer", "adam"), bool(given.get(_PRECISE))
-        types = _types(given)
-        _check(given, kind, is_precise, types)
-        state = matrix_state = _adam_bytes(given, weight, is_precise, types)
+        kind, is_precise = settings.get("optimizer", "adam"), bool(settings.get(_PRECISE))
+        types = _types(settings)
+        _check(settings, kind, is_precise, types)
+        state = matrix_state = _adam_bytes(settings, weight, is_precise, types)
         copy = _FP32_BYTES if weight < _FP32_BYTES else 0
         if kind == "sgd":
             state = matrix_state = copy + _FP32_BYTES
         elif kind in ("muon", "dist_muon"):
             matrix_state = copy + _FP32_BYTES
-            state = matrix_state if given.get("muon_scalar_optimizer") == "lion" else state
-        holders = _size(given, "data_parallel_size") * _size(given, "context_parallel_size")
-        tensor = _size(given, "tensor_model_parallel_size")
-        sharing_experts = _size(given, "expert_model_parallel_size") * _size(given, "expert_tensor_parallel_size", tensor)
+            state = matrix_state if settings.get("muon_scalar_optimizer") == "lion" else state
+        holders = _size(settings, "data_parallel_size") * _size(settings, "context_parallel_size")
+        tensor = _size(settings, "tensor_model_parallel_size")
+        sharing_experts = _size(settings, "expert_model_parallel_size") * _size(settings, "expert_tensor_parallel_size", tensor)
         return OptimizerBytes(
             weight=weight,
-            gradient=_gradient_bytes(given, weight, types),
+            gradient=_gradient_bytes(settings, weight, types),
             state=state,
             matrix_state=matrix_state,
-            sharing=_sharing(given, kind),
+            sharing=_sharing(settings, kind),
             holders=holders,
             expert_holders=max(1, holders * tensor // sharing_experts),
-            trained_share=given.get(TRAINED_SHARE, 1.0),
+            trained_share=settings.get(TRAINED_SHARE, 1.0),
         )
 
     def static(self, parameters: Parameters, trained: Parameters | None = None) -> Static:
@@ -149,15 +149,15 @@ class OptimizerBytes:
         return min(count, equal + (1 - 1 / holders) * largest) if self.sharing in whole else equal
 
 
-def _types(given: Mapping[str, Any]) -> dict[str, str]:
-    types = {name: given.get(name, "fp32") for name in DTYPE_FLAGS}
+def _types(settings: Mapping[str, Any]) -> dict[str, str]:
+    types = {name: settings.get(name, "fp32") for name in DTYPE_FLAGS}
     for name, value in types.items():
         if not isinstance(value, str) or value not in DTYPE_BYTES:
             raise EppError(f"{_flag(name)} is {shown(value)}; it must be one of {', '.join(DTYPE_BYTES)}")
     return types
 
 
-def _check(given: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
+def _check(settings: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
     """Raise `EppError` for flags of the optimizer that Megatron refuses together, and for an unknown optimizer."""
     if kind not in KINDS:
         raise EppError(f"bytes of {_flag('optimizer')} {shown(kind)} are not known: give one of {', '.join(KINDS)}")
@@ -166,47 +166,47 @@ def _check(given: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping
     lower = [f"{_flag(name)} {value}" for name, value in types.items() if value != "fp32"]
     if lower and not is_precise:
         raise EppError(f"{', '.join(lower)} needs {_flag(_PRECISE)}: add that, or leave it out")
-    if given.get("optimizer_cpu_offload") and not is_precise:
+    if settings.get("optimizer_cpu_offload") and not is_precise:
         raise EppError(f"{_flag('optimizer_cpu_offload')} needs {_flag(_PRECISE)}: add that, or leave it out")
-    share = given.get("optimizer_offload_fraction", 1.0)
+    share = settings.get("optimizer_offload_fraction", 1.0)
     if type(share) not in (int, float) or not 0 <= share <= 1:
         raise EppError(f"{_flag('optimizer_offload_fraction')} is {shown(share)}; it must be a share, 0 to 1")
 
 
-def _adam_bytes(given: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:
+def _adam_bytes(settings: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:
     """Return the bytes of Adam's states and of its copy of a weight, on the device."""
     copy, moments = (_FP32_BYTES if weight < _FP32_BYTES else 0), 2 * _FP32_BYTES
-    if given.get("optimizer_cpu_offload"):  # whose optimizers have states in fp32, whatever types are given
-        return float((copy + moments) * (1 - given.get("optimizer_offload_fraction", 1.0)))
+    if settings.get("optimizer_cpu_offload"):  # whose optimizers have states in fp32, whatever types are given
+        return float((copy + moments) * (1 - settings.get("optimizer_offload_fraction", 1.0)))
     if not is_precise:
         return copy + moments
     copy = DTYPE_BYTES[types["main_params_dtype"]]
-    if copy == _FP32_BYTES and weight < _FP32_BYTES and not given.get("fp16"):
+    if copy == _FP32_BYTES and weight < _FP32_BYTES and not settings.get("fp16"):
         copy = 2  # Transformer Engine keeps the 16 bits that bf16 leaves out
     return copy + DTYPE_BYTES[types["exp_avg_dtype"]] + DTYPE_BYTES[types["exp_avg_sq_dtype"]]
 
 
-def _gradient_bytes(given: Mapping[str, Any], weight: float, types: Mapping[str, str]) -> float:
-    if given.get("accumulate_allreduce_grads_in_fp32") or weight >= _FP32_BYTES:
+def _gradient_bytes(settings: Mapping[str, Any], weight: float, types: Mapping[str, str]) -> float:
+    if settings.get("accumulate_allreduce_grads_in_fp32") or weight >= _FP32_BYTES:
         return _FP32_BYTES
-    in_fp32 = not (given.get("fp16") or given.get("grad_reduce_in_bf16") or types["main_grads_dtype"] != "fp32")
+    in_fp32 = not (settings.get("fp16") or settings.get("grad_reduce_in_bf16") or types["main_grads_dtype"] != "fp32")
     return _FP32_BYTES if in_fp32 else weight
 
 
-def _sharing(given: Mapping[str, Any], kind: str) -> Sharing:
-    is_distributed = given.get("use_distributed_optimizer", True)
+def _sharing(settings: Mapping[str, Any], kind: str) -> Sharing:
+    is_distributed = settings.get("use_distributed_optimizer", True)
     if kind == "adam":
         return "elements" if is_distributed else "none"
     if kind == "sgd":  # Megatron's distributed optimizer takes none
         return "none"
-    if not (is_distributed or given.get("use_layer_wise_distributed_optimizer") or kind == "dist_muon"):
+    if not (is_distributed or settings.get("use_layer_wise_distributed_optimizer") or kind == "dist_muon"):
         return "none"
-    return "matrices" if given.get("use_layer_wise_param_layout", True) else "parameters"
+    return "matrices" if settings.get("use_layer_wise_param_layout", True) else "parameters"
 
 
-def _size(given: Mapping[str, Any], name: str, default: int = 1) -> int:
+def _size(settings: Mapping[str, Any], name: str, default: int = 1) -> int:
     with naming(name):
-        return whole(given.get(name, default), 1)
+        return whole(settings.get(name, default), 1)
 
 
 def _flag(name: str) -> str:

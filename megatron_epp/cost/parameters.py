@@ -42,20 +42,25 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     is_linear = [False] * count
     if flags.get("experimental_attention_variant") == "gated_delta_net":
         every = flags.get("linear_attention_freq") or 1
-        is_linear = [not one for one in by_layer(every, count)] if isinstance(every, int) else by_layer(every, count)
-    return [(_DELTA if one else _ATTENTION, "E" if two else "-") for one, two in zip(is_linear, has_experts, strict=True)]
+        # A number says which layers have attention, a list which have none.
+        is_linear = [named is not isinstance(every, int) for named in by_layer(every, count)]
+    mixers, mlps = (
+        [_DELTA if linear else _ATTENTION for linear in is_linear],
+        ["E" if routed else "-" for routed in has_experts],
+    )
+    return list(zip(mixers, mlps, strict=True))
 
 
 def _layer(flags: Flags, mixer: str, mlp: str) -> int:
     shape, gates = shape_of({**flags, "num_layers": 1, "moe_layer_freq": 1}), 3 if flags.get("swiglu") else 2
-    found = 0
+    count = 0
     if mixer == _ATTENTION:
-        found = shape.attention_parameters
+        count = shape.attention_parameters
     elif mixer:
-        found = {_DELTA: _gated_delta, _STATES: _mamba}[mixer](flags)
+        count = {_DELTA: _gated_delta, _STATES: _mamba}[mixer](flags)
     if mlp == "-":
-        found += gates * shape.hidden_size * int(flags.get("ffn_hidden_size") or 4 * shape.hidden_size)
-    return found + (shape.layer_parameters - shape.attention_parameters) * (mlp == "E")
+        count += gates * shape.hidden_size * int(flags.get("ffn_hidden_size") or 4 * shape.hidden_size)
+    return count + (shape.layer_parameters - shape.attention_parameters) * (mlp == "E")
 
 
 def _gated_delta(flags: Flags) -> int:

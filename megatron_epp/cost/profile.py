@@ -36,15 +36,15 @@ from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
+from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.serialize import CODEC, check_part
-from megatron_epp.cost.vocabulary import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import halves_of
 
 _FP32_BYTES = 4
-_OF_PART = tuple(one.name for one in fields(PartCosts))
+_OF_PART = tuple(field.name for field in fields(PartCosts))
 _PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
 FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
 
@@ -146,7 +146,7 @@ class Profile:
         last = len(layers_per_stage) - 1
         halves = [*map(halves_of, layers_per_stage)]
         kinds = zip(halves, accumulate(halves, initial=0), range(last + 1), strict=False)
-        made: dict[Any, StageCosts] = {}
+        stages_of_kind: dict[Any, StageCosts] = {}
         stages = []
         for count, start, stage in kinds:
             share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
@@ -155,9 +155,9 @@ class Profile:
             dense = sum(first <= layer < first + count // 2 for layer in self.dense_layers)
             half = begins_with_mlp and start // 2 in self.dense_layers
             kind = count, begins_with_mlp, dense, half, stage == 0, stage == last and not vocabulary_shares, share
-            if kind not in made:
-                made[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
-            stages.append(made[kind])
+            if kind not in stages_of_kind:
+                stages_of_kind[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
+            stages.append(stages_of_kind[kind])
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
             name=self.name,
@@ -326,15 +326,17 @@ def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
         routed, dense: layers with and without experts.
     """
 
-    def mean(one: Any, other: Any) -> Any:
-        return one.scaled(1 - share) + other.scaled(share) if isinstance(one, Line) else (1 - share) * one + share * other
+    def mean(first: Any, second: Any) -> Any:
+        if isinstance(first, Line):
+            return first.scaled(1 - share) + second.scaled(share)
+        return (1 - share) * first + share * second
 
-    def mode(one: ModeCosts, other: ModeCosts) -> ModeCosts:
-        peaks = (own.full_bytes_per_token or layer.bytes_per_token for own, layer in ((one, routed), (other, dense)))
-        return ModeCosts(mean(one.again, other.again), mean(one.bytes_per_token, other.bytes_per_token), max(peaks))
+    def mode(first: ModeCosts, second: ModeCosts) -> ModeCosts:
+        peaks = (own.full_bytes_per_token or layer.bytes_per_token for own, layer in ((first, routed), (second, dense)))
+        return ModeCosts(mean(first.again, second.again), mean(first.bytes_per_token, second.bytes_per_token), max(peaks))
 
-    def larger(one: float | None, other: float | None) -> float | None:
-        return None if one is None or other is None else max(one, other)
+    def larger(first: float | None, second: float | None) -> float | None:
+        return None if first is None or second is None else max(first, second)
 
     sums = "forward", "backward", "weight", "exchange", "bytes_per_token", "weight_bytes_per_token"
     peaks = "attended_bytes_per_token", "apart_bytes_per_token", "apart_attended_bytes_per_token"

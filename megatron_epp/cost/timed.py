@@ -110,9 +110,9 @@ def undetermined(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> t
         return ()
     shares, _ = _shares(line, points, [*np.flatnonzero(line)])
     directions, _ = _determined(shares)
-    told = (directions**2).sum(axis=0) if len(directions) else np.zeros(shares.shape[1])
+    determined = (directions**2).sum(axis=0) if len(directions) else np.zeros(shares.shape[1])
     names = np.array(("fixed time", "time per token", "time per pair"))[np.flatnonzero(line)]
-    return tuple(names[told < _TOLD].tolist()) if len(names) > 1 else ()
+    return tuple(names[determined < _TOLD].tolist()) if len(names) > 1 else ()
 
 
 def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
@@ -164,8 +164,8 @@ def _shares(line: Coefficients, points: Sequence[Point], free: Sequence[int]) ->
 def _determined(shares: Coefficients) -> tuple[Coefficients, Coefficients]:
     """Return the combinations of coefficients, one a row, whose contributions vary enough over passes; and how they vary."""
     varied, spreads, directions = np.linalg.svd(shares - shares.mean(axis=0), full_matrices=False)
-    kept = spreads >= _DETERMINED * np.sqrt(len(shares))
-    return directions[kept], (varied / np.where(spreads > 0, spreads, 1.0))[:, kept]
+    is_determined = spreads >= _DETERMINED * np.sqrt(len(shares))
+    return directions[is_determined], (varied / np.where(spreads > 0, spreads, 1.0))[:, is_determined]
 
 
 def _near(earlier: Coefficients, points: Sequence[Point], pairs: bool) -> Coefficients:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from tests.support.runtime.allocations import peak_bytes_of

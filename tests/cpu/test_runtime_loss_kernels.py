@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss import kernels as loss_kernels
 from megatron_epp.runtime.loss.blocks import Head, block_losses

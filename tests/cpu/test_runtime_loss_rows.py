@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.loss import blocks
 from megatron_epp.runtime.loss.blocks import Head, block_losses
 from tests.support.runtime.allocations import peak_bytes_of

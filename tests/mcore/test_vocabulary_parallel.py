@@ -13,7 +13,7 @@ from megatron_epp.cost.work import work_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows, vocabulary_shares
-from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
+from megatron_epp.mcore.costs.shape import with_shard_bytes
 from megatron_epp.plan import Chunk, Op, Segment
 from megatron_epp.runtime.loss.shards import Shard, logits_pass
 from tests.support.mcore.forked import job, returned

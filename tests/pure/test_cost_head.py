@@ -4,8 +4,8 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cost import H100, Line, PipelineCosts, Profile, analytic_profile
-from megatron_epp.cost.head import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.plan.serialize import load
 
 FLAGS = load_flags("llama3-8b")

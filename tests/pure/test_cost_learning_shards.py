@@ -12,8 +12,8 @@ import pytest
 from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
+from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
 from megatron_epp.cost.timed import Learnt
-from megatron_epp.cost.vocabulary import PASS_US, VocabularyShards
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
 from tests.support.plan.small_plans import one_f_one_b
 

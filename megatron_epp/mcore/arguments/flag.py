@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_epp.cost.head import AUTO
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.plan.reading import MOST_LAYERS, nearest, nearest_number, shown
 from megatron_epp.planner.registry import PLANNERS
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from megatron_epp.cost.head import AUTO
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import Flag, Number
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names

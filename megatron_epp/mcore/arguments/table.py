@@ -7,11 +7,11 @@ from it. Flags of one command alone, such as ``--json``, stay with the command.
 from __future__ import annotations
 
 from megatron_epp.cost.attention import KERNELS
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.model_shape import DISPATCHERS
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,

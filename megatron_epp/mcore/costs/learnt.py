@@ -64,7 +64,7 @@ _CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", 
 def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module], links: Links) -> dict[str, Any]:
     """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks."""
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
-    digests = {number: digest for one in everyone for number, digest in one.items()}
+    digests = {number: digest for of_rank in everyone for number, digest in of_rank.items()}
     flags = {name: getattr(args, name, None) for name in _FLAGS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in _CONFIG}
@@ -85,11 +85,11 @@ def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[
     return of_first(lambda: _holding(args, loaded, now))
 
 
-def keep(args: argparse.Namespace, kept: KeptCosts) -> None:
+def keep(args: argparse.Namespace, costs: KeptCosts) -> None:
     """Write learnt costs to the checkpoint folder, on the first rank only. Does nothing if no checkpoints are saved."""
     folder = getattr(args, "save", None)
     if folder and dist.get_rank() == 0:
-        write_whole(Path(folder, FILE_NAME), json.dumps(to_state([kept]), sort_keys=True, indent=1, allow_nan=False))
+        write_whole(Path(folder, FILE_NAME), json.dumps(to_state([costs]), sort_keys=True, indent=1, allow_nan=False))
 
 
 def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
@@ -103,11 +103,11 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
         logger.warning("%s: %s. Costs are learnt again", path, error)
         return None
     # Several pipelines' costs may be kept: a script can have more than one.
-    obstacles = [(one, one.obstacle(now)) for one in loaded]
-    for one, obstacle in obstacles:
+    obstacles = [(costs, costs.obstacle(now)) for costs in loaded]
+    for costs, obstacle in obstacles:
         if not obstacle:
             logger.info("costs are those that an earlier run of this model has learnt")
-            return one.costs
+            return costs.costs
     if obstacles:
         nearest = min((obstacle for _, obstacle in obstacles), key=len)
         logger.warning("costs are learnt again: the ones in %s are of another run, since %s", source, nearest)
@@ -116,7 +116,7 @@ def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping
 
 def _digest(model: torch.nn.Module) -> str:
     """Digest of the shapes and types of a model chunk's parameters, in their order, and of which of them are frozen."""
-    text = ";".join(f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}" for one in model.parameters())
+    text = ";".join(f"{list(w.shape)} {w.dtype}{'' if w.requires_grad else ' frozen'}" for w in model.parameters())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

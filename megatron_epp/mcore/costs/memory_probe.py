@@ -59,7 +59,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     costs = costs.changed(ATTENTION, MLP, bytes_per_token=base.half)
     caches_half = any(half.kv is not None for half in costs.inner)
     if layers == 0:
-        costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.kept - base.half)).changed(HEAD, bytes_per_token=0.0)
+        costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - base.half)).changed(HEAD, bytes_per_token=0.0)
         return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
     # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts.
     kinds = {(type(layer), type(layer.self_attention), type(layer.mlp)) for layer in layers_of(stage)}
@@ -68,17 +68,17 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
         """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
-        found = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
-        kept = least + (found.kept - base.kept) / (1 if is_uniform else layers)
+        held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
+        per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
         if not is_alike:
-            return replace(known, bytes_per_token=kept, full_bytes_per_token=None)
-        above = found.peak_above_entry if is_uniform else _peak(stage, mode)
-        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + above)
+            return replace(known, bytes_per_token=per_token, full_bytes_per_token=None)
+        above = held.peak_above_entry if is_uniform else _peak(stage, mode)
+        return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     plain = at(ModeCosts(Line(), 0.0), "")
     of_head = max(0.0, base.head - base.half * caches_half)
-    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.kept - layers * least - base.half) - of_head)
+    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
         LAYER,
         first_mlp_bytes_per_token=first_mlp,
@@ -126,16 +126,16 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
 
 def _first_mlp(stage: MegatronStage) -> float:
     """Return the bytes per token that an MLP at a stage's start keeps, its input included."""
-    meter, chunk, kept = SavedTensors(stage.parameters), bytes_chunk(stage), [0]
+    meter, chunk, mlp_bytes = SavedTensors(stage.parameters), bytes_chunk(stage), [0]
 
     def note(event: str) -> None:
         if event in ("in", "out"):
-            kept[0] = meter.live_bytes - kept[0]
+            mlp_bytes[0] = meter.live_bytes - mlp_bytes[0]
 
     with meter, watched(layers_of(stage)[:1], note):
         _, output, context = forward(stage, chunk)
         backward(stage, output, context)
-    return kept[0] / chunk.num_tokens
+    return mlp_bytes[0] / chunk.num_tokens
 
 
 def _with(mode: str, count: int, full: int = 0) -> Recompute:
@@ -147,14 +147,14 @@ class Held(NamedTuple):
     """Bytes per token.
 
     Attributes:
-        kept: held from forward to backward.
-        head: part of `kept` that is freed before the backward reaches the layers.
+        activations: held from forward to backward.
+        head: part of `activations` that is freed before the backward reaches the layers.
         peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
         weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
-        half: part of `kept` that the stage's half layer keeps, if it has one besides its layers.
+        half: part of `activations` that the stage's half layer keeps, if it has one besides its layers.
     """
 
-    kept: float
+    activations: float
     head: float
     peak_above_entry: float
     weights: float
@@ -214,11 +214,11 @@ def _held(
 
     with meter, watched(layer, last.note), watched(_half(stage), note):
         _, output, context = forward(stage, chunk, recompute=recompute)
-        kept = meter.live_bytes
+        activations = meter.live_bytes
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers, half[0]
+    sizes = activations, activations - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers, half[0]
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
@@ -328,9 +328,9 @@ def measure_offloadable_share(stage: MegatronStage) -> float:
         with SavedTensors(stage.parameters) as saved:
             with saved.of((0, 0)):
                 _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
-            kept = saved.pop((0, 0))
-            movable = sum(storage.num_bytes for storage in kept if storage.is_ours)
-            shares.append(movable / max(1, sum(storage.num_bytes for storage in kept)))
+            storages = saved.pop((0, 0))
+            movable = sum(storage.num_bytes for storage in storages if storage.is_ours)
+            shares.append(movable / max(1, sum(storage.num_bytes for storage in storages)))
             del output
     return min(shares)
 

@@ -39,7 +39,7 @@ def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     positions, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
     if not stage.depths:
         return ChunkInputs(ids, positions, ids.clone(), ones)
-    ahead = AheadArrays(*(one.expand(stage.depths, *one.shape) for one in (ids, positions, ids, ones / own, ones)))
+    ahead = AheadArrays(*(column.expand(stage.depths, *column.shape) for column in (ids, positions, ids, ones / own, ones)))
     return ChunkInputs(ids, positions, ids.clone(), ones, ahead=ahead)
 
 
@@ -104,7 +104,7 @@ def run_weights(stage: MegatronStage) -> Iterator[None]:
     inside = {id(weight) for weight in layers_of(stage).parameters()}
     deferred = stage.weights.pop(0)
     for of_layers in (False, True):
-        for one in deferred:
-            if (id(one.weight) in inside) is of_layers:
-                one.run()
+        for gradient in deferred:
+            if (id(gradient.weight) in inside) is of_layers:
+                gradient.run()
         yield

@@ -12,9 +12,9 @@ import torch
 from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
@@ -55,10 +55,10 @@ _USUAL = {
 
 def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
     """Return the flags of the optimizer that change its bytes and are not at their defaults, by names with underscores."""
-    found = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
-    if "optimizer_cpu_offload" in found:
-        found["optimizer_offload_fraction"] = args.optimizer_offload_fraction
-    return found
+    unusual = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
+    if "optimizer_cpu_offload" in unusual:
+        unusual["optimizer_offload_fraction"] = args.optimizer_offload_fraction
+    return unusual
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
@@ -103,8 +103,8 @@ def costs_of_stages(
 
     costs = {share: of(share or 0.0) for share in {*shares, 1.0}}
     stages = (costs[share].stages[number] for number, share in enumerate(shares))
-    found = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
-    return replace(costs[1.0], stages=tuple(found))
+    trained = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
+    return replace(costs[1.0], stages=tuple(trained))
 
 
 def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:
@@ -130,3 +130,30 @@ def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
     case = kernels.AttentionCase("cuda", args.params_dtype, shape.head_width, *heads, width)
     chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
     return "" if chosen is None else names.get(chosen, "")
+
+
+def with_shard_bytes(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
+    """Return costs with the bytes that the runtime's shards hold of a chunk (`runtime.loss.shards`).
+
+    From `S` to `T` these are the exponentials in the weights' type, or nothing if logits are recomputed by blocks; the
+    broadcast input, gathered over tensor-parallel ranks; and in fp32 its gradient. While `S` runs, there are fp32
+    exponentials too.
+    """
+    shards = costs.vocabulary
+    if shards is None:
+        return costs
+    entries, value_bytes = args.padded_vocab_size / args.tensor_model_parallel_size, 2 if args.bf16 or args.fp16 else 4
+    wide = torch.float32.itemsize if value_bytes < torch.float32.itemsize else 0
+    # A token of a chunk is on one of the context-parallel ranks.
+    hidden, ranks = args.hidden_size / args.context_parallel_size, args.context_parallel_size
+    blocks = block_tokens_of(args)
+    return replace(
+        costs,
+        vocabulary=replace(
+            shards,
+            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
+            input_bytes_per_token=hidden * (value_bytes + torch.float32.itemsize),
+            passing_bytes_per_token=0.0 if blocks else entries * wide / ranks,
+            workspace_bytes=float(blocks * entries * (value_bytes + torch.float32.itemsize)),
+        ),
+    )

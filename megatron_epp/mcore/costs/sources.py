@@ -29,8 +29,8 @@ from megatron_epp.mcore.costs.shape import (
     optimizer_bytes,
     parameters_of,
     trained_share,
+    with_shard_bytes,
 )
-from megatron_epp.mcore.costs.vocabulary import check_shares, with_shard_bytes
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
@@ -58,16 +58,16 @@ def pipeline_costs(
         note: called with each step before the step starts.
     """
     note("reading --epp-costs")
-    given = stored_costs.named(args)
+    source = stored_costs.named(args)
     token_bytes = message_bytes(next(iter(stages.values())))
-    if isinstance(given, PipelineCosts):
-        share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        given = stored_costs.checked(given, args.epp_costs, num_stages, token_bytes)
-        check_shares(args, given)
-        stored_costs.check_latents(args, given)
-        split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
-        return replace(given, stages=split, fragmentation_share=share)
-    profile = for_run(args, given)
+    if isinstance(source, PipelineCosts):
+        share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
+        source = stored_costs.checked(source, args.epp_costs, num_stages, token_bytes)
+        stored_costs.check_shares(args, source)
+        stored_costs.check_latents(args, source)
+        split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in source.stages)
+        return replace(source, stages=split, fragmentation_share=share)
+    profile = for_run(args, source)
     layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
@@ -76,14 +76,14 @@ def pipeline_costs(
     base = with_shard_bytes(args, _with_bytes(base, token_bytes))
     with _undisturbed(stages.values()):
         note("measuring bytes")
-        found = _with_largest_workspaces(
+        measured = _with_largest_workspaces(
             {number: _measured_bytes(args, stage, base.stages[number], product) for number, stage in stages.items()}
         )
         if args.epp_warm_up == "on" or (args.epp_warm_up == "auto" and torch.cuda.is_initialized()):
             note("warming up layers")
             for stage in stages.values():
                 run_other_size(stage)
-        costs = replace(base, stages=by_stage(found, links))
+        costs = replace(base, stages=by_stage(measured, links))
         if offloads(args):
             note("measuring what can go to the host")
             share = min(gathered(min(map(measure_offloadable_share, stages.values())), links))
@@ -104,13 +104,13 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
     blocks = stage.block_loss
     base = _with_workspace(base, 0) if blocks is None else _by_blocks(base, product, blocks.workspace_bytes)
     if stage.has_gradient:
-        found = measure_bytes(stage, base)
+        measured = measure_bytes(stage, base)
     else:  # there is nothing to count
-        found = _with_kv(base, **_sums(args, base)).without_backward()
+        measured = _with_kv(base, **_sums(args, base)).without_backward()
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
-        (received, *_) = found.ends
-        found = found.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
-    return replace(_with_kv(found, **_heads(args)), static=_static(args, stage))
+        (received, *_) = measured.ends
+        measured = measured.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
+    return replace(_with_kv(measured, **_heads(args)), static=_static(args, stage))
 
 
 def _with_kv(costs: StageCosts, **changes: Any) -> StageCosts:
@@ -134,10 +134,10 @@ def _heads(args: argparse.Namespace) -> dict[str, Any]:
 
 def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
     """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
-    kept = costs.kv.bytes_per_token
-    wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
+    narrow = costs.kv.bytes_per_token
+    wide = narrow * torch.float32.itemsize / model_shape(args).bytes_per_value
     few, many = (
-        wide if sums_in_fp32(args.epp_fp32_kv_gradients, count) else kept
+        wide if sums_in_fp32(args.epp_fp32_kv_gradients, count) else narrow
         for count in (MOST_ROUNDED_SLICES, MOST_ROUNDED_SLICES + 1)
     )
     return {"gradient_bytes_per_token": few, "many_gradient_bytes_per_token": many}
@@ -185,17 +185,17 @@ def by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
 
 def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
     """Gather one value per pipeline rank, in pipeline order; `choose` picks among ranks that share layers (the first)."""
-    found: dict[int, list[T]] = {}
+    values: dict[int, list[T]] = {}
     for position, _, value in sorted(links.control.from_each((links.position, dist.get_rank(), mine)), key=itemgetter(0, 1)):
-        found.setdefault(position, []).append(value)
-    return [choose(found[i]) for i in range(len(links.ranks))]
+        values.setdefault(position, []).append(value)
+    return [choose(values[i]) for i in range(len(links.ranks))]
 
 
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     """Return the bytes of this rank's weights, gradient buffers and optimizer states."""
     optimizer = optimizer_bytes(args)
     weights = [*stage.model.parameters()]
-    static = optimizer.static(parameters_of(weights), parameters_of(one for one in weights if one.requires_grad))
+    static = optimizer.static(parameters_of(weights), parameters_of(weight for weight in weights if weight.requires_grad))
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
@@ -206,8 +206,8 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Bytes of the largest gradient that autograd creates before it is added to its buffer. Fused layers create none."""
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
-    made = (weight for weight in stage.model.parameters() if weight.requires_grad and id(weight) not in inside)
-    return max((weight.nbytes for weight in made), default=0)
+    created = (weight for weight in stage.model.parameters() if weight.requires_grad and id(weight) not in inside)
+    return max((weight.nbytes for weight in created), default=0)
 
 
 def _with_device_memory(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:

@@ -18,6 +18,7 @@ from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
+from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
 from megatron_epp.plan import EppError
 from megatron_epp.plan.writing import write_text
 
@@ -89,6 +90,17 @@ def check_latents(args: argparse.Namespace, costs: PipelineCosts) -> None:
         )
 
 
+def check_shares(args: argparse.Namespace, costs: PipelineCosts) -> None:
+    """Raise `EppError` for costs from a file that have the output layer on other ranks than this run."""
+    of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
+    if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
+        what = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
+        raise EppError(
+            f"{args.epp_costs} {what} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: give another file, or "
+            "learn them (--epp-costs learn)"
+        )
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file of a checkpoint folder, which is made if needed, whole or not at all. Raises `EppError`, which names it."""
     try:
@@ -98,14 +110,14 @@ def write_whole(path: Path, text: str) -> None:
         raise EppError(f"cannot write {error.filename or path}: {error.strerror}") from None
 
 
-def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
+def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
-    stages = tuple(map(_stage_with_times, here.stages, kept.stages))
+    stages = tuple(map(_stage_with_times, here.stages, earlier.stages))
     vocabulary = here.vocabulary
-    if vocabulary is not None and kept.vocabulary is not None:
-        vocabulary = replace(vocabulary, **{name: getattr(kept.vocabulary, name) for name in _TIMES_OF_SHARDS})
-    times = {name: getattr(kept, name) for name in _TIMES_OF_LINKS}
-    return replace(here, name=kept.name, stages=stages, vocabulary=vocabulary, **times)
+    if vocabulary is not None and earlier.vocabulary is not None:
+        vocabulary = replace(vocabulary, **{name: getattr(earlier.vocabulary, name) for name in _TIMES_OF_SHARDS})
+    times = {name: getattr(earlier, name) for name in _TIMES_OF_LINKS}
+    return replace(here, name=earlier.name, stages=stages, vocabulary=vocabulary, **times)
 
 
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:

@@ -54,7 +54,7 @@ class StageWatch:
 
     def _tell(self, plan: Plan, everyone: list[tuple[int, str, dict[int, float]]]) -> None:
         """Name slow stages that have not been named since they became slow."""
-        slow = {(rank, stage): (host, ratio) for rank, host, found in everyone for stage, ratio in found.items()}
+        slow = {(rank, stage): (host, ratio) for rank, host, ratios in everyone for stage, ratio in ratios.items()}
         new, self._told = slow.keys() - self._told, set(slow)
         if not new:
             return

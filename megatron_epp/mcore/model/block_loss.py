@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
+from megatron_epp.cost.output_layer import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.microbatches import names_of
 from megatron_epp.mcore.costs.stored import of_first, write_whole

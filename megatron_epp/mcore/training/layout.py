@@ -26,9 +26,8 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer
+from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer, with_shard_bytes
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
-from megatron_epp.mcore.costs.vocabulary import with_shard_bytes
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.model_chunks import settle_stages
@@ -118,15 +117,15 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
 
 def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
     """Search for the layout, with the number of stages per rank from Megatron's flags."""
-    found = choose(sample_of(args, profile, even, batches))
+    choice = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
         FLAG,
-        layers_text(found.layout.halves),
-        100 * found.gain,
+        layers_text(choice.layout.halves),
+        100 * choice.gain,
         len(batches),
     )
-    return found.layout
+    return choice.layout
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
-from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.planner import Options, Problem, plan

@@ -6,7 +6,7 @@ What was recorded, and of which chunks, is the run's own.
 from __future__ import annotations
 
 from megatron_epp.cost import Line
-from megatron_epp.cost.vocabulary import PASS_US
+from megatron_epp.cost.output_layer import PASS_US
 from megatron_epp.mcore import entry
 from megatron_epp.plan import Action, Op, Plan
 

@@ -1,4 +1,4 @@
-"""Costs of an output layer whose vocabulary is sharded over the pipeline ranks."""
+"""The output layer: tokens and workspace of a loss by blocks, and costs of a vocabulary sharded over the pipeline ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,58 @@ from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
 from megatron_epp.plan import EppError, Op
 from megatron_epp.plan.operations import OperationRows
 
+AUTO = "auto"
+BLOCK_BYTES = 2**30
+"""Size of a block's fp32 logits if the number of tokens of a block is not set. With a vocabulary of 128,256 a block has 2,048
+tokens, so that the matrix products reach 94 % of their rate (`Rates.saturation_tokens`)."""
 PASS_US = 50.0
 """Fixed time of a pass of a shard besides its share of the output layer's: kernel launches, statistics. Assumed."""
+
+
+def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
+    """Tokens of a block of the loss; 0 if the logits of a whole chunk are computed at once.
+
+    A block recomputes its logits in backward, which is one more product with the output layer's weight. So ``auto`` uses blocks
+    only if the fp32 logits of the longest sequence would take more than the bytes of two blocks.
+
+    Args:
+        longest: tokens of the longest sequence on a rank; 0 if unknown.
+    """
+    if setting != AUTO:
+        return int(setting)
+    per_token = 4 * vocabulary
+    if longest * per_token <= 2 * BLOCK_BYTES:
+        return 0
+    return 1 << (max(1, BLOCK_BYTES // per_token).bit_length() - 1)
+
+
+def loss_workspace_bytes(
+    block_tokens: int,
+    vocabulary: int,
+    hidden_size: int,
+    bytes_per_value: int,
+    *,
+    fused_accumulation: bool = False,
+    in_place: bool = False,
+) -> int:
+    """Bytes of workspace, in addition to activations, while a pass computes a loss by blocks.
+
+    Logits are fp32; if values are narrower, there is also a copy of them or of their gradient in that type. The weight gradient
+    is summed over the blocks in fp32; if values are narrower, a block's contribution is one more tensor.
+
+    Args:
+        block_tokens: tokens of a block; 0 for no blocks, which takes no memory.
+        fused_accumulation: blocks accumulate into the weight's main gradient directly; only a placeholder tensor is allocated.
+        in_place: a kernel overwrites logits, stored in the type of the values, with their gradient; then there is a second copy
+            of a block's input, scaled by the weights of its tokens.
+    """
+    if block_tokens == 0:
+        return 0
+    copy = bytes_per_value if bytes_per_value < 4 else 0
+    gradient = bytes_per_value if fused_accumulation else 4 + copy
+    if in_place:
+        return bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
+    return vocabulary * (block_tokens * (4 + copy) + hidden_size * gradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +127,11 @@ class VocabularyShards:
 
         takes, gives = [], []
         for share in self.shares:
-            kept = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
+            to_gradient = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
             in_logits = size(share * (self.passing_bytes_per_token * tokens + self.workspace_bytes))
             in_gradient = size(share * self.workspace_bytes + 0.0 * tokens)
-            takes.append((kept + in_logits if op is Op.S else in_gradient).tolist())
-            gives.append((in_logits if op is Op.S else in_gradient + kept).tolist())
+            takes.append((to_gradient + in_logits if op is Op.S else in_gradient).tolist())
+            gives.append((in_logits if op is Op.S else in_gradient + to_gradient).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}
         return OperationRows(
             times, takes, gives, {name: line.device_us(tokens, 0.0).tolist() for name, line in carried.items()}
