@@ -74,15 +74,15 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, m
     """
     if not question.flags.get("multi_latent_attention") or question.flags.get("epp_latents") in ("on", "off"):
         return _with_offload(question, say, may_offload)
-    advices = list[Advice]()
+    best_by_latents = list[Advice]()
     for choice in ("off", "on"):
         asked = replace(question, flags=question.flags | {"epp_latents": choice})
         try:
-            advices.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
+            best_by_latents.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
         except NothingFitsError:
-            if choice == "on" and not advices:  # they take less memory: no change with keys and values would be smaller
+            if choice == "on" and not best_by_latents:  # they take less memory: no change with keys and values would be smaller
                 raise
-    return min(advices, key=lambda advice: advice.best[0].parts.step_us)
+    return min(best_by_latents, key=lambda advice: advice.best[0].parts.step_us)
 
 
 def _tell(say: Callable[[str], None], where: str, so_far: str) -> None:

@@ -41,14 +41,14 @@ def settings() -> dict[str, Any] | None:
     from megatron_epp.mcore.microbatches.wrap import OF_LOOP
 
     words = [] if text.lower() in ("1", "on") else text.replace(",", " ").split()
-    given = dict(word.partition("=")[::2] for word in words)
-    flags = [(f"--epp-{name.replace('_', '-')}", value) for name, value in given.items()]
+    values = dict(word.partition("=")[::2] for word in words)
+    flags = [(f"--epp-{name.replace('_', '-')}", value) for name, value in values.items()]
     parser = _Parser(prog=VARIABLE, add_help=False, allow_abbrev=False)
     for name in OF_LOOP:
         parser.add_argument(f"--epp-{name.replace('_', '-')}", type=int)
-    found = add_epp_args(parser).parse_args([word for flag in flags for word in flag if word])
-    names = [name.replace("-", "_") for name in given]
-    return {name: getattr(found, f"epp_{name}") for name in names}
+    flags_of_user = add_epp_args(parser).parse_args([word for flag in flags for word in flag if word])
+    names = [name.replace("-", "_") for name in values]
+    return {name: getattr(flags_of_user, f"epp_{name}") for name in names}
 
 
 def install_behind(module: str, **more: Any) -> None:
@@ -64,8 +64,8 @@ def install_behind(module: str, **more: Any) -> None:
     def install() -> None:
         import megatron_epp
 
-        if (found := settings()) is not None:
-            megatron_epp.install(**more | found)
+        if (own_settings := settings()) is not None:
+            megatron_epp.install(**more | own_settings)
 
     if os.environ.get(VARIABLE):
         when_imported(module, install)

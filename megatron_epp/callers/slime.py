@@ -17,8 +17,8 @@ _MULTIPLIER = 128
 
 def init(args: Any) -> None:
     """Install plans, if the environment variable says so: slime calls this when Megatron is initialised."""
-    found = settings()
-    if found is None:
+    own_settings = settings()
+    if own_settings is None:
         return
     import megatron_epp
 
@@ -28,4 +28,4 @@ def init(args: Any) -> None:
         lengths = [*map(int, item["total_lengths"])]
         return [*lengths, -sum(lengths) % multiple]
 
-    megatron_epp.install(shape_of=padded_lengths, **found)
+    megatron_epp.install(shape_of=padded_lengths, **own_settings)

@@ -56,9 +56,9 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
     search, names = _Search(args, lengths), names_of(args.parser)
     with progress("looking for what would fit"):
         search.run()
-    found, late = list(search.found.values()), [names[setting] for setting in search.late]
-    line = f"Would fit, each by itself: {', '.join(found)}."
-    if not found:
+    fitting, late = list(search.found.values()), [names[setting] for setting in search.late]
+    line = f"Would fit, each by itself: {', '.join(fitting)}."
+    if not fitting:
         tried = ", ".join(names[setting] for setting in search.tried) or "its flags"
         line = f"No change of one of {tried} was found to do; `megatron-epp advise` tries them together."
     if late:
@@ -73,8 +73,8 @@ def with_alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[in
     Args:
         error, args, lengths: as in `alternatives`.
     """
-    kept, line = kept_remedies(error, args), alternatives(error, args, lengths)
-    return kept.within(after=f"\n{line}") if line else kept
+    refusal, line = kept_remedies(error, args), alternatives(error, args, lengths)
+    return refusal.within(after=f"\n{line}") if line else refusal
 
 
 def _smaller_device(error: InfeasibleError, args: Namespace) -> float | None:
@@ -162,10 +162,10 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
         if max(static_bytes(problem, costs)) > min(problem.cap_bytes):
             return None
         options = replace(options, offload=offload)
-        made = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
+        least = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
     except EppError:
         return None
-    return max(made.predicted.peak_bytes)
+    return max(least.predicted.peak_bytes)
 
 
 def _changes(args: Namespace) -> Iterator[list[Change]]:
@@ -195,10 +195,10 @@ def _flags(change: Change, names: Names) -> str:
 
 
 def _doubled(value: int, most: int) -> list[int]:
-    found = []
+    doubled = []
     while (value := 2 * value) <= most:
-        found.append(value)
-    return found
+        doubled.append(value)
+    return doubled
 
 
 def _changed(args: Namespace, change: Change) -> Namespace:

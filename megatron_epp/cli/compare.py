@@ -128,23 +128,25 @@ def compare(args: argparse.Namespace) -> str:
     tell_sharing(args)
     tokens = [length for _, lengths in batches for length in lengths]
     total, tables = len(names) * len(batches), []
-    made: list[Entry] = []
-    with progress("planning", lambda: f"{len(made)} of {total} plans, each with its best size and layers"):
+    entries: list[Entry] = []
+    with progress("planning", lambda: f"{len(entries)} of {total} plans, each with its best size and layers"):
         for _, lengths in batches:
             for name in names:
-                ours = next((one for one in made[len(made) // len(names) * len(names) :] if one.planner == "greedy"), None)
-                each = [_best(one, lengths, tokens, layouts, name, ours) for one in choices]
-                made.append(min(each, key=lambda one: one.makespan_us))
+                ours = next(
+                    (entry for entry in entries[len(entries) // len(names) * len(names) :] if entry.planner == "greedy"), None
+                )
+                each = [_best(kind, lengths, tokens, layouts, name, ours) for kind in choices]
+                entries.append(min(each, key=lambda entry: entry.makespan_us))
     if ALL in (args.planner or ()):
-        made = _ranked(made, len(names))
+        entries = _ranked(entries, len(names))
     if args.output:
-        _draw(args.output, [(one.planner, one.plan) for one in made if one.plan is not None])
+        _draw(args.output, [(entry.planner, entry.plan) for entry in entries if entry.plan is not None])
     for number, (name, lengths) in enumerate(batches):
-        tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
+        tables.append((name, lengths, entries[number * len(names) : (number + 1) * len(names)]))
     if args.json:
         return json.dumps([_row(*table, entry) for table in tables for entry in table[2]], indent=1)
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
-    used = {one.layers for one in made if one.plan is not None}
+    used = {entry.layers for entry in entries if entry.plan is not None}
     lines = [line for kind, chosen in layouts.items() if kind in used for line in chosen.lines()]
     return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
 
@@ -181,12 +183,12 @@ def _best(
         like = ours or _best(args, lengths, tokens, layouts, "greedy")
         return _entry(args, lengths, tokens, layouts[like.layers].layout, name, like.layers, like.size)
     tried = [_entry(args, lengths, tokens, chosen.layout, name, kind) for kind, chosen in layouts.items()]
-    first = min(tried, key=lambda one: one.makespan_us)
+    first = min(tried, key=lambda entry: entry.makespan_us)
     tried += [
         _entry(args, lengths, tokens, layouts[first.layers].layout, name, first.layers, size)
         for size in sizes_of(args, lengths, layouts[first.layers].layout.placement.num_ranks, name)
     ]
-    return min((first, *tried), key=lambda one: one.makespan_us)
+    return min((first, *tried), key=lambda entry: entry.makespan_us)
 
 
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
@@ -204,11 +206,11 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
         return []
     if name in _IN_ROWS:
         whole, most = round_up(longest, multiple), args.context or sum(lengths)
-        found = sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
+        sizes = sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
     else:
-        found = [size for size in _powers(max(multiple, 1), longest // 2) if size % multiple == 0][: -_MOST_SIZES - 1 : -1]
-    actions = accumulate((len(lengths) + sum(lengths) // size) * num_ranks for size in found)
-    return sorted(size for size, so_far in zip(found, actions, strict=True) if so_far <= _MOST_ACTIONS)
+        sizes = [size for size in _powers(max(multiple, 1), longest // 2) if size % multiple == 0][: -_MOST_SIZES - 1 : -1]
+    actions = accumulate((len(lengths) + sum(lengths) // size) * num_ranks for size in sizes)
+    return sorted(size for size, so_far in zip(sizes, actions, strict=True) if so_far <= _MOST_ACTIONS)
 
 
 def _powers(least: int, most: int) -> Iterator[int]:
@@ -222,7 +224,7 @@ def _powers(least: int, most: int) -> Iterator[int]:
 def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
     """Write a page or a picture of plans below each other."""
     if is_page(path):
-        save_page([Shown(name, made) for name, made in plans], path)
+        save_page([Shown(name, shown_plan) for name, shown_plan in plans], path)
     else:
         save_picture(side_by_side(plans), path)
 
@@ -255,20 +257,20 @@ def _entry(
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with latest_message(EXACT_PLANNER_LOG) as latest:
-            made, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
+            planned, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
     except EppError as error:
-        made, refusal = None, error.text(names_of(args.parser))
-    note = "" if made is None else latest()
+        planned, refusal = None, error.text(names_of(args.parser))
+    note = "" if planned is None else latest()
     if size is None:
         row = args.context or round_up(max(lengths), args.token_multiple)
         size = row if name in _IN_ROWS else args.chunk_tokens
-    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3, note, kind, size, args.latents == "on")
+    return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, kind, size, args.latents == "on")
 
 
-def _ranked(made: list[Entry], count: int) -> list[Entry]:
+def _ranked(entries: list[Entry], count: int) -> list[Entry]:
     """Sort the entries of each batch by makespan; those without a plan go last."""
 
-    batches = (made[start : start + count] for start in range(0, len(made), count))
+    batches = (entries[start : start + count] for start in range(0, len(entries), count))
     return [entry for batch in batches for entry in sorted(batch, key=lambda one: one.makespan_us)]
 
 

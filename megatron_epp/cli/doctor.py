@@ -235,8 +235,8 @@ def _library(library: _Library, is_of_use: bool = True) -> Finding:
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
     if (error := _import_error(module)) is not None:
-        found = f"{version or 'found'}, but its import fails: {one_line(error)}"
-        return Finding(library.name, PROBLEM if library.status == PROBLEM else WARNING, found, _mended(error, library))
+        state = f"{version or 'found'}, but its import fails: {one_line(error)}"
+        return Finding(library.name, PROBLEM if library.status == PROBLEM else WARNING, state, _mended(error, library))
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
     if not features.matches(version, versions) and not features.matches(_release(version), versions):
@@ -284,11 +284,11 @@ def _megatron() -> Iterator[Finding]:
 
     fits = entry.fits()
     for fit in fits:
-        found = f"{fit.target}: {fit.what}"
+        fit_text = f"{fit.target}: {fit.what}"
         if not fit.fits and fit.needed:
-            yield Finding("patch", PROBLEM, found, "--epp-allow-unknown-megatron tries it all the same")
+            yield Finding("patch", PROBLEM, fit_text, "--epp-allow-unknown-megatron tries it all the same")
         elif not fit.fits:
-            yield Finding("Megatron's code", WARNING, found, "compare losses with --epp-schedule stock")
+            yield Finding("Megatron's code", WARNING, fit_text, "compare losses with --epp-schedule stock")
     needed = [fit.needed for fit in fits if fit.fits]
     yield Finding("patches", OK, f"{sum(needed)} fit; {len(needed) - sum(needed)} functions are as tested")
 
@@ -323,25 +323,25 @@ def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
         case = loss_kernels.LossCase("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
         kernel, obstacle = loss_kernels.explain(case)
         cases.setdefault(f"plain torch, not {obstacle}" if kernel is None else kernel.name, []).append(name)
-    yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {found}" for found, names in cases.items()))
+    yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {verdict}" for verdict, names in cases.items()))
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
-    name, found = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
+    name, value = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
     if has_gpu and not segments_expand(environment, version):
         name, why = allocator_variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
-        yield Finding(name, WARNING, found, f"export {name}={EXPANDABLE}: {why}")
+        yield Finding(name, WARNING, value, f"export {name}={EXPANDABLE}: {why}")
     else:
-        yield Finding(name, OK, found)
-    if (found := environment.get(TF32, "0")) != "0":
-        yield Finding(TF32, OK, f"{found}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
-    name, found = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
-    if has_gpu and found != "1":
+        yield Finding(name, OK, value)
+    if (value := environment.get(TF32, "0")) != "0":
+        yield Finding(TF32, OK, f"{value}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
+    name, value = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
+    if has_gpu and value != "1":
         todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
-        yield Finding(name, WARNING, found, todo)
+        yield Finding(name, WARNING, value, todo)
     else:
-        yield Finding(name, OK, found)
+        yield Finding(name, OK, value)
 
 
 def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:

@@ -199,8 +199,8 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
         return tuple(stream_lengths(tokens, args.context).tolist())
-    found = sequences_of(tokens, args.context, args.documents)
-    return tuple(found.lengths.tolist())
+    sequences = sequences_of(tokens, args.context, args.documents)
+    return tuple(sequences.lengths.tolist())
 
 
 def _is_count(text: str) -> bool:

@@ -148,8 +148,10 @@ def _command(name: str) -> Command:
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     """Return the parser of these commands."""
-    made = [_command(name) for name in names]
-    listed = [f"  {one.name:<10} {_folded(one.purpose)}" for one in made if one.name in MODULES.keys() - _UNLISTED]
+    known = [_command(name) for name in names]
+    listed = [
+        f"  {command.name:<10} {_folded(command.purpose)}" for command in known if command.name in MODULES.keys() - _UNLISTED
+    ]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",
@@ -157,20 +159,20 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
         "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(listed),
         epilog=_LAST,
     )
-    commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for one in made:
-        added = commands.add_parser(
-            one.name,
-            description=f"{one.purpose[0].upper()}{one.purpose[1:]}.",
-            epilog=one.example,
-            everyday=one.everyday,
-            notes=one.notes,
+    subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    for command in known:
+        added = subparsers.add_parser(
+            command.name,
+            description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
+            epilog=command.example,
+            everyday=command.everyday,
+            notes=command.notes,
         )
-        added.set_defaults(run=one.run)
-        one.add_arguments(added)
+        added.set_defaults(run=command.run)
+        command.add_arguments(added)
         added.add_help_flags()
-        if one.name in NAMES:
-            added.set_defaults(**{NAMES[one.name].switch: True})
+        if command.name in NAMES:
+            added.set_defaults(**{NAMES[command.name].switch: True})
     parser.add_argument(
         "--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}", help="print the version"
     )

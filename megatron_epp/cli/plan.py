@@ -106,7 +106,7 @@ def _plan(args: argparse.Namespace) -> int:
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
     try:
-        made, lines_why = _planned(problem, costs, args)
+        best, lines_why = _planned(problem, costs, args)
         refusal = ""
     except InfeasibleError as error:
         if not args.memory or not error.least_cap_bytes:
@@ -116,15 +116,15 @@ def _plan(args: argparse.Namespace) -> int:
             return ERROR
         refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
-        made, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
+        best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
     if args.output:
-        save(made, args.output)
+        save(best, args.output)
     if args.layout_out:
         write_text(args.layout_out, layout.to_json())
     if args.memory or args.memory_out:
-        _report_memory(args, problem, costs, made, refusal)
+        _report_memory(args, problem, costs, best, refusal)
     else:
-        say(text_of(made, args))
+        say(text_of(best, args))
     if args.json:
         return 0
     if lines_why:
@@ -142,28 +142,28 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[
     what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
     with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
         if not args.why:
-            made, lines = plan(problem, costs, options_from(args)), []
+            best, lines = plan(problem, costs, options_from(args)), []
         else:
             explanation = explain(problem, costs, options_from(args))
-            made, lines = explanation.plan, why(explanation, None if args.all else args.width)
+            best, lines = explanation.plan, why(explanation, None if args.all else args.width)
     if message := latest():
         tell(message)
-    return made, lines
+    return best, lines
 
 
-def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, made: Plan, refusal: str) -> None:
+def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, best: Plan, refusal: str) -> None:
     """Print what every rank holds, draw it, and find the smallest cap, which takes some more plans.
 
     Args:
         refusal: why the batch does not fit under the caps that were asked for; empty if it does.
     """
-    account = account_of(made, costs)
+    account = account_of(best, costs)
     if args.memory_out and is_page(args.memory_out):
-        save_page([Shown(args.planner, made, account=account)], args.memory_out)
+        save_page([Shown(args.planner, best, account=account)], args.memory_out)
     elif args.memory_out:
         save_memory_picture(account, args.memory_out)
     if not args.json:
-        blocks = [headline(made), peak_table(account), list(peak_lines(account))]
+        blocks = [headline(best), peak_table(account), list(peak_lines(account))]
         blocks.append(curves(account, max(8, args.width - _LABEL_WIDTH)))
         if refusal:
             blocks.insert(0, [*refusal.splitlines(), "What follows is of the smallest cap that would do."])

@@ -62,19 +62,19 @@ def read(path: str) -> Proven:
 
 def load_sound(path: str) -> Plan:
     """Load a plan. Refuse one that deadlocks or contradicts itself in tables, chunks and actions; warn of other violations."""
-    made = load(path)
-    if fault := next(_contradictions(made), None):
+    plan = load(path)
+    if fault := next(_contradictions(plan), None):
         raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
-    if violations := check(made):
+    if violations := check(plan):
         with naming(path, PlanError):
-            simulate(made)
+            simulate(plan)
         tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
-    return made
+    return plan
 
 
-def _contradictions(made: Plan) -> Iterator[Violation]:
-    columns = columns_of(made)
-    yield from check_tables(made, columns)
-    yield from check_tokens(made)
-    yield from check_presence(made, columns, listed(made, columns))
-    yield from check_kv_offload(made)
+def _contradictions(plan: Plan) -> Iterator[Violation]:
+    columns = columns_of(plan)
+    yield from check_tables(plan, columns)
+    yield from check_tokens(plan)
+    yield from check_presence(plan, columns, listed(plan, columns))
+    yield from check_kv_offload(plan)

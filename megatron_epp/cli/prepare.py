@@ -60,19 +60,19 @@ def add_tokenizer_arguments(parser: ArgumentParser) -> None:
 
 def encoder_from(args: Namespace) -> Encoder:
     """Return the encoder that the flags of `add_tokenizer_arguments` name; byte-level if none is given."""
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     flags: list[str] = []
     for flag, settings in _TOKENIZER_FLAGS.items():
         field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
         value = getattr(args, field)
         if value is not None:
-            given[field] = value
+            values[field] = value
             flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    if not given:
+    if not values:
         return BYTES
     if args.tokenizer_type is None:
         raise EppError(f"{flags[0]} needs --tokenizer-type")
-    return megatron_encoder(given, shlex.join(flags))
+    return megatron_encoder(values, shlex.join(flags))
 
 
 def add_arguments(parser: Parser) -> None:

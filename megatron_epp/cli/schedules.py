@@ -83,7 +83,7 @@ def planners_text() -> str:
         rows.append([name, _stages(entry), ", ".join(uses), summary])
     lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
     column = lines[0].index("what it does")
-    wrapped = [one for line in lines for one in _wrapped(line, column, help_width() - 2)]
+    wrapped = [row for line in lines for row in _wrapped(line, column, help_width() - 2)]
     lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
     return "\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE])
 

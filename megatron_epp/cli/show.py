@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return _prove(args.plans) if args.proof else _tell_times(args.plans)
     shown = _shown(args)
     if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
-        names = ", ".join(one.name for one in shown)
+        names = ", ".join(view.name for view in shown)
         raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{PAGE}")
     first = shown[0]
     if args.lowered:
@@ -99,22 +99,22 @@ def run(args: argparse.Namespace) -> int:
 def _prove(paths: list[str]) -> int:
     """Prove plans and print the results; return 1 if one has violations, or they do not match, else 0."""
     tables = [read(path) for path in paths]
-    plans, found = [one.plan for one in tables], [check(one.plan, one.launches) for one in tables]
-    for path, (made, rows, is_table), violations in zip(paths, tables, found, strict=True):
-        say(f"{path}: {report(made, violations)}", end="")
+    plans, violations_of_plans = [one.plan for one in tables], [check(one.plan, one.launches) for one in tables]
+    for path, (plan, rows, is_table), violations in zip(paths, tables, violations_of_plans, strict=True):
+        say(f"{path}: {report(plan, violations)}", end="")
         if rows is not None and not violations:
-            num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in made.ranks for step in row)
+            num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in plan.ranks for step in row)
             say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
         if is_table and not violations:
-            peaks = made.predicted.peak_bytes
+            peaks = plan.predicted.peak_bytes
             say(
-                f"bubble {made.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
+                f"bubble {plan.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
                 f"keeps most, {max(peaks)} microbatches of a stage"
             )
-    unmatched = [] if any(found) else check_lockstep(plans)
+    unmatched = [] if any(violations_of_plans) else check_lockstep(plans)
     for fault in unmatched:
         say(str(fault))
-    return 1 if any(found) or unmatched else 0
+    return 1 if any(violations_of_plans) or unmatched else 0
 
 
 def _tell_times(paths: list[str]) -> int:
@@ -156,28 +156,28 @@ def _shown(args: argparse.Namespace) -> list[Shown]:
     """Load the plans and the run that the flags name, and all traced iterations of the named folders."""
     if args.measured and (len(args.plans) > 1 or Path(args.plans[0]).is_dir()):
         raise EppError(f"--measured {args.measured} is a run of one plan: name that plan alone, and no folder")
-    found: list[Shown] = []
+    views: list[Shown] = []
     for path in map(Path, args.plans):
-        found += _of_folder(path) if path.is_dir() else [_load(path, Path(args.measured) if args.measured else None)]
-    return found
+        views += _of_folder(path) if path.is_dir() else [_load(path, Path(args.measured) if args.measured else None)]
+    return views
 
 
 def _of_folder(path: Path) -> list[Shown]:
     """Load the plans and runs of all traced iterations of a training."""
-    plans = sorted(path.glob("plan*.json"), key=lambda one: (len(one.name), one.name))
+    plans = sorted(path.glob("plan*.json"), key=lambda path_of_plan: (len(path_of_plan.name), path_of_plan.name))
     if not plans:
         raise PlanError(f"{path} has no plan.json: a training run writes it with --epp-report-dir and --epp-trace ITERATION")
-    runs = [path / one.name.replace("plan", "measured", 1) for one in plans]
+    runs = [path / path_of_plan.name.replace("plan", "measured", 1) for path_of_plan in plans]
     return [_load(plan, run if run.exists() else None) for plan, run in zip(plans, runs, strict=True)]
 
 
 def _load(path: Path, measured_path: Path | None) -> Shown:
-    made, measured = load_sound(str(path)), None
+    plan, measured = load_sound(str(path)), None
     if measured_path is not None:
         measured = Measured.load(measured_path)
         with naming(measured_path, PlanError):
-            measured_boxes(made, measured)
-    return Shown(path.stem, made, measured)
+            measured_boxes(plan, measured)
+    return Shown(path.stem, plan, measured)
 
 
 _PURPOSE = "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times"

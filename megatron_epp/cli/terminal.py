@@ -142,7 +142,7 @@ class Parser(SuggestingParser):
         formatter.add_usage(self.usage or self._usage(), (), ())
         formatter.add_text(self.description)
         last = self._optionals
-        for group in (*(one for one in self._action_groups if one is not last), last):
+        for group in (*(group_of_flags for group_of_flags in self._action_groups if group_of_flags is not last), last):
             if listed := [action for action in group._group_actions if action in actions]:
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
@@ -167,17 +167,17 @@ class Parser(SuggestingParser):
 
         The subcommand reports words that it does not know, and output files and folders that it could not write.
         """
-        found: argparse.Namespace
-        found, unknown = self.parse_known_args(argv)
-        command: Parser = found.parser
+        args: argparse.Namespace
+        args, unknown = self.parse_known_args(argv)
+        command: Parser = args.parser
         if unknown:
             command.refuse(unknown)
         for action in command._actions:
-            path = getattr(found, action.dest, None)
+            path = getattr(args, action.dest, None)
             look = unusable if action.type is output_folder else unwritable
             if action.type in (output, output_folder, picture, picture_or_page) and path and (why := look(Path(path))):
                 command.error(f"argument {'/'.join(action.option_strings)}: {why}")
-        return found
+        return args
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the words that this command does not know."""

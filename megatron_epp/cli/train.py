@@ -106,8 +106,8 @@ def quietly() -> Iterator[None]:
 
 def _processes(settings: Settings, launch: Launch) -> int:
     """Return the number of processes: one for each GPU of this node; without GPUs, as many as one replica needs."""
-    if found := count_gpus():
-        return found
+    if num_gpus := count_gpus():
+        return num_gpus
     needed = world_of(settings.get("megatron") or {})
     if needed % launch.nodes:
         raise SettingsError(

@@ -164,7 +164,7 @@ class ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens, without a loss's inputs."""
         ahead = self.ahead
         if ahead is not None:
-            ahead = AheadArrays(*(joined(getattr(ahead, one.name), shard) for one in fields(AheadArrays)))
+            ahead = AheadArrays(*(joined(getattr(ahead, column.name), shard) for column in fields(AheadArrays)))
         tokens, labels = joined(self.tokens, shard), joined(self.labels, shard)
         return ChunkArrays(tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead)
 
@@ -299,10 +299,10 @@ class GlobalBatch:
     def _members(self) -> list[list[int]]:
         """Return the sequences of every sequence's group, ascending."""
         if not self._groups:
-            numbers, found = self.loss_groups or range(len(self.indices)), dict[int, list[int]]()
+            numbers, positions = self.loss_groups or range(len(self.indices)), dict[int, list[int]]()
             for row, number in enumerate(numbers):
-                found.setdefault(number, []).append(row)
-            self._groups.extend(found[number] for number in numbers)
+                positions.setdefault(number, []).append(row)
+            self._groups.extend(positions[number] for number in numbers)
         return self._groups
 
     def _read(self, sequence: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -332,7 +332,7 @@ class GlobalBatch:
 
 
 _PICKLED = tuple(
-    one.name for one in fields(GlobalBatch) if one.init and one.name not in ("dataset", "prepared")
+    column.name for column in fields(GlobalBatch) if column.init and column.name not in ("dataset", "prepared")
 )  # these two are of one process
 
 

@@ -124,7 +124,10 @@ def _is_printed(value: Any, text: str, *, as_json: bool = False) -> bool:
     if not isinstance(value, dict | list) or not value:
         return False
     versions = value, without_nulls(value)  # Hugging Face removes nulls
-    pythons, jsons = {repr(one) for one in versions}, {json.dumps(one, ensure_ascii=False, default=str) for one in versions}
+    pythons, jsons = (
+        {repr(one) for one in versions},
+        {json.dumps(version, ensure_ascii=False, default=str) for version in versions},
+    )
     if any(form in text for form in (pythons | jsons if as_json else pythons - jsons)):
         return True
     return any(_is_printed(part, text, as_json=as_json) for part in (value.values() if isinstance(value, dict) else value))
@@ -161,9 +164,9 @@ def count_fields(
     fields.lost.update(name for _, name in lost)
     fields.lost = +fields.lost
     fields.printed.update(name for number, name in items if _is_printed(messages[number][name], whole))
-    told = {number for number, name in items if (number, name) not in lost}
+    numbered = {number for number, name in items if (number, name) not in lost}
     for number, message in counted:
-        is_told = number in told or (_has_text(message.get("content")) and (number, "content") not in lost)
+        is_told = number in numbered or (_has_text(message.get("content")) and (number, "content") not in lost)
         fields.num_empty += message["role"] in roles and not is_told
 
 
@@ -234,7 +237,7 @@ def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole:
 
 def _with(messages: Sequence[Message], number: int, name: str, value: object) -> list[Message]:
     """Return the messages with another value in one message's field; None removes the field."""
-    changed = {key: one for key, one in messages[number].items() if key != name} | ({} if value is None else {name: value})
+    changed = {key: other for key, other in messages[number].items() if key != name} | ({} if value is None else {name: value})
     return [*messages[:number], changed, *messages[number + 1 :]]
 
 

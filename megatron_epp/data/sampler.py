@@ -163,11 +163,11 @@ class TokenBatchSampler(GlobalBatchSampler):
         taken = list(super().__next__())
         num_tokens = int(self._lengths[taken].sum(dtype=np.int64))
         while True:
-            found = self._following(self.consumed_samples, _AT_ONCE)
-            ends = num_tokens + np.cumsum(self._lengths[found], dtype=np.int64)
+            following = self._following(self.consumed_samples, _AT_ONCE)
+            ends = num_tokens + np.cumsum(self._lengths[following], dtype=np.int64)
             count = int(np.searchsorted(ends, self._batch_tokens, side="right"))
-            taken += found[:count].tolist()
+            taken += following[:count].tolist()
             self.consumed_samples += count
-            if count < len(found):
+            if count < len(following):
                 return tuple(taken)
             num_tokens = int(ends[-1])

@@ -121,12 +121,12 @@ class Samples:
         self._samples = tuple(samples)
         self.names = [f"sample {index}" for index in range(len(self._samples))] if names is None else names
         self.lengths = np.array([len(sample.tokens) - 1 for sample in self._samples], dtype=np.int32)
-        found: dict[int | str, list[int]] = {}
+        by_group: dict[int | str, list[int]] = {}
         for index, sample in enumerate(self._samples):
-            found.setdefault(index if sample.group is None else sample.group, []).append(index)
-        self.groups = () if asks is None or asks.scope == "token" else tuple(map(tuple, found.values()))
+            by_group.setdefault(index if sample.group is None else sample.group, []).append(index)
+        self.groups = () if asks is None or asks.scope == "token" else tuple(map(tuple, by_group.values()))
         problem_of = None if asks is None else asks.group_problem
-        for name, group in found.items() if problem_of is not None else ():
+        for name, group in by_group.items() if problem_of is not None else ():
             if problem_of is not None and (problem := problem_of([self._samples[index].columns for index in group])):
                 raise EppError(f"group {name!r} {problem}")
 
@@ -135,7 +135,7 @@ class Samples:
 
     def num_trained(self) -> list[int]:
         """Return the number of trained labels of every sequence."""
-        return [len(one.tokens) - 1 if one.trained is None else int(one.trained[1:].sum()) for one in self._samples]
+        return [len(sample.tokens) - 1 if sample.trained is None else int(sample.trained[1:].sum()) for sample in self._samples]
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return tokens ``[start, end)`` of a sequence."""
@@ -162,12 +162,12 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
         EppError: the file cannot be read, a sample is not one, or is longer than `most_tokens`; the message names the line.
     """
     samples, names = [], []
-    for where, given in records(path, lambda kind, number: f"{path}: {kind} {number}"):
-        if not isinstance(given, dict):
+    for where, record in records(path, lambda kind, number: f"{path}: {kind} {number}"):
+        if not isinstance(record, dict):
             raise EppError(f"{where} is no object with {TOKENS}")
-        sample = TokenSample.of(given, asks, where, vocab_size)
+        sample = TokenSample.of(record, asks, where, vocab_size)
         if (positions := len(sample.tokens) - 1) > most_tokens:
-            tokens = len(given[TOKENS])
+            tokens = len(record[TOKENS])
             text = f"{where} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
             raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
         samples.append(sample)
@@ -178,42 +178,42 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
         return Samples(samples, asks, names)
 
 
-def _numbers(given: Any, what: str) -> np.ndarray:
+def _numbers(values: Any, what: str) -> np.ndarray:
     try:
-        found = np.asarray(given.tolist() if hasattr(given, "tolist") else given)
+        numbers = np.asarray(values.tolist() if hasattr(values, "tolist") else values)
     except ValueError as error:
         raise EppError(f"{what}: {error}") from error
-    if found.dtype == np.object_:
+    if numbers.dtype == np.object_:
         with contextlib.suppress(TypeError, ValueError):
-            found = found.astype(np.float64)  # None, which engines give where there is no value, becomes NaN
-    if not np.issubdtype(found.dtype, np.number) and found.dtype != np.bool_:
+            numbers = numbers.astype(np.float64)  # None, which engines give where there is no value, becomes NaN
+    if not np.issubdtype(numbers.dtype, np.number) and numbers.dtype != np.bool_:
         raise EppError(f"{what} must be numbers")
-    return found
+    return numbers
 
 
-def _group(given: Mapping[str, Any], what: str) -> int | str:
-    group: Any = given.get(GROUP)
+def _group(sample: Mapping[str, Any], what: str) -> int | str:
+    group: Any = sample.get(GROUP)
     group = group.item() if hasattr(group, "item") else group
     if isinstance(group, bool) or not isinstance(group, int | str):
         raise EppError(f"{what}: {GROUP} must be an integer or a text, the same for samples with one loss; it is {group!r}")
     return group
 
 
-def _check_tokens(found: np.ndarray, vocab_size: int, what: str) -> None:
+def _check_tokens(numbers: np.ndarray, vocab_size: int, what: str) -> None:
     """Raise `EppError` for a token that the vocabulary has not."""
-    if found.size and (found.max() >= vocab_size or found.min() < 0):
-        strange = found.max() if found.max() >= vocab_size else found.min()
+    if numbers.size and (numbers.max() >= vocab_size or numbers.min() < 0):
+        strange = numbers.max() if numbers.max() >= vocab_size else numbers.min()
         raise EppError(f"{what} {int(strange)}, and the vocabulary {vocab_size} entries")
 
 
-def _column(given: Any, num_tokens: int, what: str, width: int | None = None) -> np.ndarray:
-    found = _numbers(given, what).astype(np.float32)
-    if width is not None and found.shape != (num_tokens, width):
-        shape = " x ".join(map(str, found.shape)) or "one number"
+def _column(values: Any, num_tokens: int, what: str, width: int | None = None) -> np.ndarray:
+    column = _numbers(values, what).astype(np.float32)
+    if width is not None and column.shape != (num_tokens, width):
+        shape = " x ".join(map(str, column.shape)) or "one number"
         raise EppError(f"{what} is {shape}; the loss reads {width} values for each of {num_tokens} tokens")
-    if width is None and (found.ndim > 1 or (found.ndim == 1 and len(found) != num_tokens)):
-        raise EppError(f"{what} has {found.size} values for {num_tokens} tokens: give as many, or one number for all")
-    return found
+    if width is None and (column.ndim > 1 or (column.ndim == 1 and len(column) != num_tokens)):
+        raise EppError(f"{what} has {column.size} values for {num_tokens} tokens: give as many, or one number for all")
+    return column
 
 
 def _check_finite(values: np.ndarray, is_read: np.ndarray, what: str) -> None:

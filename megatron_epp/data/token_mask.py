@@ -41,16 +41,16 @@ class TokenMask:
     def read(self, start: int, end: int) -> Mask:
         """Return the mask of tokens ``[start, end)`` of the pair. Raises `EppError` if a value is neither 0 nor 1."""
         if self._mapped is not None:
-            found: Mask = self._mapped[start:end]
+            mask: Mask = self._mapped[start:end]
         else:
-            found = np.fromfile(self.path, dtype=np.uint8, count=end - start, offset=start)
-        if len(found) and found.max() > 1:
-            at = int(np.argmax(found > 1))
+            mask = np.fromfile(self.path, dtype=np.uint8, count=end - start, offset=start)
+        if len(mask) and mask.max() > 1:
+            at = int(np.argmax(mask > 1))
             raise EppError(
-                f"{self.path} has {int(found[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
+                f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
                 " again with `megatron-epp prepare`, or remove it to train on all tokens"
             )
-        return found
+        return mask
 
 
 def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:

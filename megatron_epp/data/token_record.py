@@ -145,14 +145,14 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
     Args:
         masks_eod: True if the run uses ends of documents (``eod_mask_loss``).
     """
-    made = record.tokenizer
-    same = made.digest == run.digest and (made.digest is not None or made.kind == run.kind)
+    tokenizer = record.tokenizer
+    same = tokenizer.digest == run.digest and (tokenizer.digest is not None or tokenizer.kind == run.kind)
     if not same or record.max_token >= run.vocab_size:
         raise _refusal(prefix, record, str(run))
-    if masks_eod and made.eod is not None and made.eod != run.eod:
+    if masks_eod and tokenizer.eod is not None and tokenizer.eod != run.eod:
         raise EppError(
-            f"documents of {prefix} end with token {made.eod}, and this run's tokenizer ({run}) ends them with {run.eod}, so "
-            "the loss cannot be masked there",
+            f"documents of {prefix} end with token {tokenizer.eod}, and this run's tokenizer ({run}) ends them with {run.eod}, "
+            "so the loss cannot be masked there",
             Remedy("drop", "eod_mask_loss"),
             Remedy("use", value=record.flags),
         )

@@ -68,7 +68,7 @@ class Launch:
     def of(settings: Settings) -> Launch:
         """Read the `launch` section. Raises SettingsError for an unknown key or an invalid value."""
         section = {key: value for key, value in (settings.get("launch") or {}).items() if value is not None}
-        known = {one.name: one for one in fields(Launch)}
+        known = {field.name: field for field in fields(Launch)}
         for key, value in section.items():
             if key not in known:
                 raise SettingsError(f"launch.{key} is unknown{nearest(key, known)}; there are {', '.join(known)}")
@@ -77,27 +77,29 @@ class Launch:
                 raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingsError(f"launch.{key} is {value!r}; it must have no control characters")
-        made = Launch(**section)
+        launch = Launch(**section)
         for key, least, most in _RANGES:
-            if (number := getattr(made, key)) is not None and not least <= number <= most:
+            if (number := getattr(launch, key)) is not None and not least <= number <= most:
                 raise SettingsError(f"launch.{key} is {number}; it must be {least} or more" + f", up to {most}" * (most < _ANY))
-        if not 0 <= made.node_rank < made.nodes:
-            last, nodes = made.nodes - 1, made.nodes
-            raise SettingsError(f"launch.node_rank is {made.node_rank}; it must be from 0 to {last} for launch.nodes {nodes}")
-        if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):
+        if not 0 <= launch.node_rank < launch.nodes:
+            last, nodes = launch.nodes - 1, launch.nodes
+            raise SettingsError(f"launch.node_rank is {launch.node_rank}; it must be from 0 to {last} for launch.nodes {nodes}")
+        if not launch.name or launch.name[0] in "-." or set(launch.name) & set("/\\"):
             raise SettingsError(
-                f"launch.name is {made.name!r}; it must be the name of a folder, without / or \\, and not begin with - or ."
+                f"launch.name is {launch.name!r}; it must be the name of a folder, without / or \\, and not begin with - or ."
             )
-        if not _ADDRESS.fullmatch(made.master_addr):
-            raise SettingsError(f"launch.master_addr is {made.master_addr!r}; it must be the name or the address of a machine")
+        if not _ADDRESS.fullmatch(launch.master_addr):
+            raise SettingsError(
+                f"launch.master_addr is {launch.master_addr!r}; it must be the name or the address of a machine"
+            )
         try:
-            shlex.split(made.torchrun)
+            shlex.split(launch.torchrun)
         except ValueError as error:
-            raise SettingsError(f"launch.torchrun is {made.torchrun!r}; its quotes must be closed") from error
-        check_environment(made.environment)
-        if made.script is not None and not Path(made.script).is_file():
-            raise SettingsError(f"launch.script: there is no file {made.script}")
-        return made
+            raise SettingsError(f"launch.torchrun is {launch.torchrun!r}; its quotes must be closed") from error
+        check_environment(launch.environment)
+        if launch.script is not None and not Path(launch.script).is_file():
+            raise SettingsError(f"launch.script: there is no file {launch.script}")
+        return launch
 
 
 def world_of(megatron: Mapping[str, Any]) -> int:

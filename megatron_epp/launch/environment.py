@@ -73,10 +73,10 @@ def exports(values: Mapping[str, Any], masked: bool = False) -> list[str]:
 
 def _parts(value: Any) -> list[_Part]:
     text, parts, end = str(value), [], 0
-    for found in REFERENCE.finditer(text):
-        parts.append(_Part(None, text[end : found.start()]))
-        parts.append(_Part(found["name"] or found["oc_name"], found["default"] if found["name"] else found["oc_default"]))
-        end = found.end()
+    for match in REFERENCE.finditer(text):
+        parts.append(_Part(None, text[end : match.start()]))
+        parts.append(_Part(match["name"] or match["oc_name"], match["default"] if match["name"] else match["oc_default"]))
+        end = match.end()
     return [part for part in (*parts, _Part(None, text[end:])) if part.source or part.text]
 
 

@@ -49,10 +49,10 @@ class TrainingParser(SuggestingParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Raises `SettingsError` for a word that no flag takes."""
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"there is no {self.named(unknown)}")
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"the training script refuses this: {message}")

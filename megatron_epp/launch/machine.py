@@ -114,5 +114,5 @@ def allocator_environment(environment: Mapping[str, str], torch_version: str) ->
 
 def segments_expand(environment: Mapping[str, str], torch_version: str) -> bool:
     """True if the allocator's segments are expandable."""
-    found = allocator_setting(environment, torch_version)
-    return found is not None and EXPANDABLE in found[1]
+    setting = allocator_setting(environment, torch_version)
+    return setting is not None and EXPANDABLE in setting[1]

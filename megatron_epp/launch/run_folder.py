@@ -55,10 +55,10 @@ def hold(folder: str | os.PathLike[str], run: str) -> None:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _say(handle, run)
     except OSError as error:
-        told = _holder(handle)
+        holder = _holder(handle)
         os.close(handle)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise EppError(f"another run writes into {folder}: {told}; end it, or choose another folder") from error
+            raise EppError(f"another run writes into {folder}: {holder}; end it, or choose another folder") from error
         if error.errno not in _UNSUPPORTED:
             raise EppError(f"{path} cannot be written ({error.strerror})") from error
         logger.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error.strerror)

@@ -201,8 +201,8 @@ def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mappi
 
 def reason_in(log: str) -> str | None:
     """First line of a log that gives the reason for a failure; None if there is none."""
-    found = _REASON.search(log)
-    return found[1] if found else None
+    reason = _REASON.search(log)
+    return reason[1] if reason else None
 
 
 def flag_words(settings: dict[str, Any]) -> list[str]:

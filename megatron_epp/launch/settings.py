@@ -52,7 +52,7 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
 def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
     """Load one file, merged over everything that it includes, unless it is known; `chain` are the files that include it."""
     if path in chain:
-        loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
+        loop = " -> ".join(str(file) for file in (*chain[chain.index(path) :], path))
         raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
     if path in known:
         return known[path]
@@ -99,8 +99,8 @@ def _section(name: str, value: Any, path: Path | str) -> Any:
     """Return the section with its variables replaced, except in `launch.environment` if that holds names with values."""
     if name != "launch" or not isinstance(value, dict):
         return _substituted(value, path)
-    kept = {key: inner for key, inner in value.items() if key == "environment" and isinstance(inner, dict)}
-    return {key: kept.get(key) or _substituted(inner, path) for key, inner in value.items()}
+    environment = {key: inner for key, inner in value.items() if key == "environment" and isinstance(inner, dict)}
+    return {key: environment.get(key) or _substituted(inner, path) for key, inner in value.items()}
 
 
 def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str]) -> Settings:
@@ -126,10 +126,10 @@ def _substituted(value: Any, path: Path | str) -> Any:
         return value
 
     def variable(match: re.Match[str]) -> str:
-        found = os.environ.get(match[1], match[2])
-        if found is None:
+        value = os.environ.get(match[1], match[2])
+        if value is None:
             raise SettingsError(f"{path}: {match[0]} is not set: export it, or give a default as ${{{match[1]}:default}}")
-        return found
+        return value
 
     text = _VARIABLE.sub(variable, value)
     return parse_yaml(text, f"{path}: the value of {value}") if _VARIABLE.fullmatch(value) else text
@@ -155,7 +155,7 @@ def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(over, dict):  # else it is merged already
-        over = _with_environment(over, lambda text: REFERENCE.sub(lambda found: found[0].replace("${", _HELD), text))
+        over = _with_environment(over, lambda text: REFERENCE.sub(lambda match: match[0].replace("${", _HELD), text))
     try:
         return _omegaconf().merge(under, over)
     except (OmegaConfBaseException, RecursionError) as error:

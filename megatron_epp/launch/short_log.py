@@ -92,9 +92,9 @@ def divided(path: str | None) -> Iterator[ShortLog | None]:
     os.environ["PYTHONUNBUFFERED"] = "1"  # in a pipe, lines of the ranks would wait for a full buffer
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    saved = os.dup(1), os.dup(2)
     source, sink = os.pipe()
-    log = ShortLog(Path(path), kept[0])
+    log = ShortLog(Path(path), saved[0])
     reader = threading.Thread(target=log.read, args=(source,), name="short log", daemon=True)
     reader.start()
     os.dup2(sink, 1)
@@ -105,6 +105,6 @@ def divided(path: str | None) -> Iterator[ShortLog | None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
         reader.join(_WAIT_S)

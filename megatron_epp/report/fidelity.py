@@ -94,21 +94,21 @@ def compare(plan: Plan, measured: Measured) -> Comparison:
 def _replayed_us(plan: Plan, events: dict[Action, Event], took_us: Callable[[Event], float]) -> float:
     def of_step(step: Step) -> float:
         """Return the time of a step; two actions that take turns overlap."""
-        found = [events[action] for action in step.actions]
-        span_us = max(event.end_us for event in found) - min(event.start_us for event in found)
-        return min(sum(map(took_us, found)), span_us) if step.also else took_us(found[0])
+        times = [events[action] for action in step.actions]
+        span_us = max(event.end_us for event in times) - min(event.start_us for event in times)
+        return min(sum(map(took_us, times)), span_us) if step.also else took_us(times[0])
 
     ranks = tuple(tuple(step._replace(time_us=of_step(step)) for step in steps) for steps in plan.ranks)
     return simulate(replace(plan, ranks=ranks)).makespan_us
 
 
 def _kinds(plan: Plan, events: dict[Action, Event], has_cpu: bool) -> dict[str, Took]:
-    found: dict[str, Took] = {}
+    took: dict[str, Took] = {}
     for step in (step for steps in plan.ranks for step in steps):
         op, stage, chunk = step.action
         event = events[step.action]
         kind = RECOMPUTING if op is Op.B and any(plan.recompute[stage][chunk]) else str(op)
-        old = found.get(kind, Took(0, 0.0, 0.0, 0.0 if has_cpu else None))
+        old = took.get(kind, Took(0, 0.0, 0.0, 0.0 if has_cpu else None))
         cpu_us = None if old.cpu_us is None else old.cpu_us + (event.cpu_us or 0.0)
-        found[kind] = Took(old.count + 1, old.planned_us + step.time_us, old.measured_us + event.took_us, cpu_us)
-    return found
+        took[kind] = Took(old.count + 1, old.planned_us + step.time_us, old.measured_us + event.took_us, cpu_us)
+    return took

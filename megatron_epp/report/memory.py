@@ -98,10 +98,10 @@ def curves(account: Account, width: int) -> list[str]:
 def figures(account: Account) -> list[dict[str, Any]]:
     """Return the figures of the memory report as data, one entry per rank."""
     plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan, account.timeline)
-    found = []
+    rows = []
     for rank in range(plan.num_ranks):
         peak, cap = account.peak(rank), plan.cap_bytes[rank]
-        found.append(
+        rows.append(
             {
                 "rank": rank,
                 "stages": plan.stages_of(rank),
@@ -118,7 +118,7 @@ def figures(account: Account) -> list[dict[str, Any]]:
                 "live_bytes": account.timeline.live_bytes(rank),
             }
         )
-    return found
+    return rows
 
 
 def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:

@@ -39,7 +39,7 @@ def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[fl
     return Deviation(far[0], far[1], max(TIMES * far[0], floor))
 
 
-def _difference(found: float, wanted: float) -> float:
+def _difference(value: float, wanted: float) -> float:
     """Return the relative difference of two values; infinite if one is not a number."""
-    difference = abs(found / wanted - 1)
+    difference = abs(value / wanted - 1)
     return math.inf if math.isnan(difference) else difference

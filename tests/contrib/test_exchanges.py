@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
 from megatron_epp.contrib.overlap import exchanges
 from megatron_epp.contrib.overlap.turns import Turns
-from megatron_epp.mcore.training.forward_backward import _pair_runner
+from megatron_epp.mcore.iteration.run_plan import _pair_runner
 from megatron_epp.runtime.executor import PairRunner
 from scripts.bench.orders.unit import Unit
 
@@ -35,7 +35,7 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str = "stp", **changes: Any) -> PairRunner | None:
-    return _pair_runner(Unit(name, 2, 5).plan(), 0, Namespace(**(ARGUMENTS | changes)))
+    return _pair_runner(Unit(name, 2, 5).plan(), Namespace(rank=0, args=Namespace(**(ARGUMENTS | changes))))
 
 
 @pytest.mark.parametrize(

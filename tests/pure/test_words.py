@@ -129,7 +129,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 SAYS_MORE_THAN_A_NAME = re.compile(
     r"[\d`\[]|byte|second|\b(None|True|if|not|per|may|counts?|must)\b|where|which|at (most|least)|each|every|only|without"
-    r"|(other|like)wise|else|until|while|once|unless|empty|zero|infinit|range|fraction|share|default|nothing|in (place|order)"
+    r"|(other|like)wise|else|until|while|once|unless|empty|zero|infinity|range|fraction|share|default|nothing|in (place|order)"
     r"|falling|ascending|longest|deterministic|unique|multiple|either|called|updated|overwritten|removed|decisions that"
 )
 """A unit, a shape, a limit, what a missing value means, or what is done with an argument."""

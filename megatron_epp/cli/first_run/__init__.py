@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         say(outcome_lines(done[-1]), flush=True)
         _write(setting, done)
     say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.txt'} and report.json")
-    return int(any(one.outcome.status == FAILED for one in done))
+    return int(any(step.outcome.status == FAILED for step in done))
 
 
 def _done(step: MachineCheck, setting: Setting) -> Done:
@@ -174,10 +174,10 @@ def _done(step: MachineCheck, setting: Setting) -> Done:
 
 def _write(setting: Setting, done: list[Done]) -> None:
     """Write both forms of the report, after every step, so that a machine that hangs leaves the steps before."""
-    found = versions()
-    report = json.dumps(report_json(setting, found, done), indent=1, default=str)
+    installed = versions()
+    report = json.dumps(report_json(setting, installed, done), indent=1, default=str)
     write_text(setting.folder / "report.json", report + "\n")
-    write_text(setting.folder / "report.txt", report_text(setting, found, done))
+    write_text(setting.folder / "report.txt", report_text(setting, installed, done))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -209,8 +209,8 @@ def _cluster_of(here: str, num_gpus: int, has_launch: bool) -> str:
     """Return the shipped cluster file of this machine's GPUs; an H100's for other GPUs, and for a launch command on a CPU."""
     if not num_gpus and not has_launch:
         return "this-machine"
-    found = re.search(r"[AH]\d{3}", here)
-    name = f"{found[0].lower()}x8" if found else ""
+    gpu = re.search(r"[AH]\d{3}", here)
+    name = f"{gpu[0].lower()}x8" if gpu else ""
     return name if name in shipped("clusters") else "h100x8"
 
 

@@ -29,14 +29,14 @@ _GOOD_FIT = 0.25
 def doctor(setting: Setting) -> Outcome:
     """Look at the machine as `megatron-epp doctor` does."""
     findings = list(look())
-    failed = [one for one in findings if one.status == PROBLEM]
+    failed = [finding for finding in findings if finding.status == PROBLEM]
     odd = failed + [one for one in findings if one.status == WARNING]
-    found = [
+    lines = [
         *doctor_text(odd or findings).split("\n")[:-2],
         f"{len(findings)} subjects looked at; `megatron-epp doctor` lists all",
     ]
     todo = f"{failed[0].subject}: {failed[0].todo or 'see above'}" if failed else ""
-    return Outcome(FAILED if failed else PASSED, tuple(found), todo, {"findings": [asdict(one) for one in findings]})
+    return Outcome(FAILED if failed else PASSED, tuple(lines), todo, {"findings": [asdict(finding) for finding in findings]})
 
 
 def _pipelines(num_ranks: int) -> int:
@@ -60,21 +60,23 @@ def links(setting: Setting) -> Outcome:
         if shared > 1:
             plans = queue_plans(setting.num_ranks // shared)
             again = check_queues(plans, _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=shared)
-            runs += [replace(one, name=f"{one.name}, {shared} ranks a stage") for one in again]
-    rows = [[format_bytes(one.tokens), format_us(one.time_us), f"{one.tokens / one.time_us / 1e3:.2f}"] for one in points]
-    ran = [[one.name, str(one.num_messages), format_bytes(one.message_bytes), format_us(one.time_us)] for one in runs]
+            runs += [replace(shared_run, name=f"{shared_run.name}, {shared} ranks a stage") for shared_run in again]
+    rows = [
+        [format_bytes(point.tokens), format_us(point.time_us), f"{point.tokens / point.time_us / 1e3:.2f}"] for point in points
+    ]
+    ran = [[timed.name, str(timed.num_messages), format_bytes(timed.message_bytes), format_us(timed.time_us)] for timed in runs]
     wrong = [one for one in runs if one.num_wrong]
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-    found = [
+    lines = [
         *table(("message", "time", "GB/s"), rows),
         "",
         f"plans over {setting.num_ranks} ranks ({'NCCL' if gpus else 'gloo'}, CUDA_DEVICE_MAX_CONNECTIONS {queues}):",
         *table(("plan", "messages", "largest", "time"), ran),
-        f"{sum(one.num_wrong for one in runs)} values arrived other than they were sent",
+        f"{sum(timed.num_wrong for timed in runs)} values arrived other than they were sent",
     ]
-    todo = f"messages are mixed up ({', '.join(one.name for one in wrong)}): send this report, and do not train"
+    todo = f"messages are mixed up ({', '.join(timed.name for timed in wrong)}): send this report, and do not train"
     figures = {"messages": [point._asdict() for point in points], "plans": [asdict(one) for one in runs]}
-    return Outcome.judged(not wrong, found, todo, figures)
+    return Outcome.judged(not wrong, lines, todo, figures)
 
 
 def kernels(setting: Setting) -> Outcome:
@@ -91,18 +93,18 @@ def kernels(setting: Setting) -> Outcome:
         proofs = list(prove(setting.device, channels, max(1, heads // ranks), max(1, groups // ranks), tokens))
     rows = [
         [
-            one.dtype,
-            one.kernel + " (chosen)" * one.is_chosen,
-            "-" if one.error is None else f"{one.error:.1e}",
-            f"{one.tolerance:.0e}",
-            one.obstacle or ("holds" if one.holds else "does NOT hold"),
+            proof.dtype,
+            proof.kernel + " (chosen)" * proof.is_chosen,
+            "-" if proof.error is None else f"{proof.error:.1e}",
+            f"{proof.tolerance:.0e}",
+            proof.obstacle or ("holds" if proof.holds else "does NOT hold"),
         ]
-        for one in proofs
+        for proof in proofs
     ]
-    wrong = [one for one in proofs if one.is_chosen and not one.holds]
-    found = table(("type", "kernel", "error", "allowed", ""), rows, left=(0, 1, 4))
-    todo = f"train with another --attention-backend, and send this report: {', '.join(one.kernel for one in wrong)}"
-    return Outcome.judged(not wrong, found, todo, {"proofs": [asdict(one) for one in proofs]})
+    wrong = [proof for proof in proofs if proof.is_chosen and not proof.holds]
+    lines = table(("type", "kernel", "error", "allowed", ""), rows, left=(0, 1, 4))
+    todo = f"train with another --attention-backend, and send this report: {', '.join(proof.kernel for proof in wrong)}"
+    return Outcome.judged(not wrong, lines, todo, {"proofs": [asdict(one) for one in proofs]})
 
 
 def profile(setting: Setting) -> Outcome:
@@ -118,14 +120,14 @@ def profile(setting: Setting) -> Outcome:
         shape = question.shape(configuration_of(question, setting.launch))
     else:
         shape = shape_of(load_flags("tiny-gpt"))
-    made = measure_profile(shape, measured_device(None), grid)
-    setting.profile = made if setting.plans_for_here else None
+    profile = measure_profile(shape, measured_device(None), grid)
+    setting.profile = profile if setting.plans_for_here else None
     path = Path(setting.folder, "profile.json")
-    write_text(path, made.to_json() + "\n")
-    residuals = made.origin["residuals"]
-    off = [kind for kind, one in residuals.items() if one["median"] > _GOOD_FIT]
-    found = [*residual_table(residuals), f"written to {path}"]
+    write_text(path, profile.to_json() + "\n")
+    residuals = profile.origin["residuals"]
+    off = [kind for kind, residual in residuals.items() if residual["median"] > _GOOD_FIT]
+    lines = [*residual_table(residuals), f"written to {path}"]
     if setting.is_reduced or not off:
-        return Outcome(PASSED, tuple(found), "", {"residuals": residuals})
+        return Outcome(PASSED, tuple(lines), "", {"residuals": residuals})
     todo = f"{', '.join(off)} fit badly: was the machine busy? measure at more sizes with `megatron-epp profile`"
-    return Outcome(FAILED, tuple(found), todo, {"residuals": residuals})
+    return Outcome(FAILED, tuple(lines), todo, {"residuals": residuals})

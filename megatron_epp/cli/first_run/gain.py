@@ -84,14 +84,14 @@ def gain(setting: Setting) -> Outcome:
     if setting.profile is not None:
         question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
-        found = evaluate(question, config)
+        evaluation = evaluate(question, config)
     refused = refusals(setting.launch)
     costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
         f"{max(question.lengths):,}; {config.name}; costs {costs}",
-        *_rows(question, found),
-        _said(found.speedup),
+        *_rows(question, evaluation),
+        _said(evaluation.speedup),
         *([_NOT_SUBTRACTED] if refused else []),
         *refused,
         "",
@@ -100,24 +100,24 @@ def gain(setting: Setting) -> Outcome:
     ]
     figures = {
         "layout": asdict(config),
-        "speedup": found.speedup if math.isfinite(found.speedup) else None,
-        "elastic": asdict(found.elastic.parts) | {"peak_bytes": found.elastic.peak_bytes},
-        "stock": None if found.stock is None else {"step_us": found.stock.step_us, "planner": found.stock.planner},
+        "speedup": evaluation.speedup if math.isfinite(evaluation.speedup) else None,
+        "elastic": asdict(evaluation.elastic.parts) | {"peak_bytes": evaluation.elastic.peak_bytes},
+        "stock": None
+        if evaluation.stock is None
+        else {"step_us": evaluation.stock.step_us, "planner": evaluation.stock.planner},
         "changes": setting.launch.changes(),
     }
     return Outcome(PASSED, tuple(lines), "", figures)
 
 
-def _rows(question: Question, found: Gain) -> list[str]:
+def _rows(question: Question, gain: Gain) -> list[str]:
     rows = []
-    if found.stock is not None:
-        fill = f"1F1B, {_FILLS[found.stock.planner]} to {found.stock.contexts * question.context:,}"
-        rows.append(
-            [fill, format_us(found.stock.step_us), f"{1e6 * question.tokens / found.stock.step_us:,.0f}", "-", "-", "-"]
-        )
+    if gain.stock is not None:
+        fill = f"1F1B, {_FILLS[gain.stock.planner]} to {gain.stock.contexts * question.context:,}"
+        rows.append([fill, format_us(gain.stock.step_us), f"{1e6 * question.tokens / gain.stock.step_us:,.0f}", "-", "-", "-"])
     else:
         rows.append([f"1F1B: does not fit {format_gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
-    parts = found.elastic.parts
+    parts = gain.elastic.parts
     rows.append(
         [
             "elastic",
@@ -125,7 +125,7 @@ def _rows(question: Question, found: Gain) -> list[str]:
             f"{1e6 * question.tokens / parts.step_us:,.0f}",
             f"{parts.bubble_us / parts.step_us:.1%}",
             f"{parts.recompute_us / parts.step_us:.1%}",
-            format_bytes(found.elastic.peak_bytes),
+            format_bytes(gain.elastic.peak_bytes),
         ]
     )
     return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)

@@ -88,7 +88,11 @@ class StockLaunch:
     def refused(self) -> list[str]:
         """Return the flags that a plan cannot honour and that `changes` does not change, with what to do about each."""
         args = argparse.Namespace(**self.flags)
-        return [f"{one.flag}: {one.advice}" for one in CONFLICTS if one.flag not in _CHANGED and one.is_given(args)]
+        return [
+            f"{conflict.flag}: {conflict.advice}"
+            for conflict in CONFLICTS
+            if conflict.flag not in _CHANGED and conflict.is_given(args)
+        ]
 
 
 def read_launch(words: Sequence[str]) -> StockLaunch:
@@ -132,19 +136,19 @@ def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
 
 def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
     """Yield the flags that need another value than the command gives, with the value that they need."""
-    args, conflicts = argparse.Namespace(**launch.flags), {one.flag: one for one in CONFLICTS}
+    args, conflicts = argparse.Namespace(**launch.flags), {conflict.flag: conflict for conflict in CONFLICTS}
     return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return arguments without some flags and their values."""
-    kept, is_left_out = [], False
+    words, is_left_out = [], False
     for word in argv:
         if word.startswith("--"):
             is_left_out = word.partition("=")[0] in flags
         if not is_left_out:
-            kept.append(word)
-    return kept
+            words.append(word)
+    return words
 
 
 def _started(words: Sequence[str]) -> int:
@@ -152,5 +156,5 @@ def _started(words: Sequence[str]) -> int:
     pairs = [
         word.partition("=")[::2] if "=" in word else (word, after) for word, after in zip(words, [*words[1:], ""], strict=True)
     ]
-    given = {name.replace("_", "-"): int(value) for name, value in pairs if value.isdecimal()}
-    return given.get("--nproc-per-node", 1) * given.get("--nnodes", 1)
+    numbers = {name.replace("_", "-"): int(value) for name, value in pairs if value.isdecimal()}
+    return numbers.get("--nproc-per-node", 1) * numbers.get("--nnodes", 1)

@@ -82,11 +82,11 @@ def outcome_lines(done: Done) -> str:
 
 def verdict(steps: Sequence[Done]) -> str:
     """Summarize all steps in a line."""
-    named = {status: [one.name for one in steps if one.outcome.status == status] for status in (PASSED, FAILED, SKIPPED)}
+    named = {status: [step.name for step in steps if step.outcome.status == status] for status in (PASSED, FAILED, SKIPPED)}
     counts = [
         f"{len(names)} {status}" + f" ({', '.join(names)})" * (status != PASSED) for status, names in named.items() if names
     ]
-    return f"{', '.join(counts)}, {sum(one.time_s for one in steps):.0f} s in all"
+    return f"{', '.join(counts)}, {sum(step.time_s for step in steps):.0f} s in all"
 
 
 def report_json(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def report_json(setting: Setting, versions: dict[str, Any], steps: Sequence[Done
         "versions": versions,
         "launch": setting.launch.words,
         "verdict": verdict(steps),
-        "steps": [asdict(one) for one in steps],
+        "steps": [asdict(step) for step in steps],
     }
 
 

@@ -38,17 +38,17 @@ def race(setting: Setting) -> Outcome:
 
 def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
     """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example."""
-    found: dict[str, RecordedRun] = {}
+    recorded: dict[str, RecordedRun] = {}
     failures: dict[str, str] = {}
     for name in SCHEDULES:
         with progress(f"training with --epp-schedule {name}"):
             try:
-                found[name] = run(name, Path(setting.folder, "race", name))
+                recorded[name] = run(name, Path(setting.folder, "race", name))
             except TrainingError as error:
                 failures[name] = str(error)
-    figures = {name: figures_of(one) for name, one in found.items()}
+    figures = {name: figures_of(run) for name, run in recorded.items()}
     lines = [*_rows(figures), *_said(figures), *(f"{name} did not end well: {text}" for name, text in failures.items())]
-    status = PASSED if "elastic" in found else FAILED
+    status = PASSED if "elastic" in recorded else FAILED
     todo = "" if status == PASSED else f"the logs are in {setting.folder / 'race'}; send them with this report"
     return Outcome(status, tuple(lines), todo, {"schedules": figures, "failures": failures})
 
@@ -60,7 +60,7 @@ def figures_of(run: RecordedRun) -> dict[str, Any]:
     return {
         "tokens_per_second": 1e3 * sum(line["tokens"] for line in lines) / sum(times),
         "iteration_us": 1e3 * sum(times) / len(times),
-        "planned_us": sum(one["planned"] for one in planned) / len(planned) if planned else None,
+        "planned_us": sum(figures_of_step["planned"] for figures_of_step in planned) / len(planned) if planned else None,
         "measured_us": sum(one["measured"] for one in planned) / len(planned) if planned else None,
         "planned_peak_bytes": _most(run, "planned_peak_bytes"),
         "device_peak_bytes": max((peak[0] for line in run.lines for peak in line["device_peak_bytes"] if peak), default=None),
@@ -83,15 +83,15 @@ def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = [
         [
             name,
-            f"{one['tokens_per_second']:,.0f}",
-            format_us(one["iteration_us"]),
-            shown(one["planned_us"], format_us),
-            shown(one["measured_us"], format_us),
-            shown(one["planned_peak_bytes"], format_bytes),
-            shown(one["device_peak_bytes"], format_bytes),
-            shown(one["alloc_retries"], str),
+            f"{own['tokens_per_second']:,.0f}",
+            format_us(own["iteration_us"]),
+            shown(own["planned_us"], format_us),
+            shown(own["measured_us"], format_us),
+            shown(own["planned_peak_bytes"], format_bytes),
+            shown(own["device_peak_bytes"], format_bytes),
+            shown(own["alloc_retries"], str),
         ]
-        for name, one in figures.items()
+        for name, own in figures.items()
     ]
     return table(head, rows) if rows else []
 
@@ -101,10 +101,10 @@ def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if "elastic" not in figures:
         return []
     ours, lines = figures["elastic"], []
-    for name, one in figures.items():
+    for name, own in figures.items():
         if name != "elastic":
-            difference = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], one["losses"], strict=False))
-            speed = ours["tokens_per_second"] / one["tokens_per_second"]
+            difference = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], own["losses"], strict=False))
+            speed = ours["tokens_per_second"] / own["tokens_per_second"]
             lines.append(f"plans are {speed:.2f}x as fast as {name}; its losses differ by {difference:.1e} at most")
     lines.append(f"speeds and times are of the last {COUNTED} iterations, whose plans use learnt costs")
     return lines

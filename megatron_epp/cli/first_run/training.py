@@ -45,12 +45,19 @@ def parity(setting: Setting) -> Outcome:
             variables = NO_TF32 if is_fp32 else {}
             losses[name] = train(where, ranks, settings | changes, timeout_s=600.0, environment=variables).losses
     exact = losses.get("stock in fp32", losses["stock"])
-    found = deviation(exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED)
+    apart = deviation(exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED)
     return Outcome.judged(
-        found.holds,
-        _lines(losses, found, ranks),
+        apart.holds,
+        _lines(losses, apart, ranks),
         f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
-        {"losses": losses, "deviation": {"stock": found.theirs, "elastic": found.ours, "allowed": found.allowed}},
+        {
+            "losses": losses,
+            "deviation": {
+                "stock": apart.theirs,
+                "elastic": apart.ours,
+                "allowed": apart.allowed,
+            },
+        },
     )
 
 
@@ -69,7 +76,7 @@ def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -
     )
 
 
-def _lines(losses: dict[str, list[float]], found: Deviation, ranks: int) -> list[str]:
+def _lines(losses: dict[str, list[float]], apart: Deviation, ranks: int) -> list[str]:
     columns = list(losses)
     rows = [
         [str(number), *(f"{value:.7f}" for value in row)] for number, row in enumerate(zip(*losses.values(), strict=True), 1)
@@ -78,8 +85,8 @@ def _lines(losses: dict[str, list[float]], found: Deviation, ranks: int) -> list
     shared = ", which share a GPU" if 0 < count_gpus() < ranks else ""
     return [
         *table(("iteration", *columns), rows, left=()),
-        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {found.ours:.1e} "
-        f"(allowed {found.allowed:.1e})",
+        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {apart.ours:.1e} "
+        f"(allowed {apart.allowed:.1e})",
     ]
 
 

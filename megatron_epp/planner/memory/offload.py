@@ -266,7 +266,7 @@ def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[in
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
-        tables, made, played: as `peaks_with_copies` takes them.
+        tables, offload, played: as `peaks_with_copies` takes them.
     """
     away_rows = []
     for rank, starts in enumerate(played.start_us):
@@ -281,7 +281,7 @@ def _changes(tables: Tables, offload: Offload, played: Played, rank: int) -> tup
     """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
 
     Args:
-        tables, made, played: as `peaks_with_copies` takes them.
+        tables, offload, played: as `peaks_with_copies` takes them.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions, moved = [action for action, _ in offload.copies[rank]], cache(lambda stage, c: offload.moved(tables, stage, c))

@@ -30,7 +30,7 @@ def completed(
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
-        tables, made, caps, enough_us: as `with_split_weights` takes them.
+        tables, offload, caps, enough_us: as `with_split_weights` takes them.
         split: weight gradients may be split off.
 
     Returns:
@@ -92,7 +92,7 @@ def split_with_copies(
     seems needed.
 
     Args:
-        tables, made, caps: as `with_split_weights` takes them.
+        tables, offload, caps: as `with_split_weights` takes them.
         away: bytes that the copies of the order have taken away, as `split_weights` takes them.
         gap_share: as `split_weights` takes it.
 

@@ -97,7 +97,7 @@ def _chunk_columns(plan: Plan) -> PageColumns:
 
 def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
     plan, (starts, ends) = timeline.plan, times_of(timeline)
-    found = waits(graph, starts, ends)
+    waits_of_steps = waits(graph, starts, ends)
     lanes = _lanes([step.action for step in graph.steps], [len(numbers) for numbers in graph.tracks], starts, ends)
     also = {number: [str(action) for action in step.actions[1:]] for number, step in enumerate(graph.steps) if step.actions[1:]}
     return lanes | {
@@ -107,7 +107,7 @@ def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
         "free": [step.free_bytes for step in graph.steps],
         "also": also,
         **_recompute(plan, graph),
-        **_reasons(graph, found, ends, range(len(graph.steps))),
+        **_reasons(graph, waits_of_steps, ends, range(len(graph.steps))),
     }
 
 
@@ -157,7 +157,7 @@ def _times(values: Iterable[float]) -> list[float]:
     return [int(value) if value == int(value) else value for value in rounded]
 
 
-def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
+def _reasons(graph: Graph, waits_of_steps: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
     """Columns with what each box waited for, and the boxes of the critical path.
 
     `because` is the distance back to the box that it waited for, 0 if it waited for none.
@@ -167,7 +167,7 @@ def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers
     """
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     none = Wait(Cause.START)
-    waited = [found[number] if number >= 0 else none for number in numbers]
+    waited = [waits_of_steps[number] if number >= 0 else none for number in numbers]
     transfers = transfers_between(graph)
     carried = {
         i: transfers[wait.number, numbers[i]].carries.text for i, wait in enumerate(waited) if wait.cause is Cause.TRANSFER
@@ -178,7 +178,7 @@ def _reasons(graph: Graph, found: Sequence[Wait], ends: Sequence[float], numbers
         "cause": [int(wait.cause) for wait in waited],
         "transfers": names,
         "carried": [names.index(carried[i]) if i in carried else -1 for i in range(len(waited))] if carried else [],
-        "critical": [box_of[number] for number in critical_path(found, ends) if number in box_of],
+        "critical": [box_of[number] for number in critical_path(waits_of_steps, ends) if number in box_of],
     }
 
 

@@ -110,12 +110,12 @@ def _error_in_fp32(kernel: kernels.Kernel, case: kernels.AttentionCase, chunk: C
     scale = case.channels**-0.5
     with torch.no_grad():
         out, saved = kernel.forward(q, k, v, table, scale)
-        found = out, *kernel.backward(grad, q, k, v, out, saved, table, scale)
+        results = out, *kernel.backward(grad, q, k, v, out, saved, table, scale)
     inputs = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     wanted_out = _reference(inputs, table, scale)
     wanted_out.backward(grad.double())
     wanted = wanted_out.detach(), *(tensor.grad for tensor in inputs)
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True) if b is not None]
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True) if b is not None]
     return max(float("inf") if error != error else error for error in errors)
 
 

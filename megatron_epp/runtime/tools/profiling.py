@@ -196,9 +196,9 @@ class _Bench:
         pairs = [(self._random(tokens, w.shape[0]), self._random(tokens, w.shape[1]), w.grad) for w in weights]
 
         def run() -> None:
-            for grad, given, total in pairs:
+            for grad, gradient, total in pairs:
                 assert total is not None
-                total.addmm_(grad.t(), given)
+                total.addmm_(grad.t(), gradient)
 
         return Point(tokens, 0, self.timer.median_us(run))
 
@@ -271,9 +271,9 @@ class Timer:
         times: list[float] = []
         began_s = time.perf_counter()
         while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):
-            given = () if prepare is None else (prepare(),)
+            inputs = () if prepare is None else (prepare(),)
             start_us = self.now_us()
-            run(*given)
+            run(*inputs)
             times.append(self.now_us() - start_us)
         return statistics.median(times[1:])
 

@@ -73,7 +73,7 @@ class QueueRun:
 
 def queue_plans(num_ranks: int) -> dict[str, Plan]:
     """Return plans by name: one stage per rank, two per rank looped and in a V, over `num_ranks` ranks."""
-    found = {}
+    times = {}
     for name, placement in (
         ("one stage per rank", Placement("looped", num_ranks, 1)),
         ("two stages per rank, looped", Placement("looped", num_ranks, 2)),
@@ -83,8 +83,8 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
         shape = ModelShape(num_layers=len(ranks), hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256)
         costs = analytic_costs(shape, CPU, [1] * len(ranks))
         problem = Problem(_LENGTHS, ranks, (UNLIMITED_BYTES,) * num_ranks)
-        found[name] = make_plan(problem, costs, Options(slices=4, context=max(_LENGTHS), steps=1))
-    return found
+        times[name] = make_plan(problem, costs, Options(slices=4, context=max(_LENGTHS), steps=1))
+    return times
 
 
 def check_queues(
@@ -112,7 +112,7 @@ def check_queues(
         backend = "nccl" if gpus else "gloo"
         rows = list(plans.values())
         try:
-            found = run_ranks(
+            results = run_ranks(
                 run or run_rank,
                 num_ranks * pipelines,
                 rows,
@@ -125,8 +125,8 @@ def check_queues(
             )
         except EppError as error:
             reasons = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
-            told = [reason.partition("\n")[0] for reason in reasons]
-            raise EppError("; ".join([str(error), *told])) from error
+            lines = [reason.partition("\n")[0] for reason in reasons]
+            raise EppError("; ".join([str(error), *lines])) from error
     return [
         QueueRun(
             name,
@@ -138,13 +138,13 @@ def check_queues(
             max(times_us),
             sum(wrong),
         )
-        for (name, plan), times_us, wrong in zip(plans.items(), *_by_plan(found), strict=True)
+        for (name, plan), times_us, wrong in zip(plans.items(), *_by_plan(results), strict=True)
     ]
 
 
-def _by_plan(found: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[float]], list[list[int]]]:
+def _by_plan(results: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[float]], list[list[int]]]:
     """Turn ``(time, wrong)`` by rank and plan into times and counts by plan and rank."""
-    columns = list(zip(*found, strict=True))
+    columns = list(zip(*results, strict=True))
     return [[time_us for time_us, _ in column] for column in columns], [[wrong for _, wrong in column] for column in columns]
 
 
@@ -184,8 +184,8 @@ class EchoStage:
             dist.all_reduce(total, group=self._exchanging)
             self._compare(total, float(dist.get_world_size(self._exchanging)))
 
-    def _compare(self, found: Tensor, value: float) -> None:
-        self.wrong += (found.detach() != value).sum()
+    def _compare(self, values: Tensor, value: float) -> None:
+        self.wrong += (values.detach() != value).sum()
 
     def weight(self, chunk: int) -> None:
         """Do nothing: there are no weights."""
@@ -210,7 +210,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     world, num_ranks = dist.get_world_size(), plans[0].num_ranks
     pipelines, limit = world // num_ranks, timedelta(seconds=2 * limit_s)
-    groups, used = Groups(limit), directions(*(one.placement for one in plans))
+    groups, used = Groups(limit), directions(*(plan.placement for plan in plans))
     position, first = rank // pipelines, rank % pipelines
     options = options_of(link_defaults(*smallest_device(used)), limit) if uses_nccl() else None
     links = Links.create(range(first, world, pipelines), range(world), groups, used, options)
@@ -220,7 +220,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
     if exchanging is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=exchanging)  # makes the communicator, before any plan needs it
     watchdog = Watchdog(limit_s, on_expiry=partial(_leave, Path(folder, f"rank{rank}")), limit_name="")
-    found = []
+    entries = []
     for plan in plans:
         times_us, wrong = [], 0
         for _ in range(_REPEATS):
@@ -232,8 +232,8 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
             executor.run()
             wrong += sum(int(stage.wrong) for stage in stages.values())  # waits for the device
             times_us.append(1e6 * (time.perf_counter() - start_s))
-        found.append((min(times_us), wrong))
-    return found
+        entries.append((min(times_us), wrong))
+    return entries
 
 
 def _leave(note: Path, message: str) -> None:
