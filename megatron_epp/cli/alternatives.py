@@ -56,7 +56,7 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
     search, names = _Search(args, lengths), names_of(args.parser)
     with progress("looking for what would fit"):
         search.run()
-    fitting, late = list(search.found.values()), [names[setting] for setting in search.late]
+    fitting, late = list(search.fitting.values()), [names[setting] for setting in search.late]
     line = f"Would fit, each by itself: {', '.join(fitting)}."
     if not fitting:
         tried = ", ".join(names[setting] for setting in search.tried) or "its flags"
@@ -92,19 +92,19 @@ class _Search:
     Attributes:
         args: parsed flags of a command that plans.
         lengths: tokens of every sequence of the batch.
-        found: flag, least value that is known to fit, and bytes of the fullest rank, of each setting.
+        fitting: flag, least value that is known to fit, and bytes of the fullest rank, of each setting.
         tried: settings of which all values were tried.
         late: settings of which no value is known to fit, and not all were tried.
     """
 
     def __init__(self, args: Namespace, lengths: tuple[int, ...]) -> None:
         self.args, self.lengths = args, lengths
-        self.found: dict[str, str] = {}
+        self.fitting: dict[str, str] = {}
         self.tried: list[str] = []
         self.late: list[str] = []
 
     def run(self) -> None:
-        """Search, and fill `found` and `late`."""
+        """Search, and fill `fitting` and `late`."""
         tries = {next(iter(changes[0])): changes for changes in _changes(self.args) if changes}
         tries |= {"context": []} if self.args.context is None else {}
         self.late = list(tries)
@@ -113,12 +113,12 @@ class _Search:
                 self._try(setting, tries[setting], offload=False)
                 if not offloads(self.args):
                     self.late.remove(setting)
-            for setting in sorted(self.late, key=self.found.__contains__):  # settings without a value that fits come first
+            for setting in sorted(self.late, key=self.fitting.__contains__):  # settings without a value that fits come first
                 self._try(setting, tries[setting], offload=True)
                 self.late.remove(setting)
         self.tried = [setting for setting in tries if setting not in self.late]
-        self.found = {setting: self.found[setting] for setting in tries if setting in self.found}
-        self.late = [setting for setting in self.late if setting not in self.found]
+        self.fitting = {setting: self.fitting[setting] for setting in tries if setting in self.fitting}
+        self.late = [setting for setting in self.late if setting not in self.fitting]
 
     def _try(self, setting: str, changes: list[Change], *, offload: bool) -> None:
         """Find the least value of a setting, or the longest context, with which the batch fits, without offload or with it."""
@@ -126,13 +126,13 @@ class _Search:
             self._longest(offload)
             return
         flags = [_flags(change, names_of(self.args.parser)) for change in changes]
-        known = self.found.get(setting, "").partition(" (")[0]
+        known = self.fitting.get(setting, "").partition(" (")[0]
         most = flags.index(known) if known else len(flags)
         if most == 0 or (not known and _peak_bytes(_changed(self.args, changes[-1]), self.lengths, offload) is None):
             return
         for change, named in zip(changes[:most], flags[:most], strict=True):
             if (peak_bytes := _peak_bytes(_changed(self.args, change), self.lengths, offload)) is not None:
-                self.found[setting] = f"{named} ({format_gib(peak_bytes)})"
+                self.fitting[setting] = f"{named} ({format_gib(peak_bytes)})"
                 return
 
     def _longest(self, offload: bool) -> None:
@@ -151,7 +151,7 @@ class _Search:
             for context in range(longest, 0, -max(step, problem.token_multiple))[:_MOST_CONTEXTS]:
                 changed = _changed(self.args, {"context": context})
                 if _peak_bytes(changed, batches.limited(self.lengths, changed), offload) is not None:
-                    self.found["context"] = f"{names_of(self.args.parser)['context']} {context}"
+                    self.fitting["context"] = f"{names_of(self.args.parser)['context']} {context}"
                     return
 
 

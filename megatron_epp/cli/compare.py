@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, problem_of, tell_sharing
@@ -271,7 +271,7 @@ def _ranked(entries: list[Entry], count: int) -> list[Entry]:
     """Sort the entries of each batch by makespan; those without a plan go last."""
 
     batches = (entries[start : start + count] for start in range(0, len(entries), count))
-    return [entry for batch in batches for entry in sorted(batch, key=lambda one: one.makespan_us)]
+    return [*chain.from_iterable(sorted(batch, key=lambda entry: entry.makespan_us) for batch in batches)]
 
 
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:

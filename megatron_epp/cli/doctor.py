@@ -304,10 +304,10 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
             channels_by.setdefault((kernel, tuple(obstacles)), []).append(str(channels))
         for (kernel, passed_over), channels_of in channels_by.items():
             slow = has_gpu and kernel is kernels.EXACT_ATTENTION and dtype is not torch.float32
-            found = f"{kernel.name} ({', '.join(channels_of)} channels; whole, packed and sliced sequences alike)"
-            found += f"; not {'; '.join(passed_over)}" if passed_over else ""
+            chosen = f"{kernel.name} ({', '.join(channels_of)} channels; whole, packed and sliced sequences alike)"
+            chosen += f"; not {'; '.join(passed_over)}" if passed_over else ""
             todo = "install one of the kernels that were passed over" if slow else ""
-            yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, found, todo)
+            yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, chosen, todo)
 
 
 def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:

@@ -90,9 +90,9 @@ def add_width(parser: Parser) -> None:
     parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
 
 
-def text_of(made: Plan, args: argparse.Namespace) -> str:
+def text_of(plan_of_batch: Plan, args: argparse.Namespace) -> str:
     """Format a plan for a terminal, as wide as `add_width`'s flags say."""
-    return summary(made, None, None) if args.all else summary(made, args.width)
+    return summary(plan_of_batch, None, None) if args.all else summary(plan_of_batch, args.width)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _prove(paths: list[str]) -> int:
     """Prove plans and print the results; return 1 if one has violations, or they do not match, else 0."""
     tables = [read(path) for path in paths]
-    plans, violations_of_plans = [one.plan for one in tables], [check(one.plan, one.launches) for one in tables]
+    plans, violations_of_plans = [table.plan for table in tables], [check(table.plan, table.launches) for table in tables]
     for path, (plan, rows, is_table), violations in zip(paths, tables, violations_of_plans, strict=True):
         say(f"{path}: {report(plan, violations)}", end="")
         if rows is not None and not violations:

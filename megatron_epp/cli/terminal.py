@@ -156,7 +156,7 @@ class Parser(SuggestingParser):
     def _usage(self) -> str:
         """Name the arguments that a command needs."""
         formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
-        for action in sorted(self._actions, key=lambda one: not one.option_strings):
+        for action in sorted(self._actions, key=lambda argument: not argument.option_strings):
             if action.required or not action.option_strings:
                 value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
                 words += [*long_names(action)[:1], value]

@@ -125,7 +125,7 @@ def _is_printed(value: Any, text: str, *, as_json: bool = False) -> bool:
         return False
     versions = value, without_nulls(value)  # Hugging Face removes nulls
     pythons, jsons = (
-        {repr(one) for one in versions},
+        set(map(repr, versions)),
         {json.dumps(version, ensure_ascii=False, default=str) for version in versions},
     )
     if any(form in text for form in (pythons | jsons if as_json else pythons - jsons)):

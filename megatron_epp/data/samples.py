@@ -48,32 +48,32 @@ class TokenSample:
     group: int | str | None = None
 
     @staticmethod
-    def of(given: Mapping[str, Any], asks: LossColumns, what: str, vocab_size: int | None = None) -> TokenSample:
+    def of(record: Mapping[str, Any], asks: LossColumns, what: str, vocab_size: int | None = None) -> TokenSample:
         """Check and convert a sample.
 
         For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one
         then, so that all are inputs, and what is of a token is in the place of its successor.
 
         Args:
-            given: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
+            record: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
             asks: what the loss asks for; other columns are not read.
             vocab_size: tokens must be below it; None for no check.
 
         Raises:
             EppError: a column is missing, or of another length or width than it must be, or no number; or a token is unknown.
         """
-        if TOKENS not in given:
+        if TOKENS not in record:
             raise EppError(f"{what} has no {TOKENS}")
-        tokens = _numbers(given[TOKENS], f"{what}: {TOKENS}")
+        tokens = _numbers(record[TOKENS], f"{what}: {TOKENS}")
         least = 1 if asks.has_values else 2
         if tokens.ndim != 1 or len(tokens) < least or not np.issubdtype(tokens.dtype, np.integer):
             raise EppError(f"{what}: {TOKENS} must be a list of at least {least} integer{'s' * (least > 1)}")
-        trained = given.get(TRAINED)
+        trained = record.get(TRAINED)
         columns = {}
         for name in asks.names:
-            if name not in given:
-                raise EppError(f"{what} has no {name}, which the loss reads; it has {', '.join(given)}")
-            columns[name] = _column(given[name], len(tokens), f"{what}: {name}", asks.widths.get(name))
+            if name not in record:
+                raise EppError(f"{what} has no {name}, which the loss reads; it has {', '.join(record)}")
+            columns[name] = _column(record[name], len(tokens), f"{what}: {name}", asks.widths.get(name))
         mask = None if trained is None else _column(trained, len(tokens), f"{what}: {TRAINED}")
         if mask is not None and not np.isin(mask, (0, 1)).all():
             raise EppError(f"{what}: {TRAINED} must be 0 or 1")
@@ -85,12 +85,12 @@ class TokenSample:
         if vocab_size is not None:
             _check_tokens(tokens, vocab_size, f"{what} has token")
         if asks.candidates is not None:
-            rows = _numbers(given[asks.candidates], what)[1:]  # as they were given, before rounding
+            rows = _numbers(record[asks.candidates], what)[1:]  # as they were given, before rounding
             rows = rows if mask is None else rows[mask[1:] == 1]
             if (rows % 1 != 0).any():
                 raise EppError(f"{what}: {asks.candidates} must be numbers of tokens")
             _check_tokens(rows, min(_EXACT, vocab_size or _EXACT), f"{what}: {asks.candidates} has token")
-        sample = TokenSample(tokens.astype(np.int64), mask, columns, _group(given, what) if asks.scope == "group" else None)
+        sample = TokenSample(tokens.astype(np.int64), mask, columns, _group(record, what) if asks.scope == "group" else None)
         return sample._of_inputs() if asks.has_values else sample
 
     def _of_inputs(self) -> TokenSample:

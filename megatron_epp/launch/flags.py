@@ -139,4 +139,4 @@ def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list
     if isinstance(value, bool | dict) or not fits:
         several = "one value, or a list of them" if takes_several(action) else "one value"
         raise SettingsError(f"{key} is {value!r}; {option} takes {f'{needed} values' if needed else several}")
-    return [str(one) for one in values]
+    return [*map(str, values)]

@@ -35,7 +35,6 @@ def improved(
     """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline.
 
     Args:
-        decisions: with whole backwards that fit the caps.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """

@@ -78,8 +78,8 @@ def peak_lines(account: Account) -> Iterator[str]:
             continue
         alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in account.alive(rank, peak)]
         groups = {text: _numbers([c for _, _, c in some]) for text, some in groupby(sorted(alive), key=lambda entry: entry[0])}
-        kept = "; ".join(f"{chunks} (recompute: {text})" for text, chunks in groups.items()) or "no chunk"
-        yield f"rank {rank} peaks while {peak.step.action} runs and keeps chunks {kept}"
+        chunks_alive = "; ".join(f"{chunks} (recompute: {text})" for text, chunks in groups.items()) or "no chunk"
+        yield f"rank {rank} peaks while {peak.step.action} runs and keeps chunks {chunks_alive}"
 
 
 def curves(account: Account, width: int) -> list[str]:

@@ -30,7 +30,7 @@ def doctor(setting: Setting) -> Outcome:
     """Look at the machine as `megatron-epp doctor` does."""
     findings = list(look())
     failed = [finding for finding in findings if finding.status == PROBLEM]
-    odd = failed + [one for one in findings if one.status == WARNING]
+    odd = failed + [finding for finding in findings if finding.status == WARNING]
     lines = [
         *doctor_text(odd or findings).split("\n")[:-2],
         f"{len(findings)} subjects looked at; `megatron-epp doctor` lists all",
@@ -65,7 +65,7 @@ def links(setting: Setting) -> Outcome:
         [format_bytes(point.tokens), format_us(point.time_us), f"{point.tokens / point.time_us / 1e3:.2f}"] for point in points
     ]
     ran = [[timed.name, str(timed.num_messages), format_bytes(timed.message_bytes), format_us(timed.time_us)] for timed in runs]
-    wrong = [one for one in runs if one.num_wrong]
+    wrong = [timed for timed in runs if timed.num_wrong]
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     lines = [
         *table(("message", "time", "GB/s"), rows),
@@ -75,7 +75,7 @@ def links(setting: Setting) -> Outcome:
         f"{sum(timed.num_wrong for timed in runs)} values arrived other than they were sent",
     ]
     todo = f"messages are mixed up ({', '.join(timed.name for timed in wrong)}): send this report, and do not train"
-    figures = {"messages": [point._asdict() for point in points], "plans": [asdict(one) for one in runs]}
+    figures = {"messages": [point._asdict() for point in points], "plans": [*map(asdict, runs)]}
     return Outcome.judged(not wrong, lines, todo, figures)
 
 
@@ -104,7 +104,7 @@ def kernels(setting: Setting) -> Outcome:
     wrong = [proof for proof in proofs if proof.is_chosen and not proof.holds]
     lines = table(("type", "kernel", "error", "allowed", ""), rows, left=(0, 1, 4))
     todo = f"train with another --attention-backend, and send this report: {', '.join(proof.kernel for proof in wrong)}"
-    return Outcome.judged(not wrong, lines, todo, {"proofs": [asdict(one) for one in proofs]})
+    return Outcome.judged(not wrong, lines, todo, {"proofs": [*map(asdict, proofs)]})
 
 
 def profile(setting: Setting) -> Outcome:

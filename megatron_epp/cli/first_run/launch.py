@@ -115,8 +115,8 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
     flags = vars(known)
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if flags.get(name) is None]
     if missing:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise EppError(f"the launch command lacks {given}: give it as it is expanded, with every variable replaced")
+        absent = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise EppError(f"the launch command lacks {absent}: give it as it is expanded, with every variable replaced")
     if flags.get("vocab_size") is None:
         flags["vocab_size"] = VOCABULARY
     replica, started = world_of(flags), _started(words[:script])

@@ -28,9 +28,9 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def judged(holds: bool, found: Sequence[str], todo: str, figures: dict[str, Any]) -> Outcome:
+    def judged(holds: bool, lines: Sequence[str], todo: str, figures: dict[str, Any]) -> Outcome:
         """Make the result of a step that passes if a condition holds; `todo` is for the case that it does not."""
-        return Outcome(PASSED if holds else FAILED, tuple(found), "" if holds else todo, figures)
+        return Outcome(PASSED if holds else FAILED, tuple(lines), "" if holds else todo, figures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def figures_of(run: RecordedRun) -> dict[str, Any]:
         "tokens_per_second": 1e3 * sum(line["tokens"] for line in lines) / sum(times),
         "iteration_us": 1e3 * sum(times) / len(times),
         "planned_us": sum(figures_of_step["planned"] for figures_of_step in planned) / len(planned) if planned else None,
-        "measured_us": sum(one["measured"] for one in planned) / len(planned) if planned else None,
+        "measured_us": sum(figures_of_step["measured"] for figures_of_step in planned) / len(planned) if planned else None,
         "planned_peak_bytes": _most(run, "planned_peak_bytes"),
         "device_peak_bytes": max((peak[0] for line in run.lines for peak in line["device_peak_bytes"] if peak), default=None),
         "alloc_retries": _most(run, "alloc_retries"),

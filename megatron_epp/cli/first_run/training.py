@@ -45,17 +45,19 @@ def parity(setting: Setting) -> Outcome:
             variables = NO_TF32 if is_fp32 else {}
             losses[name] = train(where, ranks, settings | changes, timeout_s=600.0, environment=variables).losses
     exact = losses.get("stock in fp32", losses["stock"])
-    apart = deviation(exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED)
+    difference = deviation(
+        exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED
+    )
     return Outcome.judged(
-        apart.holds,
-        _lines(losses, apart, ranks),
+        difference.holds,
+        _lines(losses, difference, ranks),
         f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
         {
             "losses": losses,
             "deviation": {
-                "stock": apart.theirs,
-                "elastic": apart.ours,
-                "allowed": apart.allowed,
+                "stock": difference.theirs,
+                "elastic": difference.ours,
+                "allowed": difference.allowed,
             },
         },
     )
@@ -76,7 +78,7 @@ def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -
     )
 
 
-def _lines(losses: dict[str, list[float]], apart: Deviation, ranks: int) -> list[str]:
+def _lines(losses: dict[str, list[float]], difference: Deviation, ranks: int) -> list[str]:
     columns = list(losses)
     rows = [
         [str(number), *(f"{value:.7f}" for value in row)] for number, row in enumerate(zip(*losses.values(), strict=True), 1)
@@ -85,8 +87,8 @@ def _lines(losses: dict[str, list[float]], apart: Deviation, ranks: int) -> list
     shared = ", which share a GPU" if 0 < count_gpus() < ranks else ""
     return [
         *table(("iteration", *columns), rows, left=()),
-        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {apart.ours:.1e} "
-        f"(allowed {apart.allowed:.1e})",
+        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {difference.ours:.1e} "
+        f"(allowed {difference.allowed:.1e})",
     ]
 
 
