@@ -111,8 +111,8 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
-            found = check(args)
-            problems += found if isinstance(found, Iterator) else ()
+            answers = check(args)
+            problems += answers if isinstance(answers, Iterator) else ()
         except EppError as error:
             problems.append(str(error))
     if problems:
@@ -122,8 +122,8 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
 
 
 def _check_questions(args: Namespace) -> Iterator[str]:
-    asked = (one for one in QUESTIONS if not (one.of_loop and has_user_microbatches(args)))
-    return (one.text.format_map(vars(args)) for one in asked if one.is_wrong(args))
+    asked = (question for question in QUESTIONS if not (question.of_loop and has_user_microbatches(args)))
+    return (question.text.format_map(vars(args)) for question in asked if question.is_wrong(args))
 
 
 @contextlib.contextmanager
@@ -196,12 +196,12 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 def _written_folders(args: Namespace) -> Iterator[str]:
     """Yield which folders cannot be written."""
     for name in ("save", "tensorboard_dir", "wandb_save_dir", "epp_report_dir"):
-        given = getattr(args, name, None)
-        if not given or _is_remote(given):
+        folder = getattr(args, name, None)
+        if not folder or _is_remote(folder):
             continue
-        path = Path(given).absolute()
-        nearest = next(one for one in (path, *path.parents) if one.exists())
-        flag = f"--{name.replace('_', '-')} {given}"
+        path = Path(folder).absolute()
+        nearest = next(existing for existing in (path, *path.parents) if existing.exists())
+        flag = f"--{name.replace('_', '-')} {folder}"
         if not nearest.is_dir():
             yield f"{flag}: {nearest} is a file, not a folder; choose another folder"
         elif not os.access(nearest, os.W_OK | os.X_OK):

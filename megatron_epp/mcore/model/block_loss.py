@@ -182,9 +182,9 @@ def block_loss(
             raise EppError(
                 "the loss needs entropies, candidates or a temperature, which the model's output layer has not: " + obstacle
             )
-        made = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
-        made.asked = asked
-        return made
+        loss = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
+        loss.asked = asked
+        return loss
     if features.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)
     block_tokens = block_tokens_of(args)

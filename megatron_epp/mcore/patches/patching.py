@@ -177,10 +177,10 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
     resolve(patch.target)
     if allow_unknown or not patch.fingerprints:
         return
-    found = fingerprint(patch.target)
-    if found not in patch.fingerprints:
+    digest = fingerprint(patch.target)
+    if digest not in patch.fingerprints:
         raise EppError(
-            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({found}): "
+            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({digest}): "
             f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
         )
 
