@@ -11,6 +11,7 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
+from megatron_epp.mcore.arguments.losses import loss_problems
 from megatron_epp.mcore.arguments.sizes import check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
@@ -377,12 +378,6 @@ def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
             yield from load(where)(args)
 
 
-def _loss_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the settings that are incompatible with samples and a loss of the user's."""
-    if args.epp_samples is not None or args.epp_loss is not None:
-        yield from load("megatron_epp.mcore.arguments.losses:loss_problems")(args)
-
-
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_weight_shards,
@@ -392,7 +387,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     layout_problems,
     check_stages,
     _batch_problems,
-    _loss_problems,
+    loss_problems,
     _plan_problems,
     _optional_problems,
     vocabulary_problems,

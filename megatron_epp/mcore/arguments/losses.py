@@ -58,8 +58,5 @@ def _of_loss(args: argparse.Namespace) -> Iterator[str]:
 
 def numbers(coefficients: Any) -> list[float]:
     """Return a coefficient, or the coefficients of several kinds of losses, as a list."""
-    return [
-        float(value)
-        for value in (coefficients if isinstance(coefficients, (list, tuple)) else [coefficients])
-        if value is not None
-    ]
+    values = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+    return [float(value) for value in values if value is not None]
