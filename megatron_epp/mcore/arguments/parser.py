@@ -37,11 +37,11 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
         changes: arguments of `add_argument` that differ for this command, as its default.
     """
     for row in map(ROWS.__getitem__, settings):
-        said = row.short_help or row.help.removesuffix(".")
-        said = said if said[:2].isupper() else said[0].lower() + said[1:]
+        summary = row.short_help or row.help.removesuffix(".")
+        summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
         names = {setting: named.short.split(" ")[0] for setting, named in ROWS.items() if named.short}
         name, *others = dict.fromkeys([*row.short.split(), *row.training.split()])
-        action = _add(group, row, [name], {"type": row.read, "help": said.format_map(names)} | changes)
+        action = _add(group, row, [name], {"type": row.read, "help": summary.format_map(names)} | changes)
         group._option_string_actions.update(dict.fromkeys(others, action))
 
 

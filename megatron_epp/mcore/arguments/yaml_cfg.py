@@ -104,8 +104,8 @@ def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
         flat |= inner
     if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
         flat["group_query_attention"] = True
-    if isinstance(ours := body.get("epp"), dict):
-        flat |= {EPP_PREFIX + key: value for key, value in ours.items()}
+    if isinstance(epp_section := body.get("epp"), dict):
+        flat |= {EPP_PREFIX + key: value for key, value in epp_section.items()}
     return flat
 
 

@@ -264,9 +264,9 @@ def shard_logits(model: torch.nn.Module) -> None:
     if LOSS in own:
         return
     if type(layer) not in features.multiplying_output_layers() or own:
-        what = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
+        owner = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
         raise EppError(
-            f"the output layer gathers its logits (parallel_output=False; {what}), and Megatron's loss takes them for a shard "
+            f"the output layer gathers its logits (parallel_output=False; {owner}), and Megatron's loss takes them for a shard "
             f"of --tensor-model-parallel-size {layer.tp_group.size()}: build the model with parallel_output=True, or give it a "
             "loss of its own"
         )

@@ -65,9 +65,8 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
     Args:
         transformer: config of the model, with Megatron's own division of layers.
     """
-    asked = asked_layout(args)
-    if asked is not None:
-        return asked
+    if (layout := asked_layout(args)) is not None:
+        return layout
     placement = placement_of(args)
     return Layout.of_layers(layers_of_stages(transformer, placement.num_ranks, placement.num_chunks), placement)
 
@@ -76,10 +75,10 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that it replaces, unless Megatron's own say the same."""
     if hybrid_pattern(args):
         return  # which the segments of the pattern say
-    asked = getattr(args, "epp_layout", None)
-    if placement_of(args).is_looped and asked is None:
+    setting = getattr(args, "epp_layout", None)
+    if placement_of(args).is_looped and setting is None:
         return
-    if asked in SEARCHED:
+    if setting in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
     if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):  # a copy of a config that has been through this
         return
@@ -110,11 +109,11 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
     if layout is None or layout.placement.num_stages == 1:
         return
     stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    wanted = [*layout.stages()][stage].num_modules
+    planned = [*layout.stages()][stage].num_modules
     configured = get_num_layers_to_build(transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
-    if configured != wanted:
+    if configured != planned:
         raise EppError(
-            f"stage {stage} was configured with {configured} layers before the layout was found, which gives it {wanted}: "
+            f"stage {stage} was configured with {configured} layers before the layout was found, which gives it {planned}: "
             f"start with {FLAG} {args.epp_layout}"
         )
 

@@ -117,8 +117,7 @@ def changes_of(role: str, function: Any) -> list[str]:
     while isinstance(function, functools.partial):
         bound = [f"argument {number}" for number, _ in enumerate(function.args, 1)] + list(function.keywords)
         if bound and not (role == PROVIDER and bound == ["vp_stage"]):  # which Megatron binds for every model chunk
-            what = f"a functools.partial that binds {', '.join(bound)}"
-            return [_refusal(_Reached(role, function.func), what)]
+            return [_refusal(_Reached(role, function.func), f"a functools.partial that binds {', '.join(bound)}")]
         function = function.func
     return list(_changes(_Reached(role, function, of_ours=True), set()))
 
