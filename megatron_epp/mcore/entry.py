@@ -147,14 +147,14 @@ def fits() -> list[Fit]:
             warnings.simplefilter("ignore")
             on_cpu = cpu.activate()
             patches = (*install.patches(), *environment.patches(), *(cpu.patches() if on_cpu else ()))
-            found = [_fit(patch) for patch in patches]
+            results = [_fit(patch) for patch in patches]
             strange = set(patching.unknown(fingerprints.RELIED_ON))
     finally:
         ours.setLevel(level)
     for target in fingerprints.RELIED_ON:
         known = target not in strange
-        found.append(Fit(target, known, "known" if known else "is not the code megatron-epp is tested with", False))
-    return found
+        results.append(Fit(target, known, "known" if known else "is not the code megatron-epp is tested with", False))
+    return results
 
 
 def _fit(patch: Patch) -> Fit:

@@ -68,9 +68,9 @@ def _parse_flags_once() -> None:
 
     setup, own = ft_integration.setup, {"--enable-ft-package", "--yaml-cfg"}
 
-    def setup_if_asked(*given: Any) -> None:
+    def setup_if_asked(*arguments: Any) -> None:
         if own & set(sys.argv):
-            setup(*given)
+            setup(*arguments)
 
     ft_integration.setup = setup_if_asked
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.hybrid_stages import placed_pattern
+from megatron_epp.mcore.model.model_chunks import placed_pattern
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement

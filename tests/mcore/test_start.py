@@ -85,7 +85,7 @@ def test_a_run_without_plans_needs_no_flag_of_ours(parser: argparse.ArgumentPars
     entry.check_run(parser.parse_args([*TINY, *more.split()]), 1)
 
 
-QUESTIONS = {
+RULES = {
     "--save somewhere": "--save somewhere needs --save-interval: add it (in iterations), or leave out --save",
     "--eval-interval 0": "--eval-iters 1 needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
     "--train-iters 0": "--train-iters is missing: say for how many iterations to train",
@@ -101,9 +101,9 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("more", QUESTIONS)
+@pytest.mark.parametrize("more", RULES)
 def test_flags_that_megatron_asserts_without_a_text_are_refused_in_a_line(asked: Asked, more: str) -> None:
-    assert asked.problems(more, wants_files=False) == [QUESTIONS[more]]
+    assert asked.problems(more, wants_files=False) == [RULES[more]]
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_a_flag_that_is_missing_is_named(asked: Asked, missing: str, says: str) 
         entry.check_start(args, 1, wants_files=False)
 
 
-def test_every_question_is_tested() -> None:
-    assert len(QUESTIONS) + 2 == len(start.QUESTIONS)
+def test_every_rule_is_tested() -> None:
+    assert len(RULES) + 2 == len(start.RULES)
 
 
 def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_files(asked: Asked) -> None:
     user = "--epp-microbatches user --load nowhere --finetune --data-path no/where --eval-interval 0 --lr-warmup-iters 20"
     assert asked.problems(user) == []
-    assert asked.problems(f"{user} --min-lr 1") == [QUESTIONS["--min-lr 0.1"].replace("0.1", "1.0")]
+    assert asked.problems(f"{user} --min-lr 1") == [RULES["--min-lr 0.1"].replace("0.1", "1.0")]
 
 
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:

@@ -11,6 +11,7 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import GIVEN, MegatronFlag, Number
 from megatron_epp.mcore.arguments.layout import apply_layout, hybrid_pattern, layout_problems
+from megatron_epp.mcore.arguments.losses import loss_problems
 from megatron_epp.mcore.arguments.sizes import check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
@@ -87,9 +88,9 @@ def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLI
         settings: Megatron's arguments, or a model's configuration.
     """
     clashes = [
-        f"{phrase(one.flag if names is TRAINING else one.attribute, getattr(settings, one.attribute))} ({one.advice})"
-        for one in conflicts
-        if one.is_given(settings)
+        f"{phrase(row.flag if names is TRAINING else row.attribute, getattr(settings, row.attribute))} ({row.advice})"
+        for row in conflicts
+        if row.is_given(settings)
     ]
     if clashes:
         raise ArgumentError(f"{refusal(names)} " + "; ".join(clashes))
@@ -155,7 +156,7 @@ def tell_data_flags(args: argparse.Namespace) -> None:
     if args.rank != 0:
         return
     if args.epp_documents == "stream":
-        if idle := _given(tuple(one for one in IDLE if one.flag not in _OF_SAMPLES), args):
+        if idle := _given(tuple(row for row in IDLE if row.flag not in _OF_SAMPLES), args):
             logger.warning("--epp makes no use of %s: Megatron's samples are read without loader processes", idle)
         return
     if implied := _given(IMPLIED, args):
@@ -207,7 +208,7 @@ def tell_unknown_optimizer(args: argparse.Namespace) -> None:
 
 
 def _given(flags: tuple[MegatronFlag, ...], args: argparse.Namespace) -> str:
-    return ", ".join(one.flag for one in flags if one.is_given(args))
+    return ", ".join(row.flag for row in flags if row.is_given(args))
 
 
 def prepare_epp_args(args: argparse.Namespace) -> None:
@@ -288,8 +289,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for row in TABLE:
         if not (row.is_ours and isinstance(read := row.read, Number)):
             continue
-        given = getattr(args, row.dest, None)
-        for value in given if isinstance(given, list) else [given]:
+        setting = getattr(args, row.dest, None)
+        for value in setting if isinstance(setting, list) else [setting]:
             if value is not None and not read.accepts(value):
                 raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
 
@@ -323,9 +324,9 @@ def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--epp-batch-tokens is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
     if args.epp_documents == "stream":
         yield "--epp-batch-tokens is for sequences of different lengths: with --epp-documents stream use --global-batch-size"
-    for one in COUNTING:
-        if one.is_given(args):
-            yield f"--epp-batch-tokens does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"
+    for conflict in COUNTING:
+        if conflict.is_given(args):
+            yield f"--epp-batch-tokens does not go with {conflict.flag} {getattr(args, conflict.attribute)} ({conflict.advice})"
 
 
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -377,12 +378,6 @@ def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
             yield from load(where)(args)
 
 
-def _loss_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the settings that are incompatible with samples and a loss of the user's."""
-    if args.epp_samples is not None or args.epp_loss is not None:
-        yield from load("megatron_epp.mcore.arguments.losses:loss_problems")(args)
-
-
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_weight_shards,
@@ -392,7 +387,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     layout_problems,
     check_stages,
     _batch_problems,
-    _loss_problems,
+    loss_problems,
     _plan_problems,
     _optional_problems,
     vocabulary_problems,

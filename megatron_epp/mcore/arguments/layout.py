@@ -70,9 +70,9 @@ def layout_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None:
         return
-    given = f"{FLAG} {args.epp_layout}"
+    setting = f"{FLAG} {args.epp_layout}"
     if hybrid_pattern(args):
-        yield f"{given} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
+        yield f"{setting} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
         return
     try:
         layout = asked_layout(args)
@@ -80,30 +80,30 @@ def layout_problems(args: argparse.Namespace) -> Iterator[str]:
         if args.num_layers is not None:
             layout.check(args.num_layers, args.pipeline_model_parallel_size)
     except EppError as error:
-        yield f"{given}: {error}"
+        yield f"{setting}: {error}"
         return
     for flag in _OTHERS:
         if value := getattr(args, flag[2:].replace("-", "_"), None):
-            yield f"{given} and {flag} {value} each say which layers a stage has: give one of them"
+            yield f"{setting} and {flag} {value} each say which layers a stage has: give one of them"
     chunks, placement = layout.placement.num_chunks, layout.placement
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual not in (None, chunks):
-        yield f"{given} puts {chunks} stages on a rank, and {_PER_RANK} says {virtual}: leave that out"
+        yield f"{setting} puts {chunks} stages on a rank, and {_PER_RANK} says {virtual}: leave that out"
     if args.epp_placement == "v" and placement.kind != "v":
-        yield f"{given} goes round the ranks, and --epp-placement is v: leave that out"
+        yield f"{setting} goes round the ranks, and --epp-placement is v: leave that out"
     if not layout.is_whole:
-        yield from half_problems(args, layout, given)
+        yield from half_problems(args, layout, setting)
 
 
-def half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
+def half_problems(args: argparse.Namespace, layout: Layout, setting: str) -> Iterator[str]:
     """Yield the settings that are incompatible with stages that begin inside a layer."""
-    given = f"{given} cuts layers ({layers_text(layout.halves)})"
+    setting = f"{setting} cuts layers ({layers_text(layout.halves)})"
     if args.epp_schedule != "elastic":
-        yield f"{given}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
+        yield f"{setting}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
     keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)
     checkpoints = getattr(args, "ckpt_format", "torch_dist")
     if keeps and checkpoints != "torch_dist":
-        yield f"{given}, which --{keeps} with --ckpt-format {checkpoints} cannot keep by layers: use torch_dist"
+        yield f"{setting}, which --{keeps} with --ckpt-format {checkpoints} cannot keep by layers: use torch_dist"
 
 
 def apply_layout(args: argparse.Namespace) -> None:

@@ -19,9 +19,9 @@ def loss_problems(args: argparse.Namespace) -> Iterator[str]:
         if args.epp_loss is not None:
             yield "--epp-loss needs the samples that the loss is of: add --epp-samples FILE"
         return
-    given = [f"--{name.replace('_', '-')}" for name in _DATA if getattr(args, name, None)]
-    if given:
-        yield f"--epp-samples takes the place of {given[0]}: leave one of them out"
+    data_flags = [f"--{name.replace('_', '-')}" for name in _DATA if getattr(args, name, None)]
+    if data_flags:
+        yield f"--epp-samples takes the place of {data_flags[0]}: leave one of them out"
     if len(args.epp_samples) > 2:
         yield f"--epp-samples takes a file for training and one for evaluation, not {len(args.epp_samples)}"
     if args.epp_schedule != "elastic":
@@ -56,6 +56,7 @@ def _of_loss(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def numbers(given: Any) -> list[float]:
+def numbers(coefficients: Any) -> list[float]:
     """Return a coefficient, or the coefficients of several kinds of losses, as a list."""
-    return [float(value) for value in (given if isinstance(given, (list, tuple)) else [given]) if value is not None]
+    values = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+    return [float(value) for value in values if value is not None]

@@ -88,7 +88,7 @@ def names_of(args: argparse.Namespace) -> Names:
 
 def advice(error: EppError, names: Names) -> str:
     """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
-    rows = (ROWS[one.setting] for one in error.remedies if one.setting in ROWS)
+    rows = (ROWS[remedy.setting] for remedy in error.remedies if remedy.setting in ROWS)
     return error.without(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(names)
 
 
@@ -126,8 +126,8 @@ def check_routers(settings: object, names: Names = TRAINING) -> None:
     Args:
         settings, names: as `check_conflicts` takes them.
     """
-    given = getattr(settings, "moe_router_load_balancing_type", None) or ()
-    if _OF_REPLICAS in ((given,) if isinstance(given, str) else given):
+    balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
+    if _OF_REPLICAS in ((balancing,) if isinstance(balancing, str) else balancing):
         name = called("moe_router_load_balancing_type", names)
         raise ArgumentError(
             f"{refusal(names)} {phrase(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
@@ -135,17 +135,17 @@ def check_routers(settings: object, names: Names = TRAINING) -> None:
         )
 
 
-def check_settings(given: Mapping[str, object], more: Set[str] = frozenset(), names: Names = TRAINING) -> None:
+def check_settings(values: Mapping[str, object], more: Set[str] = frozenset(), names: Names = TRAINING) -> None:
     """Raise `ArgumentError` if `--epp-*` flags have no effect."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
-    honoured = _HONOURED | more | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
+    honoured = _HONOURED | more | ({"epp_costs"} if values["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
-    if clashes := [phrase(names[row.setting], given[row.dest]) for row in rows if given[row.dest] != defaults[row.dest]]:
+    if clashes := [phrase(names[row.setting], values[row.dest]) for row in rows if values[row.dest] != defaults[row.dest]]:
         who = "--epp-microbatches user" if names is TRAINING else "a schedule of megatron_epp.wrap"
         raise ArgumentError(f"{who} runs the script's own model and data: leave out {', '.join(clashes)}")
     own = (ROWS["offload"], ROWS["host_cap_bytes"], ROWS["split_weight"])
-    uses = [names[row.setting] for row in own if given[row.dest] not in (defaults[row.dest], "off")]
-    if given["epp_order"] == GIVEN and uses:
+    uses = [names[row.setting] for row in own if values[row.dest] not in (defaults[row.dest], "off")]
+    if values["epp_order"] == GIVEN and uses:
         raise ArgumentError(f"{phrase(names['order'], GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}")
-    if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":
+    if values["epp_host_memory_gb"] is not None and values["epp_offload"] == "off":
         raise ArgumentError(f"{names['host_cap_bytes']} needs {phrase(names['offload'], 'on')}: add that, or leave this out")

@@ -37,11 +37,11 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
         changes: arguments of `add_argument` that differ for this command, as its default.
     """
     for row in map(ROWS.__getitem__, settings):
-        said = row.short_help or row.help.removesuffix(".")
-        said = said if said[:2].isupper() else said[0].lower() + said[1:]
-        names = {one.setting: one.short.split(" ")[0] for one in ROWS.values() if one.short}
+        summary = row.short_help or row.help.removesuffix(".")
+        summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
+        names = {setting: named.short.split(" ")[0] for setting, named in ROWS.items() if named.short}
         name, *others = dict.fromkeys([*row.short.split(), *row.training.split()])
-        action = _add(group, row, [name], {"type": row.read, "help": said.format_map(names)} | changes)
+        action = _add(group, row, [name], {"type": row.read, "help": summary.format_map(names)} | changes)
         group._option_string_actions.update(dict.fromkeys(others, action))
 
 
@@ -58,14 +58,14 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
         training: they are of a training run, where other flags of Megatron have names of ours.
         fixed: options with given values, which are not read from the flags.
     """
-    found = {}
+    options = {}
     for row in TABLE:
         dest = (row.dest if row.is_ours else "") if training else row.short_dest
         if dest and row.setting in _OPTIONS and row.setting not in fixed:
-            found[row.setting] = row.field(getattr(args, dest))
-    if "offload" in found and not training:
-        found["offload"] = offloads(args)
-    return Options(**found, **fixed)
+            options[row.setting] = row.field(getattr(args, dest))
+    if "offload" in options and not training:
+        options["offload"] = offloads(args)
+    return Options(**options, **fixed)
 
 
 def offloads(args: argparse.Namespace) -> bool:

@@ -81,10 +81,10 @@ def check_stages(args: argparse.Namespace) -> None:
     if getattr(args, "epp_layout", None) is None:
         chunks = _chunks_per_rank(args, flag, value)
     else:
-        asked, (flag, value) = asked_chunks(args), (LAYOUT, args.epp_layout)
-        if asked is None:
+        layout_chunks, (flag, value) = asked_chunks(args), (LAYOUT, args.epp_layout)
+        if layout_chunks is None:
             return
-        chunks = asked
+        chunks = layout_chunks
     ranks = args.pipeline_model_parallel_size
     if chunks > 1 and ranks < 2:
         raise ArgumentError(
@@ -105,21 +105,21 @@ def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | Non
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         return _check_uneven(args, flag, value)
-    total, what = args.num_layers, f"--num-layers {args.num_layers}"
+    total, summands = args.num_layers, f"--num-layers {args.num_layers}"
     if total is None:
         return int(value or 1) if flag == _PER_RANK else 1
     for extra, name in (
         (args.account_for_embedding_in_pipeline_split, "--account-for-embedding-in-pipeline-split"),
         (args.account_for_loss_in_pipeline_split, "--account-for-loss-in-pipeline-split"),
     ):
-        total, what = total + bool(extra), what + f" and 1 for {name}" * bool(extra)
+        total, summands = total + bool(extra), summands + f" and 1 for {name}" * bool(extra)
     if flag == _PER_STAGE:
         if total % (ranks * int(value or 1)):
-            raise _indivisible(what, f"{ranks} in stages of {flag} {value}", ranks * int(value or 1))
+            raise _indivisible(summands, f"{ranks} in stages of {flag} {value}", ranks * int(value or 1))
         return total // ranks // int(value or 1)
     chunks = int(value or 1)
     if total % (ranks * chunks):
-        raise _indivisible(what, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks), ranks * chunks)
+        raise _indivisible(summands, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks), ranks * chunks)
     return chunks
 
 
@@ -149,9 +149,9 @@ def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) 
         if rest % ranks:
             raise ArgumentError(f"{rest} of --num-layers {args.num_layers} are left for {ranks} ranks, who cannot share them")
         parts.append((f"{rest // ranks} of --num-layers {args.num_layers} for every other rank", rest // ranks))
-    for what, count in parts:
+    for layers, count in parts:
         if count % chunks:
-            raise ArgumentError(f"{what} cannot be shared evenly by {flag} {chunks}")
+            raise ArgumentError(f"{layers} cannot be shared evenly by {flag} {chunks}")
     return chunks
 
 

@@ -27,16 +27,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
 
 
-class StartQuestion(NamedTuple):
+class Rule(NamedTuple):
     """Check of flags, which are refused if it is True of them.
 
     Attributes:
-        is_wrong: the check.
+        is_broken: the check.
         text: of the refusal, in which ``{name}`` stands for a flag's value.
         of_loop: Megatron's training loop makes it, which a script with its own microbatches may not run.
     """
 
-    is_wrong: Callable[[Namespace], Any]
+    is_broken: Callable[[Namespace], Any]
     text: str
     of_loop: bool = False
 
@@ -46,50 +46,48 @@ def _warm_up_is_long(args: Namespace) -> bool:
     return bool(decay) and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay
 
 
-QUESTIONS = (
-    StartQuestion(
+RULES = (
+    Rule(
         lambda a: a.save and not a.save_interval,
         "--save {save} needs --save-interval: add it (in iterations), or leave out --save",
     ),
-    StartQuestion(
+    Rule(
         lambda a: a.eval_iters and not a.eval_interval,
         "--eval-iters {eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
         of_loop=True,
     ),
-    StartQuestion(
+    Rule(
         lambda a: not a.train_iters and not a.train_samples and not a.skip_train,
         "--train-iters is missing: say for how many iterations to train",
         of_loop=True,
     ),
-    StartQuestion(
-        lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True
-    ),
-    StartQuestion(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
-    StartQuestion(
+    Rule(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True),
+    Rule(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
+    Rule(
         _warm_up_is_long,
         "--lr-warmup-iters {lr_warmup_iters} is not below --lr-decay-iters {lr_decay_iters}, by default --train-iters "
         "{train_iters}: lower it",
         of_loop=True,
     ),
-    StartQuestion(
+    Rule(
         lambda a: a.lr_decay_style == "WSD" and not (a.lr_wsd_decay_iters or a.lr_wsd_decay_samples),
         "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
         of_loop=True,
     ),
-    StartQuestion(
+    Rule(
         lambda a: a.seq_length and a.max_position_embeddings and a.max_position_embeddings < a.seq_length,
         "--max-position-embeddings {max_position_embeddings} is below --seq-length {seq_length}: raise it",
     ),
-    StartQuestion(
+    Rule(
         lambda a: a.seq_length and not a.max_position_embeddings and not a.use_checkpoint_args,
         "--max-position-embeddings is missing: set it to --seq-length {seq_length}, or more",
     ),
-    StartQuestion(
+    Rule(
         lambda a: a.save_interval and a.save_retain_interval and a.save_retain_interval % a.save_interval,
         "--save-retain-interval {save_retain_interval} is no multiple of --save-interval {save_interval}: make it one",
     ),
-    StartQuestion(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
-    StartQuestion(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
+    Rule(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
+    Rule(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
 )
 """Combinations of flags that end in an assertion of Megatron's without a text, or after the model is built."""
 
@@ -106,13 +104,13 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
         ArgumentError: the message has a line per problem.
     """
     is_user = has_user_microbatches(args)
-    of_flags = (check_user_microbatches if is_user else prepare_epp_args, _check_questions)
+    of_flags = (check_user_microbatches if is_user else prepare_epp_args, _broken_rules)
     of_files = (_written_folders,) if is_user else (_check_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
-            found = check(args)
-            problems += found if isinstance(found, Iterator) else ()
+            answers = check(args)
+            problems += answers if isinstance(answers, Iterator) else ()
         except EppError as error:
             problems.append(str(error))
     if problems:
@@ -121,9 +119,9 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
         args.eval_interval = args.train_iters  # it divides by the interval also where nothing is evaluated
 
 
-def _check_questions(args: Namespace) -> Iterator[str]:
-    asked = (one for one in QUESTIONS if not (one.of_loop and has_user_microbatches(args)))
-    return (one.text.format_map(vars(args)) for one in asked if one.is_wrong(args))
+def _broken_rules(args: Namespace) -> Iterator[str]:
+    rules = (rule for rule in RULES if not (rule.of_loop and has_user_microbatches(args)))
+    return (rule.text.format_map(vars(args)) for rule in rules if rule.is_broken(args))
 
 
 @contextlib.contextmanager
@@ -196,12 +194,12 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 def _written_folders(args: Namespace) -> Iterator[str]:
     """Yield which folders cannot be written."""
     for name in ("save", "tensorboard_dir", "wandb_save_dir", "epp_report_dir"):
-        given = getattr(args, name, None)
-        if not given or _is_remote(given):
+        folder = getattr(args, name, None)
+        if not folder or _is_remote(folder):
             continue
-        path = Path(given).absolute()
-        nearest = next(one for one in (path, *path.parents) if one.exists())
-        flag = f"--{name.replace('_', '-')} {given}"
+        path = Path(folder).absolute()
+        nearest = next(existing for existing in (path, *path.parents) if existing.exists())
+        flag = f"--{name.replace('_', '-')} {folder}"
         if not nearest.is_dir():
             yield f"{flag}: {nearest} is a file, not a folder; choose another folder"
         elif not os.access(nearest, os.W_OK | os.X_OK):

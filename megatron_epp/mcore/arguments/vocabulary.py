@@ -88,9 +88,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"{FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
     if args.epp_schedule != "elastic":
         yield f"{FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    for one in _CONFLICTS:
-        if one.is_given(args):
-            yield f"{FLAG} on does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"
+    for conflict in _CONFLICTS:
+        if conflict.is_given(args):
+            yield f"{FLAG} on does not go with {conflict.flag} {getattr(args, conflict.attribute)} ({conflict.advice})"
     entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if entries is not None and entries // args.tensor_model_parallel_size < ranks:
         yield (

@@ -67,7 +67,9 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
         EppError: the file cannot be read.
     """
     body = _flat(read_settings(Path(path)), path)
-    by_name = {name: action for name, (_, action) in flags_of(parser).items()} | {one.dest: one for one in parser._actions}
+    by_name = {name: action for name, (_, action) in flags_of(parser).items()} | {
+        action.dest: action for action in parser._actions
+    }
     _translate(body, by_name)
     unused = {}
     for key, value in body.items():
@@ -86,8 +88,8 @@ def _yaml_path(argv: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--yaml-cfg")
     parser.add_argument("--epp", action="store_true")
-    given, _ = parser.parse_known_args(list(argv))
-    return given.yaml_cfg if given.epp else None
+    flags, _ = parser.parse_known_args(list(argv))
+    return flags.yaml_cfg if flags.epp else None
 
 
 def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
@@ -102,8 +104,8 @@ def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
         flat |= inner
     if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
         flat["group_query_attention"] = True
-    if isinstance(ours := body.get("epp"), dict):
-        flat |= {EPP_PREFIX + key: value for key, value in ours.items()}
+    if isinstance(epp_section := body.get("epp"), dict):
+        flat |= {EPP_PREFIX + key: value for key, value in epp_section.items()}
     return flat
 
 
@@ -148,5 +150,5 @@ def _warn(unused: dict[str, Any], by_name: dict[str, argparse.Action], path: str
     usual = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     left = [key for key, value in unused.items() if value is not None and usual.get(key, ...) != value]
     if left and os.environ.get("RANK", "0") == "0":
-        told = ", ".join(f"{key}{f' ({hint[2:]})' if (hint := nearest(key, by_name)) else ''}" for key in left)
-        logger.warning("--yaml-cfg %s: these are no flags of this Megatron, and do nothing: %s", path, told)
+        keys = ", ".join(f"{key}{f' ({hint[2:]})' if (hint := nearest(key, by_name)) else ''}" for key in left)
+        logger.warning("--yaml-cfg %s: these are no flags of this Megatron, and do nothing: %s", path, keys)

@@ -26,7 +26,7 @@ from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS
 from megatron_epp.mcore.arguments.sizes import check_pattern
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import half_layers, hybrid_stages, model_chunks
+from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
@@ -74,12 +74,12 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     _finish(model, args, vp_stage)
 
 
-def _placed_hybrid(given: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+def _placed_hybrid(arguments: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
     """Return the arguments of a hybrid model's constructor that follow the placement: the pattern and the stack's spec."""
-    name = next(name for name in HYBRID_PATTERNS if given.get(name))
-    spec = next(name for name in _SPECS if name in given)
-    stack = hybrid_stages.placed_stack(given[spec], given[name], placement, given.get("vp_stage"))
-    return {name: hybrid_stages.placed_pattern(given[name], placement), spec: stack}
+    name = next(name for name in HYBRID_PATTERNS if arguments.get(name))
+    spec = next(name for name in _SPECS if name in arguments)
+    stack = model_chunks.placed_stack(arguments[spec], arguments[name], placement, arguments.get("vp_stage"))
+    return {name: model_chunks.placed_pattern(arguments[name], placement), spec: stack}
 
 
 def check_adopted(model: torch.nn.Module) -> None:
@@ -96,18 +96,18 @@ def number_attentions(model: torch.nn.Module) -> None:
         EppError: a module would mix tokens of different sequences, since only `RelayAttention` keeps a chunk's sequences
             separate; or an attention is in two layers, whose keys and values would meet.
     """
-    found: dict[RelayAttention, str] = {}
+    names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
     again = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
-            if module in found:
+            if module in names:
                 raise EppError(
-                    f"{found[module]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
+                    f"{names[module]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
                     "slices: one layer's would take the place of the other's; give each layer an attention of its own"
                 )
-            module.number = len(found)
-            found[module] = name
+            module.number = len(names)
+            names[module] = name
             module.stride = len(again) * (module in again)
         elif _mixes_tokens(name, module):
             raise EppError(
@@ -235,5 +235,5 @@ class PositionedRotary(torch.nn.Module):
 
     def _made(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
         make = getattr(self.rotary, "get_emb", None)  # the part of `forward` that keeps no cache of results
-        made = make(length, start) if make is not None else self.rotary(length, start)
-        return (made[0], made[1:]) if isinstance(made, tuple) else (made, ())
+        angles = make(length, start) if make is not None else self.rotary(length, start)
+        return (angles[0], angles[1:]) if isinstance(angles, tuple) else (angles, ())

@@ -48,8 +48,8 @@ class AdoptedAttention(RelayAttention):
     def forward(self, *args: Any, **named: Any) -> Tensor:
         if isinstance(named.get("packed_seq_params"), ChunkParams):
             return super().forward(*args, **named)
-        found: Tensor = self.original(*args, **named)
-        return found
+        output: Tensor = self.original(*args, **named)
+        return output
 
     def train(self, mode: bool = True) -> AdoptedAttention:
         self.original.train(mode)
@@ -73,8 +73,8 @@ class AdoptedAttention(RelayAttention):
 def refusal(model: torch.nn.Module) -> str:
     """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them."""
     bare: Any = unwrap_model(model)
-    found = "" if getattr(bare, "has_relay", False) else _refusal(bare)
-    return found and f"samples cannot be cut for this {type(bare).__name__}: {found}"
+    obstacle = "" if getattr(bare, "has_relay", False) else _refusal(bare)
+    return obstacle and f"samples cannot be cut for this {type(bare).__name__}: {obstacle}"
 
 
 def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:

@@ -182,9 +182,9 @@ def block_loss(
             raise EppError(
                 "the loss needs entropies, candidates or a temperature, which the model's output layer has not: " + obstacle
             )
-        made = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
-        made.asked = asked
-        return made
+        loss = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
+        loss.asked = asked
+        return loss
     if features.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)
     block_tokens = block_tokens_of(args)
@@ -264,9 +264,9 @@ def shard_logits(model: torch.nn.Module) -> None:
     if LOSS in own:
         return
     if type(layer) not in features.multiplying_output_layers() or own:
-        what = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
+        owner = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
         raise EppError(
-            f"the output layer gathers its logits (parallel_output=False; {what}), and Megatron's loss takes them for a shard "
+            f"the output layer gathers its logits (parallel_output=False; {owner}), and Megatron's loss takes them for a shard "
             f"of --tensor-model-parallel-size {layer.tp_group.size()}: build the model with parallel_output=True, or give it a "
             "loss of its own"
         )

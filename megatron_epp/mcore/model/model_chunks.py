@@ -3,11 +3,16 @@
 Megatron takes chunk c of rank r for stage ``c * ranks + r``. This is the looped placement, which needs no change. For any other
 placement three things must follow it: the layers of a chunk and their numbers (a layout), the presence of the embedding and of
 the output layer (arguments of the model's constructor), and the weight that these two may share if they are on one rank.
+
+A hybrid model's pattern has a segment for every stage, and chunk c of rank r takes segment ``c * ranks + r``. Under another
+placement the segments are reordered so that each chunk takes its own stage's. Megatron would count the layers before a chunk in
+the new order too, so their number is corrected where the chunk's stack of layers is built.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -16,6 +21,7 @@ from typing import Any
 from megatron.core import mpu
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_epp.mcore.arguments.consequences import placement_of
@@ -24,6 +30,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
 
+_BETWEEN_STAGES = "|"
 _unsettled: list[weakref.ref[Any]] = []
 """Configs that were made before the run has found its layout."""
 
@@ -58,9 +65,8 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
     Args:
         transformer: config of the model, with Megatron's own division of layers.
     """
-    asked = asked_layout(args)
-    if asked is not None:
-        return asked
+    if (layout := asked_layout(args)) is not None:
+        return layout
     placement = placement_of(args)
     return Layout.of_layers(layers_of_stages(transformer, placement.num_ranks, placement.num_chunks), placement)
 
@@ -69,10 +75,10 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that it replaces, unless Megatron's own say the same."""
     if hybrid_pattern(args):
         return  # which the segments of the pattern say
-    asked = getattr(args, "epp_layout", None)
-    if placement_of(args).is_looped and asked is None:
+    setting = getattr(args, "epp_layout", None)
+    if placement_of(args).is_looped and setting is None:
         return
-    if asked in SEARCHED:
+    if setting in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
     if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):  # a copy of a config that has been through this
         return
@@ -94,8 +100,7 @@ def settle_stages(args: argparse.Namespace) -> None:
         if text is None:
             _place(transformer, layout)
         else:
-            made = PipelineParallelLayerLayout.from_str(text, layout.placement.num_ranks)
-            transformer.pipeline_model_parallel_layout = made
+            transformer.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, layout.placement.num_ranks)
 
 
 def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
@@ -104,21 +109,21 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
     if layout is None or layout.placement.num_stages == 1:
         return
     stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    wanted = [*layout.stages()][stage].num_modules
-    found = get_num_layers_to_build(transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
-    if found != wanted:
+    planned = [*layout.stages()][stage].num_modules
+    configured = get_num_layers_to_build(transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
+    if configured != planned:
         raise EppError(
-            f"stage {stage} was configured with {found} layers before the layout was found, which gives it {wanted}: "
+            f"stage {stage} was configured with {configured} layers before the layout was found, which gives it {planned}: "
             f"start with {FLAG} {args.epp_layout}"
         )
 
 
 def _place(transformer: Any, layout: Layout) -> None:
     layers = [*layout.stages()]
-    stages = [["decoder"] * one.num_modules for one in layers]
+    stages = [["decoder"] * stage.num_modules for stage in layers]
     stages[0].insert(0, "embedding")
     stages[-1] += [*["mtp"] * (getattr(transformer, "mtp_num_layers", None) or 0), "loss"]
-    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [one.first for one in layers])
+    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [stage.first for stage in layers])
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
     transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
@@ -192,3 +197,34 @@ def _without_embedding(model: Any, *rest: Any, **named: Any) -> Any:
         return type(model).sharded_state_dict(model, *rest, **named)
     finally:
         model.mtp_process = True
+
+
+def placed_pattern(pattern: str, placement: Placement) -> str:
+    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement.
+
+    Raises:
+        EppError: it does not have a segment for every stage.
+    """
+    segments = pattern.split(_BETWEEN_STAGES)
+    if len(segments) != placement.num_stages:
+        raise EppError(
+            f"--epp-placement {placement.kind} needs a | before every stage but the first; --hybrid-layer-pattern {pattern} "
+            f"has {len(segments)} stages of {placement.num_stages}"
+        )
+    stages = [placement.stages(rank)[chunk] for chunk in range(placement.num_chunks) for rank in range(placement.num_ranks)]
+    return _BETWEEN_STAGES.join(segments[stage] for stage in stages)
+
+
+def placed_stack(spec: ModuleSpec, pattern: str, placement: Placement, vp_stage: int | None) -> ModuleSpec:
+    """Return the spec of a stack of layers with the right number of layers before a chunk of this rank."""
+    stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
+    before = sum(map(len, pattern.split(_BETWEEN_STAGES)[:stage]))
+    stack: Any = get_module(spec)
+
+    class PlacedStack(stack):  # type: ignore[misc]
+        """Stack of layers of a stage."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named | {"pp_layer_offset": before})  # the model has counted in the reordered pattern
+
+    return dataclasses.replace(spec, module=PlacedStack)

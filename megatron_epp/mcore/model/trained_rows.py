@@ -62,8 +62,8 @@ class TrainedRows(OfRows):
             """Return the losses of all tokens, ``[batch, tokens]``, given the logits ``[rows, batch, entries]``."""
             if self._rows is None:
                 return losses(labels, logits)
-            found = losses(labels.index_select(1, self._rows), logits)
-            return found.new_zeros(labels.shape).index_copy(1, self._rows, found)
+            row_losses = losses(labels.index_select(1, self._rows), logits)
+            return row_losses.new_zeros(labels.shape).index_copy(1, self._rows, row_losses)
 
         # On the objects, and only for this forward. Without sequence parallelism: the rows are gathered already, and the layer
         # would gather them again.
@@ -90,8 +90,8 @@ def own_functions(model: Any) -> list[str]:
 
     The script's class may define them, or they may be assigned to the object; these would also be lost when a replacement ends.
     """
-    given = {name: vars(model).get(name, getattr(type(model), name, None)) for name in _OF_THE_LOSS}
-    own = [name for name, function in given.items() if not is_installed(getattr(function, "__func__", function))]
+    functions = {name: vars(model).get(name, getattr(type(model), name, None)) for name in _OF_THE_LOSS}
+    own = [name for name, function in functions.items() if not is_installed(getattr(function, "__func__", function))]
     return [*own, *["output_layer.forward"] * ("forward" in vars(getattr(model, "output_layer", None) or model))]
 
 

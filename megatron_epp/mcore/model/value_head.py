@@ -39,10 +39,10 @@ class ValueHead(torch.nn.Linear):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the weight for a checkpoint, by a name of its own: in that of a language model's the name has logits."""
-        found = make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
-        for tensor in found.values():
+        tensors = make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
+        for tensor in tensors.values():
             tensor.key = tensor.key.replace("output_layer", "value_head")
-        return found
+        return tensors
 
 
 def put_head(model: Any, args: argparse.Namespace) -> None:
@@ -83,5 +83,5 @@ def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> 
 def outputs_of(layer: Any) -> int | None:
     """Return the number of outputs of an output layer over all ranks; None if it does not say."""
     weight = getattr(layer, "weight", None)
-    found = getattr(layer, "output_size", getattr(layer, "out_features", None))
-    return len(weight) if found is None and isinstance(weight, Tensor) else found
+    outputs = getattr(layer, "output_size", getattr(layer, "out_features", None))
+    return len(weight) if outputs is None and isinstance(weight, Tensor) else outputs

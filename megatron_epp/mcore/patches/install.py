@@ -287,10 +287,12 @@ def patches() -> tuple[Patch, ...]:
     return (
         # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
+        # Megatron replaces all flags, ours among them, by the file of --yaml-cfg.
         wrapping("megatron.training.arguments:parse_args", _read_yaml),
         # Called by `parse_and_validate_args`, ahead of `pretrain`; the arguments of a checkpoint (--use-checkpoint-args) have
         # been taken over by then.
         wrapping("megatron.training.arguments:validate_args", _check_flags),
+        # The specs of the layers are its arguments: a model that is built has an attention which mixes a chunk's sequences.
         wrapping("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt),
         wrapping("megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt),
         # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
@@ -302,9 +304,11 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),
         # The one call of `pretrain`, in all releases, between the process groups and the model.
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
+        # It gets the script's functions, which would be lost without a word, and its end is that of the planning processes.
         wrapping("megatron.training.training:pretrain", _pretrain),
         # It reads weights and optimizer state; only arguments (--use-checkpoint-args) are read earlier, by another function.
         wrapping("megatron.training.training:load_checkpoint", _load_checkpoint),
+        # A thread writes reports, and a run that resumes lacks those not written yet; a save that hangs would hold all ranks.
         wrapping("megatron.training.training:save_checkpoint", _save_checkpoint),
         # With --async-save other processes write; at the end of training it waits for them.
         wrapping("megatron.training.training:maybe_finalize_async_save", _finish_save),

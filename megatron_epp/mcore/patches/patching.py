@@ -73,10 +73,10 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
         EppError: a target is missing, or has an unknown fingerprint.
     """
     done = {applied.patch for applied in _applied}
-    wanted = [patch for patch in patches if patch not in done]
-    for patch in wanted:
+    new = [patch for patch in patches if patch not in done]
+    for patch in new:
         check(patch, allow_unknown)
-    for patch in wanted:
+    for patch in new:
         original = resolve(patch.target)
         replacement = around(original, patch.replacement) if patch.wraps else patch.replacement
         _rebind(patch.target, original, replacement)
@@ -158,8 +158,8 @@ def _holder(target: str) -> tuple[Any, str]:
     except Exception as error:  # of the module, or of one that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise _missing(target) from None
-        release, said = features.installed_version(), f"{type(error).__name__}: {error}"
-        raise EppError(f"{module_name} of megatron-core {release} cannot be imported, {said}") from error
+        release, cause = features.installed_version(), f"{type(error).__name__}: {error}"
+        raise EppError(f"{module_name} of megatron-core {release} cannot be imported, {cause}") from error
     try:
         for part in path:
             holder = getattr(holder, part)
@@ -177,10 +177,10 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
     resolve(patch.target)
     if allow_unknown or not patch.fingerprints:
         return
-    found = fingerprint(patch.target)
-    if found not in patch.fingerprints:
+    digest = fingerprint(patch.target)
+    if digest not in patch.fingerprints:
         raise EppError(
-            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({found}): "
+            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({digest}): "
             f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
         )
 

@@ -167,8 +167,8 @@ def drop_tokens(original: Callable[..., Any], probs: Tensor, routing_map: Tensor
     real = _running.real
     if real is None or real.on_rank == real.rows:
         return original(probs, routing_map, *rest, **named)
-    kept = probs[: real.on_rank], routing_map[: real.on_rank]
+    routes = probs[: real.on_rank], routing_map[: real.on_rank]
     if real.on_rank:
-        kept = original(*kept, *rest, **named)
+        routes = original(*routes, *rest, **named)
     rest_of = probs[real.on_rank :].detach(), routing_map[real.on_rank :]
-    return tuple(torch.cat([own, torch.zeros_like(padding)]) for own, padding in zip(kept, rest_of, strict=True))
+    return tuple(torch.cat([own, torch.zeros_like(padding)]) for own, padding in zip(routes, rest_of, strict=True))

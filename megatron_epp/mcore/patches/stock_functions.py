@@ -117,8 +117,7 @@ def changes_of(role: str, function: Any) -> list[str]:
     while isinstance(function, functools.partial):
         bound = [f"argument {number}" for number, _ in enumerate(function.args, 1)] + list(function.keywords)
         if bound and not (role == PROVIDER and bound == ["vp_stage"]):  # which Megatron binds for every model chunk
-            what = f"a functools.partial that binds {', '.join(bound)}"
-            return [_refusal(_Reached(role, function.func), what)]
+            return [_refusal(_Reached(role, function.func), f"a functools.partial that binds {', '.join(bound)}")]
         function = function.func
     return list(_changes(_Reached(role, function, of_ours=True), set()))
 
@@ -151,8 +150,8 @@ def _changes(reached: _Reached, seen: set[tuple[str, int]]) -> Iterator[str]:
     seen.add(key)
     function = _bare(reached.value)
     if not isinstance(function, FunctionType):
-        if found := _strange(reached):
-            yield _refusal(reached, found)
+        if difference := _strange(reached):
+            yield _refusal(reached, difference)
         return
     file = function.__code__.co_filename
     if _lies_in(file, _HERE):
@@ -162,11 +161,11 @@ def _changes(reached: _Reached, seen: set[tuple[str, int]]) -> Iterator[str]:
     if reached.users and not reached.known and is_installed(function):
         return
     node = definition(function)
-    found = f" (fingerprint {fingerprint(node)})" if node is not None else ""
+    mark = f" (fingerprint {fingerprint(node)})" if node is not None else ""
     is_decorated = node is not None and node.decorator_list != []
     is_known = node is not None and fingerprint(node) in reached.known and is_decorated == (function is not reached.value)
     if not is_known or function.__closure__:
-        yield _refusal(reached, f"not Megatron's own{found}")
+        yield _refusal(reached, f"not Megatron's own{mark}")
         return
     yield from _below(reached, function, seen)
 
@@ -206,14 +205,14 @@ def _strange(reached: _Reached) -> str:
     return f"an object of class {kind.__module__}.{kind.__qualname__}"
 
 
-def _refusal(reached: _Reached, found: str) -> str:
+def _refusal(reached: _Reached, difference: str) -> str:
     code = getattr(_bare(reached.value), "__code__", None)
     subject = reached.name if code is None else f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     if code is not None and reached.name != code.co_qualname:
         subject = f"{reached.name} = {subject}"
     used = f", which {reached.users[-1]} uses," if reached.users else ""
     lost = next(_REPLACED[name] for name in (reached.name, *reversed(reached.users)) if name in _REPLACED)
-    return f"{subject}{used} is {found}: with --epp the script's {lost} would not be used"
+    return f"{subject}{used} is {difference}: with --epp the script's {lost} would not be used"
 
 
 def is_installed(value: Any) -> bool:
@@ -244,8 +243,8 @@ def _is_installed(file: str) -> bool:
 def _packages() -> tuple[str, ...]:
     """Return the folders of the packages whose functions are trusted: torch and Megatron."""
     names = "torch", "megatron.core", "megatron.training", "megatron.post_training"
-    found = map(importlib.util.find_spec, names)
-    return tuple(folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ())
+    specs = map(importlib.util.find_spec, names)
+    return tuple(folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
 
 
 def _lies_in(file: str, folder: str) -> bool:

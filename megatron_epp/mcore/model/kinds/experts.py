@@ -32,8 +32,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
             "no expert: leave it out"
         )
-    given = args.moe_router_load_balancing_type
-    if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
+    balancing = args.moe_router_load_balancing_type
+    if refused := sorted({balancing} - _BALANCING if isinstance(balancing, str) else {*balancing} - _BALANCING):
         yield (
             f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
             + ", ".join(sorted(_BALANCING))

@@ -1,9 +1,9 @@
-"""Row of the table of kinds of Megatron's layers."""
+"""Row of the table of kinds of Megatron's layers, and the kinds that need no change of the layers that Megatron has built."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,3 +37,48 @@ class LayerKind:
     flags: tuple[MegatronFlag, ...] = ()
     problems: Callable[[argparse.Namespace], Iterable[str]] = _nothing
     adopt: Callable[[Any, argparse.Namespace], None] = _as_it_is
+
+
+ATTENTION = LayerKind(
+    name="attention",
+    carries="keys and values",
+    symbol="*",
+    flags=(
+        MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
+        MegatronFlag("--softmax-type", ("vanilla",)),
+        MegatronFlag("--window-size"),
+        MegatronFlag("--experimental-attention-variant"),
+        MegatronFlag("--qk-clip"),
+        MegatronFlag("--log-max-attention-logit"),
+        MegatronFlag(
+            "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
+        ),
+    ),
+)
+"""Core attention is `core_attention.RelayAttention`, which `adopt` puts into every layer's spec."""
+
+MLP = LayerKind(name="an MLP", symbol="-")
+"""Tokens do not meet there, so it runs as it is."""
+
+
+def _prediction_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what a model with multi-token prediction cannot be trained with."""
+    depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
+    if not depths or not args.save:
+        return
+    if not args.untie_embeddings_and_output_weights and ranks > 1 and args.epp_placement == "looped":
+        yield (
+            f"--mtp-num-layers {depths}, an output layer tied to the embedding and --pipeline-model-parallel-size {ranks} make "
+            "a model that Megatron cannot save: add --untie-embeddings-and-output-weights, or leave --save out"
+        )
+
+
+PREDICTION = LayerKind(
+    name="multi-token prediction",
+    carries="keys and values of its attention",
+    flags=(MegatronFlag("--mtp-detach-heads", advice="leave it out: it was never tried with slices"),),
+    problems=_prediction_problems,
+)
+"""Chunks bring the tokens ahead of them along (`data.batch.AheadArrays`), so the embeddings there need nothing of other slices;
+`predictions` weighs the losses.
+"""

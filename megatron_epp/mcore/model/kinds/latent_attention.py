@@ -108,11 +108,11 @@ def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, 
     """
     view = object.__new__(type(module))
     view.__dict__ |= module.__dict__
-    kept = _OneHead(module.linear_kv_up_proj, view)
-    view.__dict__["_modules"] = {**module._modules, "linear_kv_up_proj": kept}
+    projection = _OneHead(module.linear_kv_up_proj, view)
+    view.__dict__["_modules"] = {**module._modules, "linear_kv_up_proj": projection}
     query, key, _, *rest = original.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
-    assert kept.latent is not None
-    return query, kept.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
+    assert projection.latent is not None
+    return query, projection.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
 
 
 LATENT_ATTENTION = LayerKind(
