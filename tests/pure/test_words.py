@@ -102,6 +102,30 @@ def test_retired_words_stay_out(word: Retired) -> None:
     assert not found, f"say {word.instead} (docs/glossary.md):\n" + "\n".join(found)
 
 
+GENERIC = {"found", "one", "made", "given", "kept", "told"}
+"""Names that say how a value came about, and not what it is. Fields of records may have them: files and reports show these."""
+
+
+def bound(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the variables and arguments of a file's functions, with their lines."""
+    tree = ast.parse(path.read_text())
+    fields = {
+        entry.target for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for entry in node.body
+        if isinstance(entry, ast.AnnAssign)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+def test_variables_are_named_for_what_they_hold() -> None:
+    package = [path for path in files() if path.suffix == ".py" and path.is_relative_to(ROOT / "megatron_epp")]
+    bad = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in package for line, name in bound(path) if name in GENERIC]
+    assert not bad, "\n".join(bad)
+
+
 FRAGMENT = re.compile(
     r"(Of|What|As|Which|Whose|Who|Whether|How|Where|When|That|Those|It|They|So|Like|If|From|For|By|With|Without|About"
     r"|The same)\b"
