@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a batch in tokens advances the consumed samples too far",
         "mcore/training/forward_backward.py",
-        "batch.consumed_samples - num_microbatches * session.replicas",
-        "batch.consumed_samples - num_microbatches",
+        "batch.consumed_samples - count * session.replicas",
+        "batch.consumed_samples - count",
         "tests/mcore/test_batch_tokens.py",
     ),
     Fault(

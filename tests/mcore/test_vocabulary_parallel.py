@@ -119,7 +119,7 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
     found = logits_pass(x, torch.randint(entries, (tokens,)), shard, needs_gradient=True)
-    held = [x, *(one for one in (found.part, found.kept) if one is not None)]
+    held = [x, *(one for one in (found.part, found.exponentials) if one is not None)]
     assert sum(one.nbytes for one in held) == planned
 
 
