@@ -184,7 +184,7 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
         [name, format_gib(plan.cap_bytes[0], decimals=4), format_us(plan.predicted.makespan_us)]
         for name, plan in smallest.items()
     ]
-    say("\n" + "\n".join(table(("smallest cap for this batch (--memory-gb)", "", "makespan"), rows)))
+    say("\n" + "\n".join(table(("smallest cap for this batch (--memory-cap-gb)", "", "makespan"), rows)))
 
 
 _PURPOSE = "make a plan for a batch of sequence lengths and print its summary"
