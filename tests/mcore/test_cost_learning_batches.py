@@ -20,7 +20,8 @@ from megatron_epp.planner import Problem, plan
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 FORMULAS = analytic_costs(SHAPE, CPU, [2, 2])
-PLAN = plan(Problem((900, 200, 50), (0, 1), (UNLIMITED_BYTES,) * 2), FORMULAS)
+PROBLEM = Problem((900, 200, 50), (0, 1), (UNLIMITED_BYTES,) * 2)
+PLAN = plan(PROBLEM, FORMULAS)
 LEARNING = WARM_UP + RECORDED
 
 
@@ -28,7 +29,11 @@ class Planner:
     """Stands for a `BackgroundPlanner`."""
 
     def __init__(self) -> None:
-        self.is_closed = False
+        self.is_closed, self.grains = False, list[float]()
+
+    def plan(self, problem: Problem, grain: float = 1.0) -> Planner:
+        self.grains.append(grain)
+        return self
 
     def close(self) -> None:
         self.is_closed = True
@@ -108,7 +113,7 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
     by_formula, by_learnt, used = Planner(), Planner(), []
 
     def plan_ahead() -> None:
-        used.extend(planner.planner_of_next(by_formula) for _ in range(planner.first_batch + 2))  # type: ignore[arg-type]
+        used.extend(planner.plan_next(by_formula, PROBLEM) for _ in range(planner.first_batch + 2))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=plan_ahead, daemon=True)
     if is_early:
@@ -120,6 +125,9 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
         planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.join(30)
     assert used == [by_formula] * (planner.first_batch - 1) + [by_learnt] * 3
+    recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[:WARM_UP] + by_formula.grains[LEARNING:]
+    assert len(set(recorded)) == RECORDED  # their slices differ, so times tell tokens from pairs
+    assert {*others, *by_learnt.grains} == {1.0}
     assert planner.first_batch > LEARNING  # or its plan would be needed before costs are known
     planner.close()
     assert by_learnt.is_closed
@@ -132,7 +140,7 @@ def test_a_thread_that_waits_ends_with_training() -> None:
     def plan_ahead() -> None:
         try:
             while True:
-                planner.planner_of_next(Planner())  # type: ignore[arg-type]
+                planner.plan_next(Planner(), PROBLEM)  # type: ignore[arg-type]
         except EppError as error:
             errors.append(error)
 

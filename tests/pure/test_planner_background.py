@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -63,6 +64,22 @@ def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_c
     assert plans(early) == made
     assert "it is started again" not in caplog.text
     early.close()
+
+
+def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlanner):
+    long = problem((90_000, 3_000), 2)
+
+    def slices(plan: Plan) -> int:
+        return sum(any(segment.sequence == 0 for segment in chunk.segments) for chunk in plan.chunks)
+
+    coarse, fastest, fine = (slices(planner.plan(long, grain)[0].plan()) for grain in (0.5, 1.0, 2.0))
+    assert 1 < coarse == round(fastest / 2)
+    assert fine == 2 * fastest
+
+
+def test_slices_that_the_user_chose_stay():
+    with closing(BackgroundPlanner(pipeline(2), Options(slices=3))) as planner:
+        assert planner.plan(ASKED, 2.0)[0].plan() == plans(planner)[0]
 
 
 def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):

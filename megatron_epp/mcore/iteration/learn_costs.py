@@ -12,11 +12,19 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare
 from megatron_epp.cost.timed import Learnt
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.runtime.side_thread import SideThread
 from megatron_epp.runtime.trace import Recorder
 
 _ITERATIONS = WARM_UP + RECORDED
+
+_GRAINS = {WARM_UP + 2: 0.5, WARM_UP + 3: 2.0}
+"""Slices of recorded batches, by number from 1, as a multiple of the fastest plan's. Slices of one grain take equal time, from
+which no fit can tell a pass's fixed time from a token's or a pair's (`cost.timed`). A plan with half or twice the slices is a
+few percent slower, once.
+"""
 
 
 class CostLearning:
@@ -105,18 +113,18 @@ class LearntPlanner:
         self._planner = planner
         self._is_over.set()
 
-    def planner_of_next(self, by_formula: BackgroundPlanner) -> BackgroundPlanner:
-        """Return the planner of the next training batch: `by_formula`, or from `first_batch` on the one with learnt costs.
+    def plan_next(self, by_formula: BackgroundPlanner, problem: Problem) -> PackedPlans:
+        """Plan the next training batch: with `by_formula`, or from `first_batch` on with learnt costs.
 
-        Waits until costs are learnt. Raises `EppError` if training ends meanwhile.
+        Waits until costs are learnt. Raises `EppError` if training ends meanwhile, and what planning raises.
         """
         self._batch += 1
         if self._batch < self.first_batch:
-            return by_formula
+            return by_formula.plan(problem, _GRAINS.get(self._batch, 1.0))
         self._is_over.wait()
         if self._planner is None:
             raise EppError("training has ended before costs were learnt")
-        return self._planner
+        return self._planner.plan(problem)
 
     def close(self) -> None:
         """End planning. A thread that waits for learnt costs gets an error."""

@@ -192,12 +192,11 @@ class Session(Run):
     ) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
-        planner = self._planner
-        if self.learnt_planner is not None and not forward_only:  # evaluations stay with formulas: they follow no iteration
-            planner = self.learnt_planner.planner_of_next(planner)
+        problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, forward_only=forward_only)
         try:
-            asked = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups)
-            return planner.plan(replace(asked, forward_only=forward_only))
+            if self.learnt_planner is None or forward_only:  # evaluations stay with formulas: they follow no iteration
+                return self._planner.plan(problem)
+            return self.learnt_planner.plan_next(self._planner, problem)
         except EppError as error:
             raise possible_on_device(error).within(
                 after=f"\nThe batch that this is about has {_summary(lengths)}.", names=self.names

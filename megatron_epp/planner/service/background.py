@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -136,9 +137,14 @@ class BackgroundPlanner(PlanningProcess):
     ) -> None:
         super().__init__(_planning, costs, options, lockstep_group, lockstep_groups, process=process)
 
-    def plan(self, problem: Problem) -> PackedPlans:
-        """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises."""
-        plans: PackedPlans = self.call(problem)
+    def plan(self, problem: Problem, grain: float = 1.0) -> PackedPlans:
+        """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
+
+        Args:
+            grain: slices of the longest sequence, as a multiple of the fastest plan's. It counts where the planner chooses the
+                slices and a plan with these fits.
+        """
+        plans: PackedPlans = self.call(problem, grain)
         return plans
 
 
@@ -179,13 +185,23 @@ def _load(options: Options) -> None:
 
 def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
-) -> Callable[[Problem], PackedPlans]:
+) -> Callable[..., PackedPlans]:
     """Make the function that the process calls for every batch."""
     steady = replace(options, budget_ms=None)
 
     @functools.lru_cache(KEPT)
-    def plans_of(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
-        return plan_lockstep(problems, costs, steady) if len(problems) > 1 else (planner.plan(problems[0], costs, options),)
+    def plans_of(problems: tuple[Problem, ...], slices: int | None = options.slices) -> tuple[Plan, ...]:
+        if len(problems) > 1:
+            return plan_lockstep(problems, costs, replace(steady, slices=slices))
+        return (planner.plan(problems[0], costs, replace(options, slices=slices)),)
+
+    def of_grain(plans: tuple[Plan, ...], problems: tuple[Problem, ...], grain: float) -> tuple[Plan, ...]:
+        """Plan with so many times the slices that the fastest plans have; return these where no plan has so many."""
+        slices = (Counter(segment.sequence for chunk in plan.chunks for segment in chunk.segments) for plan in plans)
+        most = max(count for counts in slices for count in counts.values())
+        with contextlib.suppress(EppError):
+            return plans_of(problems, max(1, round(grain * most)))
+        return plans
 
     @functools.lru_cache(KEPT)
     def divided(problem: Problem) -> Division:
@@ -197,12 +213,14 @@ def _planning(
 
         return divide(problem, costs, lockstep_groups, slowest_us)
 
-    def packed(problem: Problem) -> PackedPlans:
+    def packed(problem: Problem, grain: float = 1.0) -> PackedPlans:
         start_s = time.perf_counter()
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
         problems = tuple(map(problem.part, shares))
         plans = plans_of(problems)
+        if grain != 1.0 and options.slices is None and options.chunk_tokens is None:
+            plans = of_grain(plans, problems, grain)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(
             PackedPlan.of(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True)
