@@ -9,21 +9,21 @@ COMPILED_VARIABLE = "MEGATRON_EPP_COMPILED"
 
 
 def wrap(**settings: Any) -> Any:
-    """Return a schedule function that runs a framework's own microbatches by plans; see `mcore.microbatches.wrap.wrap`."""
-    from megatron_epp.mcore.microbatches.wrap import wrap as make
+    """Return a schedule function that runs a framework's own microbatches by plans; see `mcore.iteration.wrap.wrap`."""
+    from megatron_epp.mcore.iteration.wrap import wrap as make
 
     return make(**settings)
 
 
 def wrap_samples(**settings: Any) -> Any:
-    """Return a function that trains a model of Megatron's on samples in slices; see `mcore.training.samples.wrap_samples`."""
-    from megatron_epp.mcore.training.samples import wrap_samples as make
+    """Return a function that trains a model of Megatron's on samples in slices; see `sample_schedule.wrap_samples`."""
+    from megatron_epp.mcore.iteration.sample_schedule import wrap_samples as make
 
     return make(**settings)
 
 
 def install(**settings: Any) -> Any:
-    """Have Megatron's pipeline schedules run by plans in any framework; see `mcore.microbatches.wrap.install`."""
-    from megatron_epp.mcore.microbatches.wrap import install as put
+    """Have Megatron's pipeline schedules run by plans in any framework; see `mcore.iteration.wrap.install`."""
+    from megatron_epp.mcore.iteration.wrap import install as put
 
     return put(**settings)

@@ -56,7 +56,7 @@ MATRIX = "tests/mcore/test_matrix.py -k"
 FAULTS = (
     Fault(
         "gradients are divided by twice the number of tokens",
-        "mcore/run.py",
+        "mcore/iteration/run.py",
         "counted = num_tokens if config.calculate_per_token_loss else None",
         "counted = 2 * num_tokens if config.calculate_per_token_loss else None",
         SHORT,
@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "a batch in tokens advances the consumed samples too far",
-        "mcore/training/forward_backward.py",
+        "mcore/iteration/document_schedule.py",
         "batch.consumed_samples - count * session.replicas",
         "batch.consumed_samples - count",
         "tests/mcore/test_batch_tokens.py",
@@ -127,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "each group of replicas learns costs from its own ranks",
-        "mcore/run.py",
+        "mcore/iteration/run.py",
         "complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))",
         "complete(fitted_costs(before, everyone[dist.get_rank() :], keeps_weights=keeps_weights))",
         "tests/mcore/test_matrix.py tests/mcore/test_learnt_costs.py -k learnt",

@@ -38,7 +38,7 @@ def settings() -> dict[str, Any] | None:
     if text.lower() in ("", "0", "off"):
         return None
     from megatron_epp.mcore.arguments.parser import add_epp_args  # a process without the variable needs none of it
-    from megatron_epp.mcore.microbatches.wrap import OF_LOOP
+    from megatron_epp.mcore.iteration.wrap import OF_LOOP
 
     words = [] if text.lower() in ("1", "on") else text.replace(",", " ").split()
     values = dict(word.partition("=")[::2] for word in words)

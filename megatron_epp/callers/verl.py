@@ -13,7 +13,7 @@ from megatron_epp.callers import install_behind
 
 def padded_lengths(item: Any) -> list[int]:
     """Return the lengths of a microbatch's sequences as the engine pads them."""
-    from megatron_epp.mcore.microbatches.wrap import sharing_ranks
+    from megatron_epp.mcore.iteration.wrap import sharing_ranks
 
     tensor, context = sharing_ranks()
     multiple = tensor * (2 * context if context > 1 else 1)

@@ -14,7 +14,7 @@ from megatron_epp.mcore import entry
 _LATE = (  # what training imports when it is under way
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.text_tokenizer",
-    "megatron_epp.mcore.training.forward_backward",
+    "megatron_epp.mcore.iteration.document_schedule",
     "megatron_epp.mcore.model.gpt",
     "torch._dynamo",
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.mcore.iteration.agreement import AgreedShapes, _largest, _pairs
-from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from tests.support.runtime.agreement_runs import SHAPES, results, shapes
 from tests.support.runtime.rank_processes import Ranks
 

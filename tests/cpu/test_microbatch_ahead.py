@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_epp.mcore.iteration.agreement import AgreedShapes
-from megatron_epp.mcore.microbatches.ahead import Ahead, LookAhead, installed
-from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.mcore.iteration.look_ahead import Ahead, LookAhead, installed
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 
 LENGTHS = (5, 3, 8, 2, 9, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.callers import verl
-from megatron_epp.mcore.microbatches import wrap
+from megatron_epp.mcore.iteration import wrap
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.mcore import run
+from megatron_epp.mcore.iteration import run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
-from megatron_epp.mcore.run import Run
+from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
 

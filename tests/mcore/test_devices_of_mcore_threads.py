@@ -5,8 +5,8 @@ import torch
 
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
-from megatron_epp.mcore.microbatches.ahead import Ahead
-from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.mcore.iteration.look_ahead import Ahead
+from megatron_epp.mcore.iteration.report_folder import Reports
 from tests.support.runtime.device_audit import Audit, run
 from tests.support.runtime.runtime_plans import two_ranks
 

@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_epp.mcore.iteration import document_schedule as forward_backward
 from megatron_epp.mcore.model.losses import average_router_losses, scale_added_losses
-from megatron_epp.mcore.training import forward_backward
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.iteration import session
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.adopt import relayed
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install
-from megatron_epp.mcore.training import session
 from megatron_epp.plan import EppError
 
 

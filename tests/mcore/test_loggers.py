@@ -11,12 +11,11 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.short_log import is_shown
-from megatron_epp.mcore import run
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.training import loggers as loggers
-from megatron_epp.mcore.training import session
-from megatron_epp.mcore.training.report import IterationReport, layout_words
-from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.mcore.iteration import loggers as loggers
+from megatron_epp.mcore.iteration import run, session
+from megatron_epp.mcore.iteration.report import IterationReport, layout_words
+from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of

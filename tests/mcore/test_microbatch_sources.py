@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_epp.mcore.microbatches.forward_backward import Schedule
-from megatron_epp.mcore.microbatches.source import Microbatch, shape_of, take, tensor_bytes
+from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of, take, tensor_bytes
 from megatron_epp.plan import EppError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.mcore.training import reduction as reduction_module
-from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.iteration import reduction as reduction_module
+from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.plan import Plan
 from tests.support.runtime.launch_recorder import COMPUTE, REDUCTION, SEND, RecordedStage, record
 from tests.support.runtime.runtime_plans import looped, two_ranks, v_shape

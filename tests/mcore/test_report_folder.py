@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.training.reports import LINES, ReportFolder
+from megatron_epp.mcore.iteration.report_folder import LINES, ReportFolder
 from tests.support.failing_disk import swept
 from tests.support.plan.report_plans import measured_run, sliced_plan
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.training import reports as module
-from megatron_epp.mcore.training.reports import Reports
+from megatron_epp.mcore.iteration import report_folder as module
+from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.mcore.forked import launch

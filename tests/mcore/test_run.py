@@ -13,8 +13,8 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_epp.launch.run_folder import LOCK
-from megatron_epp.mcore import run
-from megatron_epp.mcore.run import Run
+from megatron_epp.mcore.iteration import run
+from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import EppError
 from megatron_epp.runtime import failures
 from megatron_epp.runtime.failures import FailureBoard

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.mcore.iteration.document_schedule import schedule_for
 from megatron_epp.mcore.model import gpt
 from megatron_epp.mcore.patches import fingerprints, install, stock_functions
 from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
-from megatron_epp.mcore.training.forward_backward import schedule_for
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch
 from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, fingerprints_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs
+from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
 from megatron_epp.plan import lower
 from megatron_epp.runtime.attention.context_parallel import ContextParallel
 from megatron_epp.runtime.upload import Uploader

@@ -10,9 +10,9 @@ import torch
 
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.iteration.agreement import AgreedShapes
-from megatron_epp.mcore.microbatches.forward_backward import Schedule
-from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
-from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline
+from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from tests.support.plan.planner_cases import pipeline as costs_of

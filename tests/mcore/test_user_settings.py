@@ -18,8 +18,8 @@ from megatron_epp import wrap
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.microbatches import check_order
 from megatron_epp.mcore.arguments.table import FIELDS
-from megatron_epp.mcore.training import reduction
-from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.iteration import reduction
+from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.plan import EppError
 from megatron_epp.planner import Options
 from tests.support.mcore.forked import job, of_ranks
@@ -83,7 +83,7 @@ def test_calls_are_those_of_stock(cases: tuple[dict[str, Any], ...], name: str) 
 
 
 def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_epp.mcore.microbatches import stage as module
+    from megatron_epp.mcore.iteration import microbatch_stage as module
 
     again: list[Any] = []
 
@@ -103,7 +103,7 @@ def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeyp
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
     """A function that returns what `wrap` refuses a model's configuration with, and that of its data parallelism."""
-    from megatron_epp.mcore.microbatches import wrap
+    from megatron_epp.mcore.iteration import wrap
 
     def told(config: Mapping[str, object], data_parallel: Mapping[str, object]) -> str:
         monkeypatch.setattr(wrap, "get_model_config", lambda model: Namespace(**config))
@@ -190,7 +190,7 @@ def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(m
 def test_the_arguments_that_are_checked_are_those_of_the_calls() -> None:
     package = Path(features.__file__).parent
     found = {}
-    for name in ("microbatches/stage.py", "microbatches/forward_backward.py", "run.py", "features.py"):
+    for name in ("iteration/microbatch_stage.py", "iteration/microbatch_schedule.py", "iteration/run.py", "features.py"):
         for call in (node for node in ast.walk(ast.parse((package / name).read_text())) if isinstance(node, ast.Call)):
             found[ast.unparse(call.func)] = len(call.args), [word.arg for word in call.keywords if word.arg]
     names = {"backward_step": "step", "finalize_model_grads": "config.finalize_model_grads_func"}
@@ -230,7 +230,7 @@ def test_a_model_that_does_not_know_its_process_groups_gets_those_of_the_paralle
 
 
 def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
+    from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 
     off, on = Namespace(recompute_granularity=None), Namespace(recompute_granularity="selective")
     stage = MicrobatchStage.__new__(MicrobatchStage)
@@ -258,7 +258,7 @@ def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.M
 
 
 def test_offload_is_refused_where_plans_recompute_nothing_unless_it_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_epp.mcore.microbatches import pipeline
+    from megatron_epp.mcore.iteration import microbatch_pipeline as pipeline
 
     monkeypatch.setattr(pipeline.dist, "get_rank", lambda: 0)
     left = pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=False)

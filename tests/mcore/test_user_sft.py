@@ -16,7 +16,7 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY, Finished
 

@@ -77,7 +77,7 @@ def test_the_site_builds_and_every_link_leads_to_a_page_and_a_heading(tmp_path):
 
 
 def test_the_questions_list_the_metrics_that_training_writes():
-    source = (ROOT / "megatron_epp" / "mcore" / "training" / "loggers.py").read_text()
+    source = (ROOT / "megatron_epp" / "mcore" / "iteration" / "loggers.py").read_text()
     written = [re.sub(r"\\\{\w+\\\}", r"\\w+", re.escape(name)) for name in re.findall(r'f?"(epp/[^"]+)"', source)]
     section = FAQ[FAQ.index("## What are the metrics called?") : FAQ.index("**Prometheus**")]
     listed = re.findall(r"`(epp/[^`]+)`", section)
@@ -87,7 +87,7 @@ def test_the_questions_list_the_metrics_that_training_writes():
 
 
 def test_the_questions_name_fields_that_a_report_has():
-    source = (ROOT / "megatron_epp" / "mcore" / "training" / "report.py").read_text()
+    source = (ROOT / "megatron_epp" / "mcore" / "iteration" / "report.py").read_text()
     command = next(line for line in FAQ.splitlines() if "jq -r" in line)
     fields = re.findall(r"\\\(\.([\w.]+)\)", command)
     assert "makespan_us.measured" in fields

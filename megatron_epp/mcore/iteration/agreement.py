@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.objects import ObjectGroup
 

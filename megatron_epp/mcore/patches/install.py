@@ -111,7 +111,7 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
     """Build iterators over documents instead of Megatron's datasets if --epp is given."""
     if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
-    from megatron_epp.mcore.training.forward_backward import provide_documents
+    from megatron_epp.mcore.iteration.document_schedule import provide_documents
 
     stock_functions.require_stock({stock_functions.PROVIDER: provider})
     chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
@@ -142,7 +142,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         from megatron_epp.mcore.training.choices import choose_vocabulary
 
         choose_vocabulary(args)
-    from megatron_epp.mcore.training.session import prepare
+    from megatron_epp.mcore.iteration.session import prepare
 
     prepare(args)
     context = args.seq_length
@@ -202,7 +202,7 @@ def _decide_exit(original: Callable[..., bool], *rest: Any, **named: Any) -> boo
 
 
 def _complete_reports() -> None:
-    if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
+    if sessions := sys.modules.get("megatron_epp.mcore.iteration.session"):
         sessions.complete_reports()
 
 
@@ -227,9 +227,9 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         _refuse_nothing(epp_args())
         return result
     finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
-        if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
+        if sessions := sys.modules.get("megatron_epp.mcore.iteration.session"):
             sessions.end()
-        if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
+        if microbatches := sys.modules.get("megatron_epp.mcore.iteration.microbatch_schedule"):
             microbatches.forward_backward_user.close()
 
 
@@ -239,10 +239,10 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     if (args := epp_args()) is None:
         return stock
     if has_user_microbatches(args):
-        from megatron_epp.mcore.microbatches.forward_backward import forward_backward_user
+        from megatron_epp.mcore.iteration.microbatch_schedule import forward_backward_user
 
         return forward_backward_user
-    from megatron_epp.mcore.training.forward_backward import schedule_for
+    from megatron_epp.mcore.iteration.document_schedule import schedule_for
 
     return schedule_for(args, stock)
 
@@ -252,7 +252,7 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
     args = epp_args()
     if args is None or not has_user_microbatches(args):
         return original(*rest, **named)
-    from megatron_epp.mcore.microbatches.forward_backward import forward_backward_user
+    from megatron_epp.mcore.iteration.microbatch_schedule import forward_backward_user
 
     return forward_backward_user(*rest, **named)
 

@@ -1,1 +1,1 @@
-"""Megatron's training loop under plans: the session, the schedule function, reports and reduction."""
+"""Preparation of a training before its first iteration: layout, latents, vocabulary, caps, communicators and checkpoints."""

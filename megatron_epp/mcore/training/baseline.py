@@ -11,13 +11,13 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_epp.mcore.arguments.consequences import token_multiple
+from megatron_epp.mcore.iteration import session as sessions
+from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
 from megatron_epp.mcore.model.stage import ChunkInputs
 from megatron_epp.mcore.patches.routers import chunk_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
-from megatron_epp.mcore.training import session as sessions
-from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.contest import pack_whole
 from megatron_epp.runtime.attention.kv_cache import KVRelay

@@ -26,7 +26,7 @@ from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.slowness import SlowStages
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.training.inputs import RankInputs
+from megatron_epp.mcore.iteration.device_inputs import RankInputs
 from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.mcore.training.report import IterationReport
-from megatron_epp.mcore.training.reports import Log, ReportFolder, Reports
+from megatron_epp.mcore.iteration.report import IterationReport
+from megatron_epp.mcore.iteration.report_folder import Log, ReportFolder, Reports
 from megatron_epp.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups

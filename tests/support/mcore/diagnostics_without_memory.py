@@ -4,12 +4,12 @@ from contextlib import ExitStack
 from functools import wraps
 
 from megatron_epp.mcore import pretrain_gpt
-from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.mcore.iteration.report import IterationReport
 from tests.support.runtime.failing_buffers import failing
 
 MODULES = tuple(
     f"megatron_epp.{name}"
-    for name in ("mcore.training.report", "mcore.training.loggers", "mcore.costs.watch", "report.", "runtime.trace")
+    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "mcore.costs.watch", "report.", "runtime.trace")
 )
 
 

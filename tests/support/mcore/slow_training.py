@@ -10,9 +10,9 @@ SLEEP_S = 0.05
 def main():
     with entry.errors_in_one_line():
         entry.prepare()
+        from megatron_epp.mcore.iteration import session
         from megatron_epp.mcore.model import gpt
         from megatron_epp.mcore.model.stage import MegatronStage
-        from megatron_epp.mcore.training import session
 
         quick = MegatronStage.forward
 

@@ -190,7 +190,7 @@ def forget_training() -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
 
-    from megatron_epp.mcore.training import session
+    from megatron_epp.mcore.iteration import session
 
     session.end()
     global_vars.destroy_global_vars()

@@ -1,7 +1,7 @@
 """Programs of the ranks in the tests of agreement on a script's microbatches and their plan."""
 
 from megatron_epp.mcore.iteration.agreement import LocalShapes, agree_on_shapes, from_first
-from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError, PlanError
 
 SHAPES = (Microbatch((16, 8)), Microbatch((32,)), Microbatch((8, 8), 2), Microbatch((400,)))

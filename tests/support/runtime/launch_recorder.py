@@ -174,7 +174,7 @@ class _Executor(Executor):
 
 
 class Reductions(nullcontext):
-    """Reductions of a rank's stages when the plan says so. Stands in for `mcore.training.reduction.Reduction`."""
+    """Reductions of a rank's stages when the plan says so. Stands in for `mcore.iteration.reduction.Reduction`."""
 
     def __init__(self, stages):
         super().__init__()

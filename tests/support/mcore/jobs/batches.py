@@ -76,7 +76,7 @@ def of_batches(executor, batches):
 
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.costs.sources import pipeline_costs
-    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.mcore.iteration import session as sessions
     from megatron_epp.plan import lower
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload

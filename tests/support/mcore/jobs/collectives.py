@@ -48,7 +48,8 @@ def note_collectives(folder):
     import torch.distributed as dist
     from megatron.training import training
 
-    from megatron_epp.mcore.training import communicators, session
+    from megatron_epp.mcore.iteration import session
+    from megatron_epp.mcore.training import communicators
 
     step = training.train_step
     by_folder = defaultdict(list)  # a process trains several times

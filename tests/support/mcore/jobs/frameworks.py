@@ -307,7 +307,7 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     import megatron_epp
-    from megatron_epp.mcore.microbatches.wrap import uninstall
+    from megatron_epp.mcore.iteration.wrap import uninstall
     from megatron_epp.plan import EppError
 
     sys.modules["framework"] = framework = ModuleType("framework")
@@ -337,7 +337,7 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
     from megatron_epp.cost import Line
     from megatron_epp.cost.blocks import LAYER
-    from megatron_epp.mcore import run
+    from megatron_epp.mcore.iteration import run
 
     learn, lines = run.fitted_costs, {name: Line(0.0, value) for name, value in us_per_token.items()}
 

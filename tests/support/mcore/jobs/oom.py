@@ -40,8 +40,8 @@ def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
     """
     import torch
 
+    from megatron_epp.mcore.iteration import session
     from megatron_epp.mcore.model.stage import MegatronStage
-    from megatron_epp.mcore.training import session
 
     backward = MegatronStage.backward
     count = 0

@@ -101,7 +101,7 @@ def by_levels(executor):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_epp.mcore.features import logged_router_losses
-    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.mcore.iteration import session as sessions
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload
     from megatron_epp.runtime.offload.host import HostMemory

@@ -15,8 +15,8 @@ def run(data: str, name: str) -> dict[str, Any]:
     entry.prepare()
     from megatron.training import training
 
+    from megatron_epp.mcore.iteration import session as sessions
     from megatron_epp.mcore.model import gpt
-    from megatron_epp.mcore.training import session as sessions
 
     case = CASES[name]
     step, seen, done = training.train_step, {}, 0

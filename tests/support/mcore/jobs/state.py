@@ -77,7 +77,7 @@ def build(**settings):
 
 def plan_by(recomputed):
     """Let plans have forwards and backwards in the orders above, and so many layers of each microbatch recompute."""
-    from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline, MicrobatchPlan
+    from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline, MicrobatchPlan
     from megatron_epp.plan import Op, Recompute
     from megatron_epp.plan.lowering import lower
 

@@ -62,7 +62,7 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     """
     from megatron.core import parallel_state
 
-    from megatron_epp.mcore.microbatches.wrap import _installed, uninstall
+    from megatron_epp.mcore.iteration.wrap import _installed, uninstall
 
     was_installed = bool(_installed)
     planned = [trainer.run(batch) for batch in batches]

@@ -44,7 +44,7 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     order = noted(engine)
     from megatron.core import parallel_state
 
-    from megatron_epp.mcore.microbatches.wrap import _installed, uninstall
+    from megatron_epp.mcore.iteration.wrap import _installed, uninstall
 
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     loss = verl.ppo_loss(loss_agg_mode="seq-mean-token-mean", use_kl_loss=False)

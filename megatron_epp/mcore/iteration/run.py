@@ -25,11 +25,11 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.iteration.reduction import process_groups
+from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
 from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
-from megatron_epp.mcore.training.reduction import process_groups
-from megatron_epp.mcore.training.reports import ReportFolder, Reports
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
@@ -45,7 +45,7 @@ from megatron_epp.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
-    from megatron_epp.mcore.training.vocabulary import RankVocabulary
+    from megatron_epp.mcore.iteration.rank_vocabulary import RankVocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from megatron_epp.runtime.context import Program, program_of
 from megatron_epp.runtime.upload import Upload, Uploader
 
 if TYPE_CHECKING:
-    from megatron_epp.mcore.training.vocabulary import RankVocabulary
+    from megatron_epp.mcore.iteration.rank_vocabulary import RankVocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,23 +20,24 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
+from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
+from megatron_epp.mcore.iteration.run import Run, lockstep_groups
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
+from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
-from megatron_epp.mcore.run import Run, lockstep_groups
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
-from megatron_epp.mcore.training.inputs import PreparedBatch, RankInputs, rank_inputs
-from megatron_epp.mcore.training.warm_up import warm_up
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lazy import load
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
-from megatron_epp.runtime.attention.warm_up import KernelWarmUp
+from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.trace import Recorder
 
@@ -89,12 +90,12 @@ class Session(Run):
         self.connect(stages)
         if shards_vocabulary(self.args):
             shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
-            self.vocabulary = load("megatron_epp.mcore.training.vocabulary:rank_vocabulary")(*shard)
+            self.vocabulary = load("megatron_epp.mcore.iteration.rank_vocabulary:rank_vocabulary")(*shard)
         self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
             self.use_communicators()  # ahead of `settle`, whose caps then count their memory
-            self.warm_up = warm_up(self.args, self.stages.values(), self.device)
+            self.warm_up = _warm_up(self.args, self.stages.values(), self.device)
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
             if learns and self.saved_costs is None:
@@ -221,6 +222,30 @@ class Session(Run):
                 f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
                 "and --epp-costs"
             )
+
+
+def _warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> KernelWarmUp | None:
+    """Return the warm-up of attention in a rank's stages; None if none of them needs one."""
+    shape = model_shape(args)
+    kv_heads = shape.expanded_heads or shape.kv_heads_on_rank
+    heads = {
+        Heads(
+            kv_heads * shape.queries_per_key,
+            kv_heads,
+            part.channels,
+            part.config.params_dtype,
+            device,
+            part.scale,
+            part.preference,
+            part.value_channels,
+            shape.relays_latents,
+        ): None
+        for stage in stages
+        for part in stage.decoder.modules()
+        if isinstance(part, RelayAttention)
+    }
+    kernel_warm_up = KernelWarmUp(tuple(heads), args.seq_length, args.epp_warm_up, offloads(args))
+    return kernel_warm_up if kernel_warm_up.is_active else None
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

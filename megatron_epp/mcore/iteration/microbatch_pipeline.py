@@ -29,17 +29,17 @@ from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes, from_first
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
+from megatron_epp.mcore.iteration.look_ahead import Ahead, installed
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
+from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
+from megatron_epp.mcore.iteration.reduction import Reduction
+from megatron_epp.mcore.iteration.replay import is_replay
+from megatron_epp.mcore.iteration.report import IterationReport
+from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
-from megatron_epp.mcore.microbatches.ahead import Ahead, installed
-from megatron_epp.mcore.microbatches.replay import is_replay
-from megatron_epp.mcore.microbatches.source import Microbatches, tensor_bytes
-from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
-from megatron_epp.mcore.run import Run
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
-from megatron_epp.mcore.training.reduction import Reduction
-from megatron_epp.mcore.training.report import IterationReport
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.planner import Options

@@ -16,9 +16,9 @@ from megatron_epp.mcore.arguments.consequences import check_conflicts, check_wei
 from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import FIELDS, TABLE
-from megatron_epp.mcore.microbatches.forward_backward import Schedule
-from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
-from megatron_epp.mcore.microbatches.stage import language_model_of
+from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
+from megatron_epp.mcore.iteration.microbatch_stage import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.reading import nearest
@@ -101,7 +101,7 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
         EppError: as `wrap` does; or plans have been installed already.
     """
     if _installed:
-        raise EppError("plans run Megatron's schedules already: call megatron_epp.mcore.microbatches.wrap.uninstall first")
+        raise EppError("plans run Megatron's schedules already: call megatron_epp.mcore.iteration.wrap.uninstall first")
     schedule = wrap(shape_of=shape_of, **settings)
 
     def run(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

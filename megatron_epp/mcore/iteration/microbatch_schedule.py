@@ -13,14 +13,14 @@ from megatron.core.utils import get_model_config
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.features import training_args
 from megatron_epp.mcore.iteration.agreement import agree_on_shapes
+from megatron_epp.mcore.iteration.look_ahead import installed
+from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline
+from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, shape_of, take
+from megatron_epp.mcore.iteration.replay import is_replay
+from megatron_epp.mcore.iteration.report import NOTHING, IterationReport
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
-from megatron_epp.mcore.microbatches.ahead import installed
-from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
-from megatron_epp.mcore.microbatches.refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
-from megatron_epp.mcore.microbatches.replay import is_replay
-from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.model.stage import timed
-from megatron_epp.mcore.training.report import NOTHING, IterationReport
 from megatron_epp.plan import EppError
 
 

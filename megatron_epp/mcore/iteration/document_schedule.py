@@ -18,16 +18,16 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
+from megatron_epp.mcore.iteration import session as sessions
+from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
+from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
+from megatron_epp.mcore.iteration.session import Session
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
-from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
-from megatron_epp.mcore.training.reduction import NoReduction, Reduction
-from megatron_epp.mcore.training.report import IterationReport, count_tokens
-from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
-from megatron_epp.mcore.microbatches.wrap import arguments_of, flags_of
+from megatron_epp.mcore.iteration.document_schedule import finish_batch, leave_out, run_batch
+from megatron_epp.mcore.iteration.session import Session
+from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
-from megatron_epp.mcore.training.forward_backward import finish_batch, leave_out, run_batch
-from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each, raise_for

@@ -13,10 +13,10 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.features import backward_step
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
+from megatron_epp.mcore.iteration.replay import numbered_by
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
-from megatron_epp.mcore.microbatches.replay import numbered_by
-from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible

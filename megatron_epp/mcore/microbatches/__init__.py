@@ -1,1 +1,0 @@
-"""Plans for a script's own microbatches, with its data, forward step, loss and model (`--epp-microbatches user`)."""
