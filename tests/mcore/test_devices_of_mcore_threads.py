@@ -1,11 +1,9 @@
 """Threads of training use the device of their rank."""
 
 import pytest
-import torch
 
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
-from megatron_epp.mcore.iteration.look_ahead import Ahead
 from megatron_epp.mcore.iteration.report_folder import Reports
 from tests.support.runtime.device_audit import Audit, run
 from tests.support.runtime.runtime_plans import two_ranks
@@ -42,14 +40,4 @@ def test_costs_are_learnt_on_their_ranks_device(audit):
     learning.after(plan, run(audit, plan, 0))
     learning._added.result()
     assert "elapsed_time" in audit.seen["epp-cost-learning"]
-    assert audit.faults == []
-
-
-def test_microbatches_are_looked_at_ahead_on_their_ranks_device(audit):
-    ahead = Ahead(lambda shapes, problem, items: torch.cuda.current_stream().record_event())
-    ahead.begin([], 0, list)
-    ahead.wait()
-    ahead.close()
-    (thread,) = (name for name in audit.seen if name.startswith("epp-ahead"))
-    assert "record_event" in audit.seen[thread]
     assert audit.faults == []

@@ -1,17 +1,15 @@
-"""Agreement on the next iteration's microbatches, and its plan, in a thread while the present iteration runs."""
+"""Agreement on the next iteration's microbatches, so that it is planned while the device runs the present one."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from megatron_epp.mcore.iteration.agreement import AgreedShapes, Shapes
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.side_thread import this_device
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +25,6 @@ class LookAhead(Iterator[Any]):
         item = self._seen.popleft() if self._seen else next(self._iterator)
         self.num_taken += 1
         return item
-
-    @property
-    def seen(self) -> list[Any]:
-        """Items that were looked at and not taken yet."""
-        return list(self._seen)
 
     def peek(self, count: int) -> list[Any]:
         """Return the next items without taking them; fewer where the iterator ends."""
@@ -60,52 +53,38 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
 
 
 class Ahead:
-    """Agreement on the shapes of the next iteration between all ranks that run the same plan, in a thread.
+    """Agreement on the shapes of the next iteration between all ranks that run the same plan, behind the launch of this one.
 
     Every rank must call `begin` and `take` at the same calls of the schedule, with equal counts.
 
     Args:
-        agree: exchanges this rank's shapes, or its error, and the items themselves, returns what is agreed and plans it. It
-            runs in the thread.
+        agree: given this rank's shapes, its error and the items, agrees with the others and starts to plan what is agreed.
     """
 
     def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], AgreedShapes]) -> None:
         self._agree = agree
-        # One worker: it makes collective calls, which all ranks must make in the same order.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-ahead", initializer=this_device())
-        self._is_told = False
-        self._next: tuple[int, list[tuple[LookAhead, int]], Future[AgreedShapes]] | None = None
+        self._is_logged = False
+        self._next: tuple[int, list[tuple[LookAhead, int]], AgreedShapes] | None = None
 
     def begin(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> None:
-        """Start to agree on the next iteration, while the present one runs. Its microbatches have been taken.
+        """Agree on the next iteration. The present one's microbatches have been taken.
 
         Args:
             sources: of the rank's model chunks; none on a rank without data.
         """
         positions = [(source, source.num_taken) for source in sources]
-        self._next = count, positions, self._thread.submit(self._agreed, sources, count, shapes_of)
-
-    def _agreed(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> AgreedShapes:
-        mine, problem, items = None, "", list[Any]()
+        own, problem, items = None, "", list[Any]()
         try:
             items = [source.peek(count) for source in sources]
-            known = list(map(shapes_of, items))
-            mine = known[0] if known else None
-            if any(shapes != mine for shapes in known) or (mine is not None and len(mine) < count):
+            shapes_of_chunks = list(map(shapes_of, items))
+            own = shapes_of_chunks[0] if shapes_of_chunks else None
+            if any(shapes != own for shapes in shapes_of_chunks) or (own is not None and len(own) < count):
                 problem = "no microbatches to look ahead to"
         except Exception as error:  # a rank that raised by itself would leave the others waiting for its shapes
             problem = f"{type(error).__name__}: {error}"
-        return self._agree(mine, problem, items)
-
-    def wait(self) -> None:
-        """Wait until the thread has finished."""
-        if self._next is not None:
-            self._next[2].exception()
-
-    @property
-    def held(self) -> list[Any]:
-        """Items of the next iteration that are here already, once the thread has finished."""
-        return [] if self._next is None else [source.seen for source, _ in self._next[1]]
+        # An error is raised on all ranks, and they agree again; if it is still there, that agreement raises it at its turn.
+        with suppress(EppError):
+            self._next = count, positions, self._agree(own, problem, items)
 
     def take(self, sources: Sequence[LookAhead], count: int) -> AgreedShapes | None:
         """Return what was agreed for the iteration that begins; None, on all ranks, if nothing was agreed.
@@ -116,22 +95,15 @@ class Ahead:
             EppError: this rank's iterators are others than at `begin`, or have moved since.
         """
         begun, self._next = self._next, None
-        if begun is None:
+        if begun is None or begun[0] != count:
             return None
-        planned_count, positions, future = begun
-        # An error was raised on all ranks, and they agree again; if it is still there, that agreement raises it at its turn.
-        if future.exception() is not None or planned_count != count:
-            return None
+        _, positions, agreed = begun
         if positions != [(source, source.num_taken) for source in sources]:
             raise EppError(
                 "the data iterator of this call is not the one of the last call, or something else took items from it; ranks "
                 "without data already agreed on its next microbatches"
             )
-        if not self._is_told:
+        if not self._is_logged:
             logger.info("microbatches and plans are agreed while the last iteration ran, from now on")
-            self._is_told = True
-        return future.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+            self._is_logged = True
+        return agreed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,7 +57,8 @@ from megatron_epp.planner.service.background import MicrobatchPlanner
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.context import program_of
-from megatron_epp.runtime.links.objects import ObjectGroup, from_each
+from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,14 @@ class MicrobatchPlan:
         return replace(self, plan=OrderedPlan(self.plan, self.order).of(_lengths_of(shapes)).plan)
 
 
+_Key = tuple[Shapes, tuple[int, ...], bool]
+"""What a plan of microbatches depends on besides costs: their shapes, their bytes on devices, and whether no backward runs."""
+
+
+def _key(agreed: AgreedShapes, forward_only: bool) -> _Key:
+    return agreed.shapes, agreed.num_bytes, forward_only
+
+
 def _lengths_of(shapes: Shapes) -> Lengths:
     return tuple(shape.lengths for shape in shapes)
 
@@ -120,10 +130,11 @@ class MicrobatchPipeline(Run):
         self._planner = MicrobatchPlanner() if dist.get_rank() == self.own_ranks[0] else None
         """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
         self.connect(stages)
-        # For the thread that looks ahead: the training thread uses `links.control` meanwhile, and each group is for one thread.
-        self._next_control = ObjectGroup.create(self.own_ranks, self.groups)
         self._can_look_ahead: bool | None = None
-        self.ahead = Ahead(self._plan_ahead)
+        self.ahead = Ahead(self._agreed_ahead)
+        self._thread = None if self._planner is None else SideThread("epp-planning")  # which waits for the process
+        self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
+        """Plan of the next iteration, where this rank plans and has begun."""
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
         self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.saved_costs is not None)
@@ -134,9 +145,7 @@ class MicrobatchPipeline(Run):
         self._options = options
         if options.split_weight:
             self._split_weights()
-        # Written by the training thread and by the one that looks ahead, never at once: a call of the schedule begins with a
-        # wait for the latter.
-        self._plans: dict[tuple[Shapes, tuple[int, ...], bool], MicrobatchPlan] = {}
+        self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
         self._last: tuple[tuple[Shapes, bool], MicrobatchPlan | None] | None = None
@@ -146,18 +155,9 @@ class MicrobatchPipeline(Run):
         """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
-    def local_shapes(
-        self, sources: Sequence[Microbatches], shapes: Shapes | None, problem: str, looks_ahead: bool
-    ) -> LocalShapes:
-        """Return this rank's knowledge of an iteration's microbatches, for the agreement.
-
-        Args:
-            shapes: of the microbatches; None if it has no data.
-            looks_ahead: the next iteration's microbatches are held too before this one ends; they are assumed to be as large.
-        """
-        own_bytes = sum(source.num_bytes(self.device) for source in sources) * (1 + looks_ahead)
-        held_bytes = own_bytes + tensor_bytes(self.ahead.held, self.device)
-        return LocalShapes(shapes, problem, self.rank, held_bytes, self.replica)
+    def agreed(self, shapes: Shapes | None, problem: str, num_bytes: int) -> AgreedShapes:
+        """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`). A collective call."""
+        return agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
         """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
@@ -169,16 +169,16 @@ class MicrobatchPipeline(Run):
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
 
-    def planned(self, agreed: AgreedShapes, forward_only: bool, group: ObjectGroup | None = None) -> MicrobatchPlan | None:
-        """Return this replica's plan for microbatches of given shapes. A collective call at their first use, on a CPU group.
+    def planned(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
+        """Return this replica's plan for microbatches of given shapes. A collective call at their first use.
 
         The first rank of the group makes it, in a process, so that planning takes no time from the interpreter that trains.
         """
         if not agreed.shapes:
             return None
-        key = agreed.shapes, agreed.num_bytes, forward_only
+        key = _key(agreed, forward_only)
         if key not in self._plans:
-            packed, order = from_first(partial(self._make, agreed, forward_only), group or self.links.control)
+            packed, order = from_first(partial(self._begun_or_made, key, agreed), self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             actions = packed.actions(self.rank)
@@ -187,6 +187,12 @@ class MicrobatchPipeline(Run):
                 _tell(self._plans[key].plan, agreed, self.learning.is_done)
         return self._plans[key].of(agreed.own) if agreed.own else self._plans[key]
 
+    def _begun_or_made(self, key: _Key, agreed: AgreedShapes) -> tuple[PackedPlan, tuple[int, ...]]:
+        """Return the plan that was begun ahead for a key; else make it now."""
+        if self._begun is not None and self._begun[0] == key:
+            return self._begun[1].result()
+        return self._make(agreed, forward_only=key[2])
+
     def can_look_ahead(self, iterators: list[Any]) -> bool:
         """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
         if self._can_look_ahead is None:
@@ -194,10 +200,11 @@ class MicrobatchPipeline(Run):
             self._can_look_ahead = all(self.links.control.from_each(mine))
         return self._can_look_ahead
 
-    def _plan_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
-        num_bytes = 2 * tensor_bytes(items, self.device)  # while they run, the iteration after them is looked at, too
-        agreed = agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self._next_control)
-        self.planned(agreed, False, self._next_control)
+    def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
+        """Agree on the next iteration, and start to plan it. A collective call."""
+        agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device))
+        if self._thread is not None and agreed.shapes and (key := _key(agreed, False)) not in self._plans:
+            self._begun = key, self._thread.submit(partial(self._make, agreed, False))
         return agreed
 
     def run(
@@ -291,7 +298,6 @@ class MicrobatchPipeline(Run):
 
     def close(self) -> None:
         """End planning, and wait until background threads have completed their work."""
-        self.ahead.close()
         try:
             super().close()
         finally:

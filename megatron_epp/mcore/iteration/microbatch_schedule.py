@@ -12,7 +12,6 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.features import training_args
-from megatron_epp.mcore.iteration.agreement import agree_on_shapes
 from megatron_epp.mcore.iteration.look_ahead import installed
 from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
@@ -59,28 +58,24 @@ class Schedule:
             with pipeline.telling_others():
                 in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
                 ahead = (installed(iterators) or []) if in_turn else []
-                # In evaluation, too: until the thread has ended, this one must not plan.
-                with pipeline.watching("waits for others' microbatches and plans"):
-                    pipeline.ahead.wait()
                 agreed = pipeline.ahead.take(ahead, count) if in_turn else None
             with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
                 sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
-                    looks_ahead = in_turn and pipeline.learning.is_done
-                    agreed = agree_on_shapes(
-                        pipeline.local_shapes(sources, shapes, problem, looks_ahead), pipeline.links.control
-                    )
+                    num_bytes = sum(source.num_bytes(pipeline.device) for source in sources)
+                    agreed = pipeline.agreed(shapes, problem, num_bytes)
                 elif problem:
                     raise EppError(problem)
                 planned = pipeline.plan_of_call(agreed, forward_only)
                 pipeline.plan_wait_us = (time.perf_counter() - start_s) * 1e6
             with pipeline.telling_others():
-                # Behind this call's own microbatches, which have been taken, and ahead of its run, which the thread overlaps.
-                # Not while costs are learnt: the next plan needs what this run measures.
-                if in_turn and pipeline.learning.is_done:
-                    pipeline.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
                 report = IterationReport.begin(pipeline, planned or NOTHING, forward_only)
                 results, num_tokens = pipeline.run(call, sources, agreed, planned, report)
+                # Behind the run, which the host has launched: it reads data while the device works. Not while costs are learnt:
+                # the next plan needs what this run measures.
+                if in_turn and pipeline.learning.is_done:
+                    with pipeline.watching("waits for others' microbatches"):
+                        pipeline.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
                 for source in sources:
                     source.finish()
                 if not forward_only:
@@ -124,7 +119,7 @@ class Schedule:
         return pipeline
 
     def close(self) -> None:
-        """End the threads that look ahead, and complete what others do."""
+        """End planning, and complete what threads do."""
         for pipeline in self._pipelines:
             pipeline.close()
         self._pipelines.clear()
