@@ -45,7 +45,8 @@ def alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
-def router_of(ranks=1, **settings):
+def router_of(ranks=1, is_ahead=False, **settings):
+    """Return a router; `is_ahead` of a layer of multi-token prediction."""
     usual = {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
         num_layers=1,
@@ -58,7 +59,7 @@ def router_of(ranks=1, **settings):
     )
     groups = SimpleNamespace(**{name: Group(ranks) for name in ("tp", "cp", "tp_cp", "tp_dp_cp")})
     torch.manual_seed(1)
-    router = TopKRouter(config, groups)
+    router = TopKRouter(config, groups, **({"is_mtp_layer": True} if is_ahead else {}))
     router.set_layer_number(1)
     return router
 
@@ -135,8 +136,9 @@ def test_a_rank_that_has_only_padding_adds_nothing(name):
     assert routing_map.any() == ("capacity" not in name)
 
 
-def test_a_chunk_without_padding_is_routed_as_megatron_routes_it():
-    settings = {**STATISTICS["auxiliary loss"], **STATISTICS["z loss"]}
+@pytest.mark.parametrize("ahead", [{}, {"mtp_num_layers": 1}, {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}])
+def test_a_chunk_without_padding_is_routed_as_megatron_routes_it(ahead):
+    settings = {"is_ahead": bool(ahead), **STATISTICS["auxiliary loss"], **STATISTICS["z loss"], **ahead}
     tokens = torch.randn(8, 1, WIDTH)
     ours, _ = routed(router_of(**settings), tokens, 8)
     stock, _ = routed(router_of(**settings), tokens, None)

@@ -137,9 +137,11 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
         return original(router, logits, padding_mask=padding_mask)
     squares = torch.logsumexp(logits, dim=-1).square()
     loss = (squares if padding_mask is None else squares.masked_fill(padding_mask, 0)).sum()
-    get_moe_metrics_tracker().record(
-        "z_loss", loss / real.total, router.layer_number, router.config.num_layers, reduce_group=router.tp_cp_group
-    )
+    # As Megatron logs it: layers of multi-token prediction behind the others, and one that runs for all depths once in all.
+    num_layers, depths, is_ahead = router.config.num_layers, router.config.mtp_num_layers or 0, router.is_mtp_layer
+    logged = loss / real.total / (depths if is_ahead and router.config.mtp_use_repeated_layer else 1)
+    number = router.layer_number + num_layers * is_ahead
+    get_moe_metrics_tracker().record("z_loss", logged, number, num_layers + depths, reduce_group=router.tp_cp_group)
     return MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
 
 
