@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes
-from megatron_epp.planner.search import Candidate
+from megatron_epp.planner.candidates import Candidate
 from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
 from megatron_epp.planner.why import Explanation, Walk, changes
 from megatron_epp.report import facts

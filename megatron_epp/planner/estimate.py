@@ -8,12 +8,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.search import FEW, Candidates
+from megatron_epp.planner.search import FEW
 from megatron_epp.planner.settings import WHOLE, first_recipe
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)

@@ -13,6 +13,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.lazy import load
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
@@ -22,7 +23,7 @@ from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
-from megatron_epp.planner.search import Candidate, Candidates, descend, search, with_copies
+from megatron_epp.planner.search import descend, search, with_copies
 from megatron_epp.planner.settings import first_recipe
 
 IMPROVED = 3

@@ -1,7 +1,7 @@
 """The settings of a plan, each with its values in a row: what the search walks along (`search`).
 
 A plan follows from a `Recipe`, one value of each setting. A new value is an entry here; a new setting is a field of `Recipe`, a
-row in `SETTINGS`, its values in `values_of`, and what reads it (`cuts.Cuts.table` or `search.Candidates`).
+row in `SETTINGS`, its values in `values_of`, and what reads it (`cuts.Cuts.table` or `candidates.Candidates`).
 """
 
 from __future__ import annotations

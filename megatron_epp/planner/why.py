@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
+from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned
-from megatron_epp.planner.search import Candidate, Candidates, search
+from megatron_epp.planner.search import search
 from megatron_epp.planner.settings import COPIES, LEAD, REACHES, SETTINGS, Recipe
 
 

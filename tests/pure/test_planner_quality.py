@@ -14,6 +14,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, fo
 from megatron_epp.planner import fit as memory
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.kernels.codes import encode, encode_known
 from megatron_epp.planner.memory import offload
@@ -21,7 +22,6 @@ from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.search import Candidates
 from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

@@ -1,0 +1,332 @@
+"""Candidates: chunks of a recipe, their order, what recomputes or is copied to the host, and the makespan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk
+from megatron_epp.planner import settings
+from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.cuts import Cuts
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
+from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
+from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
+from megatron_epp.planner.memory.kv_offload import SHARINGS, leaves_link
+from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload, timed
+from megatron_epp.planner.messages import room_for
+from megatron_epp.planner.orders.completion import completed
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.settings import Recipe
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.work import spend
+
+CLOSE = 0.002
+"""Relative excess over a chunk table's bound up to which other orders of the table are not tried."""
+ROUNDS = 4
+"""Times that copies are chosen for ever lower caps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Decisions that follow from a recipe.
+
+    Attributes:
+        recipe: the recipe.
+        table: its chunks, of all replicas.
+        missing_bytes: that a rank lacks; 0 where the candidate fits.
+        makespan_us: of the slowest replica; infinite where it does not fit.
+        bound_us: that no order of the chunks beats.
+        decisions: of every replica; empty where it does not fit.
+        whole: the same with whole backwards, and without the vocabulary's shards.
+    """
+
+    recipe: Recipe
+    table: Aligned
+    missing_bytes: int
+    makespan_us: float
+    bound_us: float
+    decisions: tuple[Decisions, ...] = ()
+    whole: tuple[Decisions, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, float]:
+        """Order of candidates, the best first: less memory missing, then a shorter makespan."""
+        return self.missing_bytes, self.makespan_us
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing_bytes
+
+
+class Candidates:
+    """Makes candidates from recipes, and remembers them.
+
+    Args:
+        free: candidates for the same batch without caps, whose chunks and orders are used again.
+        chunks: the only table, of one replica; None to cut the batch.
+
+    Attributes:
+        cuts: makes the chunks of a recipe.
+        values: of every setting.
+        by_recipe: candidates made so far.
+        came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
+        fastest_us: makespan of the fastest candidate that fits.
+        least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
+        least_host_bytes: the same of host memory.
+        room: bytes of every rank set aside for messages, by the identity of tables whose plans needed more than was expected.
+    """
+
+    def __init__(self, replicas: Replicas, free: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
+        self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
+        self.splits = replicas.splits_weight and not replicas.is_lockstep
+        self.is_single = self.problem.has_one_stage_per_rank
+        self.cuts: Cuts = Cuts(replicas, chunks) if free is None else free.cuts
+        self.values = settings.values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
+        self.by_recipe: dict[Recipe, Candidate] = {}
+        self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
+        self.free = free
+        self.fastest_us = math.inf
+        self.least_cap_bytes = self.least_host_bytes = 0
+        self.room: dict[int, tuple[int, ...]] = {}
+        # Chunk tables are known by their identity: to hash one takes longer than to order it.
+        self._by_order: dict[tuple[Any, ...], Candidate] = {}
+        self._bounds: dict[int, float] = {}
+        self._tables: dict[int, tuple[Tables, ...]] = {} if free is None else free._tables
+        self._orders: dict[tuple[Any, ...], CodedOrder] = {} if free is None else free._orders
+
+    def fitting(self) -> list[Candidate]:
+        """List the candidates that fit, the fastest first."""
+        return sorted((candidate for candidate in self.by_recipe.values() if candidate.fits), key=attrgetter("makespan_us"))
+
+    def best(self) -> Candidate:
+        """Return the best candidate; of recipes that give the same, one that was walked to."""
+        return min(self.by_recipe.values(), key=lambda candidate: (candidate.key, candidate.recipe not in self.came_from))
+
+    def of(self, recipe: Recipe, limit_us: float = math.inf) -> Candidate | None:
+        """Make the candidate of a recipe; None where the recipe makes no chunks, or their bound is no less than a limit."""
+        if recipe in self.by_recipe:
+            return self.by_recipe[recipe]
+        table = self.cuts.table(recipe)
+        if table is None:
+            return None
+        tables, bound_us = self.tables(table)
+        if bound_us >= limit_us:
+            return None
+        order = self._order(table, tables, recipe)
+        key = id(table), recipe.copies, order.key
+        if key not in self._by_order:  # many leads give a table the same order
+            plain = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
+            nothing = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
+            if recipe.copies == "none":
+                candidates = self._recomputed(nothing, plain, tables)
+            else:
+                candidates = self._copied(nothing, plain, tables, limit_us)
+            self._by_order[key] = min(candidates, key=attrgetter("key"))
+        candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
+        self.fastest_us = min(self.fastest_us, candidate.makespan_us)
+        return candidate
+
+    def opening(self, recipe: Recipe, before: Candidate, limit_us: float = math.inf) -> Candidate | None:
+        """Make the candidate of a recipe from which to walk besides the best before, as `of` does."""
+        self.step(before.recipe, recipe, "opening: ")
+        return self.of(recipe, limit_us)
+
+    def step(self, before: Recipe, after: Recipe, word: str = "") -> None:
+        """Remember how the search came to a recipe, if it has not been there."""
+        self.came_from.setdefault(before, (None, ""))
+        self.came_from.setdefault(after, (before, word))
+
+    def tables(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
+        """Return times and sizes of the chunks in every replica, and the makespan that none of their orders beats."""
+        number = id(table)
+        if number not in self._tables:
+            self._tables[number] = self.replicas.with_room(self.room.get(number, ())).tables(table)
+        if number not in self._bounds:
+            self._bounds[number] = self.replicas.bound_us(self._tables[number], table)
+        return self._tables[number], self._bounds[number]
+
+    def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
+        reach = settings.REACHES[recipe.reach]
+        key = id(table), recipe.lead if reach.has_lead else 0.0, recipe.reach
+        if reach.is_wide or key not in self._orders:
+            rule = reach.rule(recipe.lead, int(self.replicas.has_shards))
+            order = rule.order(table.stand_in(self.problem.loss_groups), tables[0], self.problem)
+            self._orders[key] = coded(order, len(table))
+        spend(self.problem.num_stages * len(table))
+        return self._orders[key]
+
+    def _recomputed(self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
+        """Fit recompute to the caps.
+
+        Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
+        """
+        fit = self.replicas.fit(codes_of(plain), tables)
+        if fit.recompute_steps is None:
+            self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
+            yield replace(nothing, missing_bytes=fit.needed_bytes - min(self.problem.cap_bytes))
+            return
+        yield self._timed(nothing, plain, tables, fit.recompute_steps)
+        if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
+            # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice more.
+            other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
+            if other is not None and other != fit.recompute_steps:
+                yield self._timed(nothing, plain, tables, other)
+
+    def _timed(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
+    ) -> Candidate:
+        took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
+        return self.complete(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
+
+    def complete(
+        self,
+        nothing: Candidate,
+        plain: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        took_us: float,
+        offloads: Sequence[Offload],
+        splits: bool,
+    ) -> Candidate:
+        """Add recompute and copies, and to the order the vocabulary's shards and, where `splits`, weight gradients apart."""
+        whole = tuple(
+            replace(decisions, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
+            for decisions, own in zip(plain, offloads, strict=True)
+        )
+        fitted = replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        if not (splits or self.replicas.has_shards):
+            return fitted
+        enough_us = nothing.bound_us * (1 + CLOSE)
+        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, splits, enough_us)
+        # Replicas in lockstep split their weight gradients together, once a plan is written.
+        decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)
+        return replace(fitted, makespan_us=took_us, decisions=decisions)
+
+    def _copied(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
+    ) -> Iterator[Candidate]:
+        """Copy to the host what the recipe says."""
+        yield nothing
+        copies, order, table = nothing.recipe.copies, plain[0].order, nothing.table
+        if copies == "activations":
+            room = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.replicas.problems]
+            yield from self._with_activations(nothing, plain, tables, limit_us, room)
+            return
+        for pairs in self.replicas.choices(order, tables, table):
+            if copies == "both" and not any(pairs):
+                continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
+            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
+            room = self.replicas.host_room(order, table, pairs)
+            if copies == "both":
+                yield self._with_both(nothing, away, tables, limit_us, room)
+                continue
+            own_tables = self.replicas.kv_offload(tables, table, pairs)
+            if (short := -min(map(min, room))) <= 0:
+                yield from self._recomputed(nothing, away, own_tables)
+            elif self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None:
+                self._note_host(short)  # it would fit with more at the host
+
+    def _with_both(
+        self,
+        nothing: Candidate,
+        away: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        limit_us: float,
+        room: list[list[int]],
+    ) -> Candidate:
+        """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
+        pairs = tuple(decisions.kv_offload for decisions in away)
+        for sharing in SHARINGS:
+            own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
+            own_tables = self.replicas.kv_offload(tables, nothing.table, pairs, sharing)
+            best = min(self._with_activations(nothing, own, own_tables, limit_us, room), key=attrgetter("key"), default=nothing)
+            every = zip(best.decisions, own_tables, strict=best.fits)
+            if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
+                break
+        return best
+
+    def _with_activations(
+        self,
+        nothing: Candidate,
+        plain: tuple[Decisions, ...],
+        tables: Sequence[Tables],
+        limit_us: float,
+        room: list[list[int]],
+    ) -> Iterator[Candidate]:
+        """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
+
+        The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
+        above its cap, copies are chosen again for a lower one.
+        """
+        order, aims = plain[0].order, self.problem.cap_bytes
+        for _ in range(ROUNDS):
+            candidate, above = self._with_copies(nothing, plain, tables, fit_offload(order, tables, aims, room))
+            if not any(above):
+                yield candidate
+                break
+            aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
+        if not (self.replicas.is_lockstep or plain[0].kv_offload):
+            shares = longest_lived_shares(tables[0])
+            ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
+            candidate, above = self._with_copies(nothing, plain, tables, ahead)
+            if not any(above):
+                yield candidate
+
+    def _with_copies(
+        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
+    ) -> tuple[Candidate, list[int]]:
+        """Complete a candidate with copies, where there are any and the host has room for them.
+
+        Returns:
+            the candidate and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they
+            would take a rank above its cap by themselves.
+        """
+        candidate, above = nothing, [0] * self.problem.num_ranks
+        if copied is not None and copied.short_bytes:
+            self._note_host(copied.short_bytes)
+        elif copied is not None:
+            for splits in (True, False) if self.splits else (False,):
+                candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.offloads, splits)
+                above = self.replicas.above_caps(candidate.decisions, tables)
+                if not any(above):
+                    break
+        return candidate, above
+
+    def _note_host(self, short_bytes: int) -> None:
+        if short_bytes > 0:
+            needed = self.problem.host_cap_bytes + short_bytes
+            self.least_host_bytes = min(self.least_host_bytes or needed, needed)
+
+    def set_room(self, candidate: Candidate, needed: Sequence[int]) -> Candidate:
+        """Make the candidates of a table again with the memory for messages in flight that a plan of it needed.
+
+        Args:
+            candidate: of the table, which the plan was written from.
+            needed: bytes of every rank.
+
+        Returns:
+            the best of all.
+        """
+        table, number = candidate.table, id(candidate.table)
+        before = self.room.get(number) or (0,) * len(needed)
+        self.room[number] = room_for(before, needed)
+        self._tables = {other: tables for other, tables in self._tables.items() if other != number}
+        self._bounds.pop(number, None)
+        self._by_order = {key: known for key, known in self._by_order.items() if key[0] != number}
+        again = [recipe for recipe, known in self.by_recipe.items() if known.table is table]
+        self.by_recipe = {recipe: known for recipe, known in self.by_recipe.items() if known.table is not table}
+        self.fastest_us = min((known.makespan_us for known in self.by_recipe.values()), default=math.inf)
+        for recipe in again:
+            self.of(recipe)
+        best = self.best()
+        self.step(candidate.recipe, best.recipe, "more room for messages: ")
+        return best
+
+
+def codes_of(decisions: Sequence[Decisions]) -> Codes:
+    """Return the order of all replicas as numbers."""
+    return coded(decisions[0].order, len(decisions[0].chunks)).codes
