@@ -171,7 +171,7 @@ class ChunkArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """This replica's part of one global batch. Tokens are read only when a chunk is requested.
+    """Sequences of a global batch: all, or this replica's (`part`). Tokens are read only when a chunk is requested.
 
     Attributes:
         indices: of the sequences in the dataset.

@@ -117,7 +117,7 @@ class Loss(Protocol):
         scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all trained tokens of a sequence are in one call, in
             `Scope.GROUP` those of all sequences of a group; others, too, may be.
         average: see `Average`; but in `Scope.TOKEN` the loss itself weighs tokens within a sequence.
-        columns: names of the columns that it reads.
+        columns: names of the columns that it reads, any of its own choice: samples bring values under these names.
         logged: names of the sums that it returns to be logged.
 
     More attributes are optional. The first three compute the output layer and the loss by blocks of tokens:

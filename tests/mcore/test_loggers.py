@@ -46,6 +46,7 @@ LINE = {
     "copies_us": 100.0,
     "wait_us": [400.0, 700.0],
     "tokens": 1234,
+    "sequences": 5,
 }
 
 FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)

@@ -93,7 +93,7 @@ def iteration_text(line: dict[str, Any], loss: str = "") -> str:
         f"waiting for messages (ms): {max(line['wait_us']) / _MS:.1f}",
         f"recompute: {line['recompute_share']:.1%} ({line['recompute_us'] / _MS:.1f} ms)",
         f"padding: {line['padding_share']:.1%}",
-        f"tokens: {line['tokens']:,}",
+        f"tokens: {line['tokens']:,} in {line['sequences']:,} sequences",
     ]
     if any(line["planned_host_peak_bytes"]):
         parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms overlapped with compute)")

@@ -154,8 +154,10 @@ class IterationReport:
         if run.rank == run.placement.num_ranks - 1:
             planned_us = 0.0 if plan is None else plan.predicted.makespan_us
             # The device has computed the loss, since it has reached `end`.
-            loss_sum, num_tokens, *_ = (None, 0.0) if loss is None else loss.tolist()
-            own["replicas"] = run.reports.from_last_ranks(ReplicaFigures(run.replica, loss_sum, num_tokens, planned_us))
+            loss_sum, loss_tokens, *_ = (None, 0.0) if loss is None else loss.tolist()
+            sizes = len(self.batch.lengths), sum(self.batch.lengths)
+            figures_of_replica = ReplicaFigures(run.replica, *sizes, planned_us, loss_sum, loss_tokens)
+            own["replicas"] = run.reports.from_last_ranks(figures_of_replica)
         is_logged = plan is not None and loggers.is_due(run.args, self.iteration)
         last = dist.get_world_size() - 1
         readers = [0] * (run.args.epp_report_dir is not None) + [last] * is_logged
@@ -177,14 +179,15 @@ class IterationReport:
         return None
 
     def _line(self, ranks: list[dict[str, Any]], measured: Measured | None) -> dict[str, Any]:
-        replicas = next(entry["replicas"] for entry in reversed(ranks) if "replicas" in entry)
-        losses = [replica.loss_sum for replica in replicas if replica.loss_sum is not None]
+        last_ranks: list[ReplicaFigures] = next(entry["replicas"] for entry in reversed(ranks) if "replicas" in entry)
+        replicas = {figures.replica: figures for figures in last_ranks}.values()  # context-parallel ranks have one batch
+        losses = [figures.loss_sum for figures in last_ranks if figures.loss_sum is not None]
         line = {
             "iteration": self.iteration,
             "schedule": self.run.args.epp_schedule,
-            **({"loss": sum(losses) / max(1.0, sum(replica.num_tokens for replica in replicas))} if losses else {}),
-            "sequences": len(self.batch.lengths),
-            "tokens": sum(self.batch.lengths),
+            **({"loss": sum(losses) / max(1.0, sum(figures.loss_tokens for figures in last_ranks))} if losses else {}),
+            "sequences": sum(figures.sequences for figures in replicas),
+            "tokens": sum(figures.tokens for figures in replicas),
             "elapsed_us": max(entry["elapsed_us"] for entry in ranks),
             "peak_activation_bytes": [entry["peak"] for entry in ranks],
             "device_peak_bytes": [entry["device_peak"] for entry in ranks],
@@ -192,11 +195,8 @@ class IterationReport:
         }
         if self.batch.plan is None or measured is None:
             return line
-        planned_us = {
-            replica.replica: replica.planned_us for replica in replicas
-        }  # a replica's context-parallel ranks have one plan
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in ranks)}
-        line |= {"replicas": self.run.replicas, "imbalance": imbalance(list(planned_us.values()))}
+        line |= {"replicas": self.run.replicas, "imbalance": imbalance([figures.planned_us for figures in replicas])}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in ranks]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in ranks]}
 

@@ -33,12 +33,20 @@ Log = Callable[[], None]
 
 
 class ReplicaFigures(NamedTuple):
-    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens."""
+    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens.
+
+    Attributes:
+        sequences, tokens: of the replica's part of the batch.
+        loss_sum: None where the caller's step has the loss.
+        loss_tokens: by which it is divided.
+    """
 
     replica: int
-    loss_sum: float | None
-    num_tokens: float
+    sequences: int
+    tokens: int
     planned_us: float
+    loss_sum: float | None
+    loss_tokens: float
 
 
 class Reports:
