@@ -48,6 +48,15 @@ SETTINGS = (
 """Flags of training, by their names behind ``--epp-``, that apply to samples of another program."""
 
 
+_FIXED = {
+    "epp_microbatches": "plan",
+    "epp_latents": "off",
+    "save": None,
+    "load": None,
+    "gradient_accumulation_fusion": False,
+}
+"""Flags that samples of another program do not choose: they run in slices, and nothing is saved or loaded by itself."""
+
 _CHECKED_PARAMETERS = 8
 """Number of parameters whose gradients a call looks at before it adds to them."""
 
@@ -98,7 +107,7 @@ class _Unfinished:
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
-    def __init__(self, loss: Loss, flags: Mapping[str, Any]) -> None:
+    def __init__(self, loss: Loss, flags: dict[str, Any]) -> None:
         self.loss, self._asks, self._flags = loss, columns_of(loss), flags
         self._session: Session | None = None
         self._models: list[torch.nn.Module] = []
@@ -195,17 +204,8 @@ class SampleSchedule:
             if models != self._models:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._session
-        args = arguments_of(models, dict(self._flags))
         longest = max(from_each(max(int(getattr(unwrap_model(model), "max_sequence_length", 0) or 0) for model in models)))
-        # What Megatron's loop has: nothing is kept by itself.
-        vars(args).update(
-            epp_microbatches="plan",
-            epp_latents="off",
-            seq_length=longest,
-            save=None,
-            load=None,
-            gradient_accumulation_fusion=False,
-        )
+        args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each(next(filter(None, map(refusal, models)), "")))
         for model in models:
             adopt_built(model, args)
