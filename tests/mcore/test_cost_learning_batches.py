@@ -133,6 +133,15 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
     assert by_learnt.is_closed
 
 
+def test_batches_of_single_calls_never_wait_for_costs() -> None:
+    planner = LearntPlanner(lookahead=2)
+    by_formula, by_learnt = Planner(), Planner()
+    ahead = [planner.of_next(by_formula) for _ in range(planner.first_batch + 2)]  # type: ignore[arg-type]
+    planner.plan_with(by_learnt)  # type: ignore[arg-type]
+    assert {plan(PROBLEM) for plan in ahead[::-1]} == {by_formula}  # in any order, also behind the learning
+    assert planner.of_next(by_formula)(PROBLEM) is by_learnt  # type: ignore[arg-type, comparison-overlap]
+
+
 def test_a_thread_that_waits_ends_with_training() -> None:
     planner = LearntPlanner(lookahead=2)
     errors: list[EppError] = []

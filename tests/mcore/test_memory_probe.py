@@ -13,6 +13,7 @@ import torch
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.costs import sources as costs_of_runs
+from megatron_epp.mcore.costs.shape import with_device_memory
 
 SHAPE = ModelShape(num_layers=3, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, CPU, [1, 1, 1])
@@ -24,14 +25,14 @@ def on_gpu(monkeypatch):
 
 
 def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
-    assert costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=None), COSTS) == COSTS
-    given = costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=0.1), COSTS)
+    assert with_device_memory(Namespace(epp_fragmentation_share=None), COSTS) == COSTS
+    given = with_device_memory(Namespace(epp_fragmentation_share=0.1), COSTS)
     assert given.fragmentation_share == 0.1
     assert given.stages == COSTS.stages
 
 
 def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
-    found = costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
+    found = with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
     assert found.fragmentation_share == FRAGMENTATION_SHARE
     assert found.message_bytes_per_token == COSTS.hidden_bytes_per_token
     assert [stage.layers.working_bytes_per_token for stage in found.stages] == [s.layers.bytes_per_token for s in COSTS.stages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import LOCK
 from megatron_epp.mcore.iteration import run
+from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import EppError
 from megatron_epp.runtime import failures
@@ -62,6 +65,22 @@ def test_a_rank_that_fails_tells_why_unless_all_fail_alike(ours: Run, monkeypatc
     with pytest.raises(OSError, match="no such file"), ours.telling_others(unless=EppError):
         raise OSError("no such file")
     assert other.cause() == "rank 1 ends, since rank 0 failed: OSError: no such file"
+
+
+def test_ranks_are_told_of_a_disagreement_that_only_some_have_seen(ours: Run) -> None:
+    with pytest.raises(DisagreementError), ours.telling_others(unless=EppError):
+        raise DisagreementError("replicas divide a batch differently")
+    assert "replicas divide a batch differently" in FailureBoard(ours.failures._store, 1, 2).cause()
+
+
+def test_the_last_lines_of_every_run_are_written_before_writers_close(ours: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, other = list[str](), object.__new__(Run)
+    for number, one in enumerate((ours, other)):
+        one.reports = Reports()
+        one.reports.begin(lambda number=number: partial(written.append, f"line of {number}"))  # type: ignore[misc]
+    monkeypatch.setattr(run, "_runs", {ours, other})
+    run.complete_reports()
+    assert sorted(written) == ["line of 0", "line of 1"]
 
 
 def test_an_error_that_follows_from_anothers_gives_that_one(ours: Run) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
@@ -29,6 +28,7 @@ from megatron_epp.mcore.costs.shape import (
     optimizer_bytes,
     parameters_of,
     trained_share,
+    with_device_memory,
     with_shard_bytes,
 )
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
@@ -91,7 +91,7 @@ def pipeline_costs(
             if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
                 costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
-    return stored_costs.of_first(partial(_with_device_memory, args, costs))
+    return stored_costs.of_first(partial(with_device_memory, args, costs))
 
 
 def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> PipelineCosts:
@@ -208,14 +208,6 @@ def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> i
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
     created = (weight for weight in stage.model.parameters() if weight.requires_grad and id(weight) not in inside)
     return max((weight.nbytes for weight in created), default=0)
-
-
-def _with_device_memory(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
-    """Add the memory that is not kept by autograd. On a CPU it is not measured, so only a given fragmentation share is set."""
-    share = args.epp_fragmentation_share
-    if torch.cuda.is_initialized():
-        return on_device(costs, FRAGMENTATION_SHARE if share is None else share)
-    return costs if share is None else replace(costs, fragmentation_share=share)
 
 
 @contextmanager

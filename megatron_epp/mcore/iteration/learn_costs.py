@@ -126,6 +126,16 @@ class LearntPlanner:
             raise EppError("training has ended before costs were learnt")
         return self._planner.plan(problem)
 
+    def of_next(self, by_formula: BackgroundPlanner) -> Callable[[Problem], PackedPlans]:
+        """Return what plans the next training batch, by what is learnt now. It never waits: any may be planned ahead of it.
+
+        For calls in the training thread, in which costs are learnt at the same one on all ranks.
+        """
+        self._batch += 1
+        if self._planner is not None:
+            return self._planner.plan
+        return partial(by_formula.plan, grain=_GRAINS.get(self._batch, 1.0))
+
     def close(self) -> None:
         """End planning. A thread that waits for learnt costs gets an error."""
         self._is_over.set()

@@ -17,6 +17,7 @@ from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs
+from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report_folder import ReplicaFigures
 from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
@@ -85,7 +86,7 @@ class IterationReport:
     def begin(run: Run, batch: ReportedBatch, forward_only: bool) -> IterationReport:
         """Start the report of an iteration, and count it if it trains. An evaluation step is not reported."""
         args = run.args
-        if not forward_only:
+        if not forward_only and not is_replay():
             run.iteration += 1
         due = args.epp_schedule == "elastic" and loggers.is_due(args, run.iteration)
         collects = (args.epp_report_dir is not None or due) and not forward_only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
+from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.microbatches import names_of
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Runs of this process."""
 _STEPS = 7
 """Number of steps in settling costs: of the memory probe, of learnt costs and of caps."""
 
@@ -113,6 +117,7 @@ class Run:
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self.reports = Reports()
+        _runs.add(self)
         if dist.get_rank() == 0 and args.epp_report_dir is not None:
             self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
 
@@ -150,7 +155,7 @@ class Run:
                 raise EppError(cause) from None
             if isinstance(error, EppError) and not error.names:
                 error.names = self.names
-            if not isinstance(error, unless):
+            if not isinstance(error, unless) or isinstance(error, DisagreementError):  # which only some ranks have seen
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
 
@@ -287,6 +292,12 @@ class Run:
         complete_at_end(self.reports.complete)
         if self.watch is not None:
             complete_at_end(self.watch.complete)
+
+
+def complete_reports() -> None:
+    """Write the lines of the last iteration, before a writer is closed or a checkpoint is saved."""
+    for run in _runs:
+        run.reports.complete()
 
 
 def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:

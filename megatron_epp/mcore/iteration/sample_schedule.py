@@ -234,7 +234,7 @@ class SampleSchedule:
             return known
         everything = tuple(range(count))
         limits = session.replica, session.replicas
-        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only), 1, None, *limits)
+        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only, of_batch=True), 1, None, *limits)
         return _Planned(digest, dataset, batches)
 
     def _agreed(

@@ -34,6 +34,7 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lazy import load
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
@@ -168,9 +169,16 @@ class Session(Run):
         options = options_from(self.args, training=True, offload=offloads(self.args))
         return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, process)
 
-    def plan_source(self, forward_only: bool) -> PlanSource:
-        """Return the source of this rank's plans, for training or for evaluation."""
-        make = partial(self._plan, forward_only=forward_only) if self.plans else None
+    def plan_source(self, forward_only: bool, *, of_batch: bool = False) -> PlanSource:
+        """Return the source of this rank's plans, for training or for evaluation.
+
+        Args:
+            of_batch: it plans a single batch, and is made in the training thread; otherwise one batch after the other.
+        """
+        plan = None
+        if of_batch and self.learnt_planner is not None and self._planner is not None and not forward_only:
+            plan = self.learnt_planner.of_next(self._planner)
+        make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
         return PlanSource(make, self._exchange, member, self._agree, self.rank, self._prepare)
 
@@ -190,11 +198,14 @@ class Session(Run):
         loss_groups: tuple[int, ...],
         *,
         forward_only: bool,
+        plan: Callable[[Problem], PackedPlans] | None = None,
     ) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, forward_only=forward_only)
         try:
+            if plan is not None:
+                return plan(problem)
             if self.learnt_planner is None or forward_only:  # evaluations stay with formulas: they follow no iteration
                 return self._planner.plan(problem)
             return self.learnt_planner.plan_next(self._planner, problem)
@@ -291,12 +302,6 @@ def end() -> None:
     if _session is not None:
         _session.close()
     _session = None
-
-
-def complete_reports() -> None:
-    """Complete the present report, if there is a session."""
-    if _session is not None:
-        _session.reports.complete()
 
 
 def current() -> Session:

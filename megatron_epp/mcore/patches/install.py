@@ -202,8 +202,8 @@ def _decide_exit(original: Callable[..., bool], *rest: Any, **named: Any) -> boo
 
 
 def _complete_reports() -> None:
-    if sessions := sys.modules.get("megatron_epp.mcore.iteration.session"):
-        sessions.complete_reports()
+    if runs := sys.modules.get("megatron_epp.mcore.iteration.run"):  # by name: without --epp there is no such module
+        runs.complete_reports()
 
 
 def _refuse_nothing(args: Any) -> None:

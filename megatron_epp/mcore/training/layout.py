@@ -14,19 +14,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts, Profile, on_device
+from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer, with_shard_bytes
+from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer, with_device_memory, with_shard_bytes
 from megatron_epp.mcore.costs.stored import named, of_first, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -149,11 +147,7 @@ def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipeli
         replicas=args.data_parallel_size,
         vocabulary_shares=layout.vocabulary_shares,
     )
-    costs = with_shard_bytes(args, costs)
-    if not torch.cuda.is_initialized():
-        return costs
-    share = FRAGMENTATION_SHARE if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-    return on_device(costs, share, buffers=profile.gradient_buffers(len(layout.halves)))
+    return with_device_memory(args, with_shard_bytes(args, costs), profile.gradient_buffers(len(layout.halves)))
 
 
 def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
