@@ -128,7 +128,7 @@ FAULTS = (
     Fault(
         "each group of replicas learns costs from its own ranks",
         "mcore/iteration/run.py",
-        "complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))",
+        "complete(made_by_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))",
         "complete(fitted_costs(before, everyone[dist.get_rank() :], keeps_weights=keeps_weights))",
         "tests/mcore/test_matrix.py tests/mcore/test_learnt_costs.py -k learnt",
     ),

@@ -46,8 +46,8 @@ class PlanSource:
         exchange: called by all ranks of these replicas together, once per batch, with the items of the planning rank and an
             empty list on the others; returns the items of the planning rank.
         position: index of this rank's replica among them.
-        agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
-            planning failed; raises if replicas have divided it differently, or another's planning has failed.
+        check_division: called by all ranks once per batch, with the checksum of its division, or None if its planning failed;
+            planning ranks compare, and raise if replicas have divided it differently or another's planning has failed.
         rank: this rank's index in the pipeline.
         prepare: makes what this rank runs a planned batch with, given the batch and this rank's lowered actions. It is called
             in a thread, while the batch before runs.
@@ -56,7 +56,7 @@ class PlanSource:
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
     position: int = 0
-    agree: Callable[[int | None], None] = lambda checksum: None
+    check_division: Callable[[int | None], None] = lambda checksum: None
     rank: int = 0
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
@@ -101,7 +101,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
         self._is_closed = False
         self._given: deque[Future[_Ready]] = deque()
-        self._look_ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-look-ahead")
+        self._look_ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-prepare")
 
     def __next__(self) -> GlobalBatch:
         if self._is_closed:
@@ -114,9 +114,9 @@ class PlannedBatches(Iterator[GlobalBatch]):
         try:
             batch, division = self._given.popleft().result()
         except Exception:
-            self._plans.agree(None)
+            self._plans.check_division(None)
             raise
-        self._plans.agree(division)
+        self._plans.check_division(division)
         return batch
 
     def restored(self, batch: GlobalBatch) -> GlobalBatch:

@@ -182,7 +182,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
     def make(lengths, trained=(), loss_groups=()):
         return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, agree=seen.append))
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, check_division=seen.append))
     for count, _ in enumerate(iterator):
         assert seen == list(range(count + 1))
 
@@ -192,7 +192,7 @@ def test_where_planning_fails_the_others_are_told():
         raise InfeasibleError("no plan fits")
 
     seen = []
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1)], PlanSource(make, agree=seen.append))
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1)], PlanSource(make, check_division=seen.append))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         next(iterator)
     assert seen == [None]

@@ -27,7 +27,7 @@ THREADS = {
     "data/iterator.py Thread": "plans, without torch",
     "launch/lifetime.py Thread": "ends the process",
     "launch/short_log.py Thread": "copies lines of text, without torch",
-    "mcore/iteration/look_ahead.py ThreadPoolExecutor": "tests/mcore/test_devices_of_mcore_threads.py",
+    "mcore/iteration/microbatch_look_ahead.py ThreadPoolExecutor": "tests/mcore/test_devices_of_mcore_threads.py",
     "runtime/side_thread.py Thread": "test_a_side_thread_uses_the_device_of_the_thread_that_starts_it",
     "contrib/demos/emulate.py ThreadPoolExecutor": "sleeps, on a CPU only",
     "runtime/watchdog.py Thread": "test_the_watchdog_asks_for_progress_on_the_ranks_device",
@@ -99,7 +99,7 @@ def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, m
     batches = PlannedBatches(MemoryDataset([5, 4]), [(0, 1)], PlanSource(make, prepare=ready))
     program = next(batches).prepared
     batches.close()
-    (thread,) = (name for name in audit.seen if name.startswith("epp-look-ahead"))
+    (thread,) = (name for name in audit.seen if name.startswith("epp-prepare"))
     assert "record_event" in audit.seen[thread]
     run(audit, plan, 0, program=program)
     assert audit.faults == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.mcore.iteration.agreement import AgreedShapes, _largest, _pairs
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, _largest, _pairs
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from tests.support.runtime.agreement_runs import SHAPES, results, shapes
 from tests.support.runtime.rank_processes import Ranks
@@ -81,4 +81,4 @@ def test_what_the_first_rank_makes_every_rank_has(ranks: Ranks) -> None:
 
 def test_an_error_of_the_first_rank_ends_every_rank(ranks: Ranks) -> None:
     assert ranks.outcomes(results, ["fails", "well"]) == ["refused: no plan"] * 2
-    assert ranks.outcomes(results, ["breaks", "well"]) == ["refused: ZeroDivisionError: a bug"] * 2
+    assert ranks.outcomes(results, ["breaks", "well"]) == ["refused: the first rank failed (ZeroDivisionError: a bug)"] * 2

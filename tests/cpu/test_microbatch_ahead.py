@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.mcore.iteration.agreement import AgreedShapes
-from megatron_epp.mcore.iteration.look_ahead import Ahead, LookAhead, installed
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
+from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, LookAhead, installed
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 

@@ -82,7 +82,7 @@ def test_its_links_have_the_options_of_training(monkeypatch, has_nccl):
 
     monkeypatch.setattr(queue_check.Links, "create", create)
     monkeypatch.setattr(queue_check, "uses_nccl", lambda: True)
-    monkeypatch.setattr(nccl, "from_each", lambda mine: [mine, 108])
+    monkeypatch.setattr(nccl, "from_each_of_job", lambda mine: [mine, 108])
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))

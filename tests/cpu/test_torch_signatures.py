@@ -74,7 +74,7 @@ def test_a_call_that_does_not_fit_is_told(call, why):
 
 def test_groups_are_made_with_what_every_release_takes(monkeypatch):
     given = {}
-    monkeypatch.setattr(objects, "from_each", lambda mine: [mine])
+    monkeypatch.setattr(objects, "from_each_of_job", lambda mine: [mine])
     create = lambda **named: given.update(named) or "group"  # noqa: E731
     assert objects.Groups(create=create).of((0, 1), "gloo", lambda: "options") == "group"
     call = Call("torch.distributed.new_group", 0, tuple(given), True, "")

@@ -59,8 +59,8 @@ def run(monkeypatch, folder, *, position: int = 0, others=(), **changes) -> tupl
         position: of this rank, which is the first of the job.
         others: position and cap of other ranks, in bytes.
     """
-    monkeypatch.setattr(caps, "of_first", lambda make: make())
-    monkeypatch.setattr(caps, "from_each", lambda mine: [mine, *others])
+    monkeypatch.setattr(caps, "made_by_first", lambda make: make())
+    monkeypatch.setattr(caps, "from_each_of_job", lambda mine: [mine, *others])
     given = {"epp_memory_cap_gb": None, "pipeline_model_parallel_size": 2, "rank": 0, "load": str(folder), "save": str(folder)}
     return tuple(cap / GIB for cap in caps.agreed_caps(Namespace(**given | changes), position))
 

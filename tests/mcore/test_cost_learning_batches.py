@@ -53,7 +53,7 @@ class Times:
 def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
-    monkeypatch.setattr(run, "from_each", lambda item: [item])
+    monkeypatch.setattr(run, "from_each_of_job", lambda item: [item])
     ours = object.__new__(Run)
     ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
     return CostLearning(partial(ours.fit, keeps_weights=True))

@@ -34,7 +34,7 @@ def run_of(flags: str, **values: Any) -> argparse.Namespace:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run be one process with data of its own, and formulas for its costs."""
-    monkeypatch.setattr(choices, "of_first", lambda make: make())
+    monkeypatch.setattr(choices, "made_by_first", lambda make: make())
     monkeypatch.setattr(choices, "named", lambda args: None)
     monkeypatch.setattr(choices, "first_batches", lambda args: iter([(3000, 500)]))
 

@@ -13,7 +13,7 @@ from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers as loggers
-from megatron_epp.mcore.iteration import run, session
+from megatron_epp.mcore.iteration import run, sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
@@ -170,13 +170,13 @@ def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both):
 
 
 def test_a_batch_is_summed_up_for_errors():
-    text = session._summary((7, 1200, 30))
+    text = sliced_run._summary((7, 1200, 30))
     assert text == "3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7"
 
 
 def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
-    ours = object.__new__(session.Session)
+    ours = object.__new__(sliced_run.SlicedRun)
     ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
     ours._can_plan.set()
     ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
@@ -211,29 +211,29 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
 @pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])
 def test_replicas_that_divide_a_batch_differently_end_the_run(checksums, agree):
     """Or sequences would be trained twice, or never."""
-    ours = object.__new__(session.Session)
+    ours = object.__new__(sliced_run.SlicedRun)
     ours.plans, ours.lockstep_groups = True, ((0,), (1,))
     ours._planning_ranks = Namespace(from_each=lambda mine: checksums)
     if agree:
-        ours._agree(7)
+        ours._check_division(7)
         return
     with pytest.raises(DisagreementError, match=r"checksums \[7, 8\].*--epp-costs"):
-        ours._agree(7)
+        ours._check_division(7)
 
 
 def test_a_replica_without_a_plan_ends_the_run_of_the_others():
-    ours = object.__new__(session.Session)
+    ours = object.__new__(sliced_run.SlicedRun)
     ours.plans, ours.lockstep_groups = True, ((0,), (1,))
     ours._planning_ranks = Namespace(from_each=lambda mine: [mine, None])
-    ours._agree(None)  # the one whose planning failed raises that error
+    ours._check_division(None)  # the one whose planning failed raises that error
     with pytest.raises(DisagreementError, match="another replica has no plan"):
-        ours._agree(7)
+        ours._check_division(7)
 
 
 def test_a_rank_that_does_not_plan_has_nothing_to_agree_on():
-    ours = object.__new__(session.Session)
+    ours = object.__new__(sliced_run.SlicedRun)
     ours.plans, ours._planning_ranks = False, None
-    ours._agree(7)
+    ours._check_division(7)
 
 
 @pytest.mark.parametrize(

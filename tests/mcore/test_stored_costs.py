@@ -14,6 +14,7 @@ from megatron_epp.cost.blocks import HEAD
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.objects import made_by_first
 from tests.support.failing_disk import swept
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -50,7 +51,7 @@ def test_whatever_fails_on_the_first_rank_is_told_to_the_others(first):
         raise TypeError("argument of type 'NoneType' is not iterable")
 
     with pytest.raises(EppError, match=r"first rank of the job failed \(TypeError: argument") as raised:
-        stored_costs.of_first(fail)
+        made_by_first(fail)
     assert first == [raised.value]
     assert isinstance(raised.value.__cause__, TypeError)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments.table import FIELDS
-from megatron_epp.mcore.iteration.agreement import AgreedShapes
-from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
@@ -78,7 +78,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         _planner=SimpleNamespace(plan=lambda make, *asked: make(*asked)),
         names=FIELDS,
     )
-    plan, order = MicrobatchPipeline._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)
+    plan, order = MicrobatchRun._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)
     assert order == (0, 1, 2, 3)
     for row in plan.ranks:
         actions = [action for step in row for action in step.actions]

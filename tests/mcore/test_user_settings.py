@@ -258,7 +258,7 @@ def test_a_models_own_recompute_decides_wherever_it_is_set(monkeypatch: pytest.M
 
 
 def test_offload_is_refused_where_plans_recompute_nothing_unless_it_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_epp.mcore.iteration import microbatch_pipeline as pipeline
+    from megatron_epp.mcore.iteration import microbatch_run as pipeline
 
     monkeypatch.setattr(pipeline.dist, "get_rank", lambda: 0)
     left = pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=False)

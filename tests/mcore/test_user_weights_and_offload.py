@@ -59,13 +59,13 @@ def test_memory_of_the_microbatches_themselves_counts_under_the_cap() -> None:
 
 
 def test_a_model_without_layers_that_can_delay_is_refused() -> None:
-    from megatron_epp.mcore.iteration import microbatch_pipeline as pipeline
+    from megatron_epp.mcore.iteration import microbatch_run as pipeline
 
     links = Namespace(control=Namespace(from_each=lambda mine: [0, mine]))
     for num_split, allowed in ((1, nullcontext()), (0, pytest.raises(EppError, match="no layer of this model"))):
         stage = Namespace(split_weights=lambda found=num_split: (found, []))
         with allowed:
-            pipeline.MicrobatchPipeline._split_weights(Namespace(stages={0: stage}, links=links, names={}))
+            pipeline.MicrobatchRun._split_weights(Namespace(stages={0: stage}, links=links, names={}))
 
 
 def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:

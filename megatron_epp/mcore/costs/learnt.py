@@ -21,10 +21,11 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.mcore.costs.shape import unusual_optimizer
 from megatron_epp.mcore.costs.sources import gathered
-from megatron_epp.mcore.costs.stored import of_first, write_whole
+from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[
     Args:
         args: Megatron's arguments; costs are read in the folder of the loaded checkpoint, if there is one.
     """
-    return of_first(lambda: _holding(args, loaded, now))
+    return made_by_first(lambda: _holding(args, loaded, now))
 
 
 def keep(args: argparse.Namespace, costs: KeptCosts) -> None:

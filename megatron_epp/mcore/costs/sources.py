@@ -35,7 +35,7 @@ from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def pipeline_costs(
             if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
                 costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
-    return stored_costs.of_first(partial(with_device_memory, args, costs))
+    return made_by_first(partial(with_device_memory, args, costs))
 
 
 def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> PipelineCosts:
@@ -148,7 +148,7 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
 
     Plans are made for all replicas, and a rank on which the loss kernel is missing or fails needs more workspace.
     """
-    everyone = from_each({number: costs.workspace_bytes for number, costs in mine.items()})
+    everyone = from_each_of_job({number: costs.workspace_bytes for number, costs in mine.items()})
     return {
         number: _with_workspace(costs, max(each[number] for each in everyone if number in each))
         for number, costs in mine.items()

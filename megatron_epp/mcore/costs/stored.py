@@ -8,11 +8,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
@@ -21,32 +18,11 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
 from megatron_epp.plan import EppError
 from megatron_epp.plan.writing import write_text
+from megatron_epp.runtime.links.objects import made_by_first
 
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
 _TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
 """Fields with times; recompute modes have theirs besides."""
-
-
-def of_first[T](make: Callable[[], T]) -> T:
-    """Return the value that `make` gives on the first rank of the job, or raise its error, on all ranks. A collective call.
-
-    Replicas read files on their own, and must plan with the same figures. Any error of the first rank becomes an
-    `EppError`, since all other ranks wait for its answer.
-    """
-    shared: list[T | EppError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            shared = [make()]
-        except EppError as error:
-            shared = [error]
-        except Exception as error:
-            failure = EppError(f"the first rank of the job failed ({type(error).__name__}: {error})")
-            failure.__cause__ = error  # stays on this rank
-            shared = [failure]
-    dist.broadcast_object_list(shared, src=0)
-    if isinstance(shared[0], EppError):
-        raise shared[0]
-    return shared[0]  # type: ignore[return-value]
 
 
 def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
@@ -56,7 +32,7 @@ def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
     """
     if args.epp_costs in ("analytic", "learn"):
         return None
-    return of_first(lambda: _read(args.epp_costs))
+    return made_by_first(lambda: _read(args.epp_costs))
 
 
 def _read(name: str) -> Profile | PipelineCosts:

@@ -18,12 +18,12 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
-from megatron_epp.mcore.iteration import session as sessions
+from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
-from megatron_epp.mcore.iteration.session import Session
+from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
@@ -42,12 +42,12 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
     if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
         return None, None, None
     args = get_args()
-    session = sessions.start(args)
+    run = sliced_run.start(args)
     elastic = args.epp_schedule == "elastic"
     return build_document_iterators(
         args,
-        session.plan_source(forward_only=False) if elastic else None,
-        session.plan_source(forward_only=True) if elastic else None,
+        run.plan_source(forward_only=False) if elastic else None,
+        run.plan_source(forward_only=True) if elastic else None,
         mpu.get_data_parallel_rank(),
         mpu.get_data_parallel_world_size(),
         num_samples,
@@ -77,27 +77,27 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
     require_stock({FORWARD_STEP: call.forward_step_func})
     call.check_messages()
     models, config, forward_only, count = call.models, call.config, call.forward_only, call.num_microbatches
-    session = sessions.current()
-    session.attach(models, config)
+    run = sliced_run.current()
+    run.attach(models, config)
     with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
-        with timed(config.timers, "batch-generator"), session.telling_others(unless=_RAISED_BY_ALL):
-            batch = _next_batch(call.iterators[0], count, session, forward_only)
+        with timed(config.timers, "batch-generator"), run.telling_others(unless=_RAISED_BY_ALL):
+            batch = _next_batch(call.iterators[0], count, run, forward_only)
 
         def finish(num_tokens: torch.Tensor) -> None:
-            session.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
+            run.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
             if not batch.trains:
-                leave_out(session, models, config, batch)
+                leave_out(run, models, config, batch)
 
-        loss, report = run_batch(session, models, batch, forward_only, finish)
+        loss, report = run_batch(run, models, batch, forward_only, finish)
         if not forward_only:
             count_tokens(batch.prepared.inputs)
-            if session.args.epp_batch_tokens is not None:
+            if run.args.epp_batch_tokens is not None:
                 # To which Megatron's loop adds the sequences that it has asked for.
-                session.args.consumed_train_samples = batch.consumed_samples - count * session.replicas
+                run.args.consumed_train_samples = batch.consumed_samples - count * run.replicas
     if not forward_only and batch.plan is not None:
         average_router_losses(count, len(batch.plan.chunks))
-    finish_batch(session, batch, loss, report, forward_only)
-    return [] if loss is None else [report_of(loss, session.loss)]
+    finish_batch(run, batch, loss, report, forward_only)
+    return [] if loss is None else [report_of(loss, run.loss)]
 
 
 def _stop(problem: str) -> None:
@@ -106,7 +106,7 @@ def _stop(problem: str) -> None:
 
 
 def run_batch(
-    session: Session,
+    run: SlicedRun,
     models: list[torch.nn.Module],
     batch: GlobalBatch,
     forward_only: bool,
@@ -126,35 +126,35 @@ def run_batch(
         on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
     """
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
-    report = IterationReport.begin(session, replace(batch, prepared=None), forward_only)
-    with session.telling_others():
-        _warm_up(session, batch)
-        _run(session, models, batch, report, reduces)
-        for problem in filter(None, (stage.problem for stage in session.stages.values())):
+    report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
+    with run.telling_others():
+        _warm_up(run, batch)
+        _run_on_rank(run, models, batch, report, reduces)
+        for problem in filter(None, (stage.problem for stage in run.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
-        with session.watching("waits for the loss"):
-            loss, num_tokens = _hand_on(session)
+        with run.watching("waits for the loss"):
+            loss, num_tokens = _hand_on(run)
         if not forward_only:
             finish(num_tokens)
     return loss, report
 
 
 def finish_batch(
-    session: Session, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
+    run: SlicedRun, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
 ) -> None:
     """Report a batch that has run, and learn from it."""
-    report.finish(loss)
+    report.submit(loss)
     if not forward_only:
-        session.after(batch, report.recorder)
+        run.after(batch, report.recorder)
 
 
-def leave_out(session: Session, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
+def leave_out(run: SlicedRun, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
     """Warn of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
     The warning is logged for the 1st, 2nd, 4th, 8th such batch and so on.
     """
-    session.untrained_batches += 1
-    count = session.untrained_batches
+    run.untrained_batches += 1
+    count = run.untrained_batches
     if config.num_moe_experts is not None:
         for model in models:
             model.scale_gradients(0.0)
@@ -166,12 +166,14 @@ def leave_out(session: Session, models: Sequence[Any], config: Any, batch: Globa
         )
 
 
-def _run(session: Session, models: list[torch.nn.Module], batch: GlobalBatch, report: IterationReport, reduces: bool) -> None:
+def _run_on_rank(
+    run: SlicedRun, models: list[torch.nn.Module], batch: GlobalBatch, report: IterationReport, reduces: bool
+) -> None:
     """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
     assert batch.plan is not None
-    program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, session.vocabulary
-    by_hooks = session.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
-    splits = session.args.epp_split_weight_gradient
+    program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, run.vocabulary
+    by_hooks = run.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
+    splits = run.args.epp_split_weight_gradient
     reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
     report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
 
@@ -181,8 +183,8 @@ def _run(session: Session, models: list[torch.nn.Module], batch: GlobalBatch, re
         stage.begin(inputs, before_last_gradient, reduce)
 
     open_shard = _nothing if vocabulary is None else partial(vocabulary.begin, inputs)
-    run_plan(session, models, batch.plan, report, reduction, begin, open_shard, program)
-    for stage in session.stages.values():
+    run_plan(run, models, batch.plan, report, reduction, begin, open_shard, program)
+    for stage in run.stages.values():
         stage.end()
     if vocabulary is not None:
         vocabulary.end()
@@ -192,25 +194,25 @@ def _nothing() -> None:
     """Begin nothing: the last stage has the whole vocabulary."""
 
 
-def _warm_up(session: Session, batch: GlobalBatch) -> None:
+def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
     """Build kernel plans for chunks of new shapes, on all ranks at once."""
-    if session.warm_up is not None and batch.plan is not None:
-        with session.watching("warms up attention"):
+    if run.warm_up is not None and batch.plan is not None:
+        with run.watching("warms up attention"):
             layouts = batch.prepared.program.layouts
             attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
-            session.warm_up.before(layouts, attends_again)
+            run.warm_up.before(layouts, attends_again)
 
 
-def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the loss report and the number of tokens on the last rank, where Megatron expects them; elsewhere None and 0.
 
     They are broadcast if the last stage is on another rank.
     """
-    placement, (any_stage, *_) = session.placement, session.stages.values()
+    placement, (any_stage, *_) = run.placement, run.stages.values()
     device = any_stage.message(1)[2]
-    num_sums = 2 + (0 if session.loss is None else len(session.loss.logged))
+    num_sums = 2 + (0 if run.loss is None else len(run.loss.logged))
     loss, num_tokens = torch.zeros(num_sums, device=device), torch.zeros([], dtype=torch.int, device=device)
-    last = session.stages.get(placement.num_stages - 1)
+    last = run.stages.get(placement.num_stages - 1)
     if last is not None:
         assert last.loss_report is not None
         assert last.total_tokens is not None
@@ -221,20 +223,20 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
         group = mpu.get_pipeline_model_parallel_group()
         for values in (loss, num_tokens):
             dist.broadcast(values, dist.get_global_rank(group, placement.last_rank), group=group)
-    return (loss, num_tokens) if session.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
+    return (loss, num_tokens) if run.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
 
 
-def _next_batch(data_iterator: Any, num_microbatches: int, session: Session, forward_only: bool) -> GlobalBatch:
+def _next_batch(data_iterator: Any, num_microbatches: int, run: SlicedRun, forward_only: bool) -> GlobalBatch:
     start_s = time.perf_counter()
-    with session.watching("waits for its plan"):
+    with run.watching("waits for its plan"):
         batch = next(data_iterator)
         if isinstance(batch, GlobalBatch) and batch.prepared is None and batch.plan is not None:  # saved by an earlier process
             batch = getattr(data_iterator, "iterable", data_iterator).restored(batch)
-    session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
+    run.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:  # another patch or caller has given its own iterators
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
-    replicas = session.replicas
-    counts_tokens = session.args.epp_batch_tokens is not None and not forward_only
+    replicas = run.replicas
+    counts_tokens = run.args.epp_batch_tokens is not None and not forward_only
     if not counts_tokens and batch.global_size != num_microbatches * replicas:
         raise EppError(
             f"Megatron asks for {num_microbatches} sequences for each of {replicas} replicas but the sampler yields "

@@ -12,9 +12,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.features import training_args
-from megatron_epp.mcore.iteration.look_ahead import installed
-from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline
+from megatron_epp.mcore.iteration.microbatch_look_ahead import installed
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import NOTHING, IterationReport
@@ -40,7 +40,7 @@ class Schedule:
         looks_ahead: bool = False,
     ) -> None:
         self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
-        self._pipelines: list[MicrobatchPipeline] = []
+        self._runs: list[MicrobatchRun] = []
         self._loaded: tuple[KeptCosts, ...] = ()
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -52,35 +52,35 @@ class Schedule:
         call = ScheduleCall(**arguments)
         call.check_messages()
         models, iterators, forward_only, count = call.models, call.iterators, call.forward_only, call.num_microbatches
-        pipeline, config = self._pipeline(models), call.config
+        run, config = self._run_of(models), call.config
         with timed(config.timers, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             start_s = time.perf_counter()
-            with pipeline.telling_others():
-                in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
+            with run.telling_others():
+                in_turn = self._looks_ahead and not forward_only and not is_replay() and run.can_look_ahead(iterators)
                 ahead = (installed(iterators) or []) if in_turn else []
-                agreed = pipeline.ahead.take(ahead, count) if in_turn else None
-            with pipeline.telling_others(unless=pipeline.raised_by_all if agreed is None else ()):
+                agreed = run.ahead.take(ahead, count) if in_turn else None
+            with run.telling_others(unless=run.raised_by_all if agreed is None else ()):
                 sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
-                    num_bytes = sum(source.num_bytes(pipeline.device) for source in sources)
-                    agreed = pipeline.agreed(shapes, problem, num_bytes)
+                    num_bytes = sum(source.num_bytes(run.device) for source in sources)
+                    agreed = run.agreed(shapes, problem, num_bytes)
                 elif problem:
                     raise EppError(problem)
-                planned = pipeline.plan_of_call(agreed, forward_only)
-                pipeline.plan_wait_us = (time.perf_counter() - start_s) * 1e6
-            with pipeline.telling_others():
-                report = IterationReport.begin(pipeline, planned or NOTHING, forward_only)
-                results, num_tokens = pipeline.run(call, sources, agreed, planned, report)
+                planned = run.plan_of_call(agreed, forward_only)
+                run.plan_wait_us = (time.perf_counter() - start_s) * 1e6
+            with run.telling_others():
+                report = IterationReport.begin(run, planned or NOTHING, forward_only)
+                results, num_tokens = run.run_microbatches(call, sources, agreed, planned, report)
                 # Behind the run, which the host has launched: it reads data while the device works. Not while costs are learnt:
                 # the next plan needs what this run measures.
-                if in_turn and pipeline.learning.is_done:
-                    with pipeline.watching("waits for others' microbatches"):
-                        pipeline.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
+                if in_turn and run.learning.is_done:
+                    with run.watching("waits for others' microbatches"):
+                        run.ahead.begin(ahead, count, lambda items: tuple(map(self._shape, items)))
                 for source in sources:
                     source.finish()
                 if not forward_only:
-                    pipeline.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
-                report.finish(None)
+                    run.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
+                report.submit(None)
         return results
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ class Schedule:
 
         While some are still learnt, loaded costs are in it too.
         """
-        learnt = [pipeline.saved_costs for pipeline in self._pipelines if pipeline.saved_costs is not None]
-        is_complete = bool(learnt) and len(learnt) == len(self._pipelines)
+        learnt = [run.saved_costs for run in self._runs if run.saved_costs is not None]
+        is_complete = bool(learnt) and len(learnt) == len(self._runs)
         return to_state(learnt if is_complete else [*learnt, *(costs for costs in self._loaded if costs not in learnt)])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,28 +101,28 @@ class Schedule:
         Raises:
             EppError: the state is something else, or the schedule has been called.
         """
-        if self._pipelines:
+        if self._runs:
             raise EppError("learnt costs are loaded before the first call of the schedule, which has been made")
         self._loaded = from_state(state)
 
-    def _pipeline(self, models: list[torch.nn.Module]) -> MicrobatchPipeline:
-        """Return the pipeline of these model chunks, made at their first use."""
-        for pipeline in self._pipelines:
-            if pipeline.models == models:
-                return pipeline
-        pipeline = MicrobatchPipeline(self._arguments(models), models, self._loaded)
-        with pipeline.telling_others():
-            refuse_router_replay(models, pipeline.args.epp_order)
+    def _run_of(self, models: list[torch.nn.Module]) -> MicrobatchRun:
+        """Return the run of these model chunks, made at their first use."""
+        for run in self._runs:
+            if run.models == models:
+                return run
+        run = MicrobatchRun(self._arguments(models), models, self._loaded)
+        with run.telling_others():
+            refuse_router_replay(models, run.args.epp_order)
             if len(models) > 1:
-                refuse_other_turns(get_model_config(models[0]), pipeline.placement.num_ranks, pipeline.args.epp_order)
-        self._pipelines.append(pipeline)
-        return pipeline
+                refuse_other_turns(get_model_config(models[0]), run.placement.num_ranks, run.args.epp_order)
+        self._runs.append(run)
+        return run
 
     def close(self) -> None:
         """End planning, and complete what threads do."""
-        for pipeline in self._pipelines:
-            pipeline.close()
-        self._pipelines.clear()
+        for run in self._runs:
+            run.close()
+        self._runs.clear()
 
     def _taken(
         self, iterators: list[Any], count: int, num_chunks: int

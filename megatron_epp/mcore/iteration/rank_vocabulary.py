@@ -25,7 +25,7 @@ from megatron_epp.mcore.patches.environment import fuses_own_gradients
 from megatron_epp.plan import EppError, Op
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
-from megatron_epp.runtime.links.objects import GroupOptions, Groups, from_each
+from megatron_epp.runtime.links.objects import GroupOptions, Groups, from_each_of_job
 from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, ShardGroups, Targets
 from megatron_epp.runtime.loss.shards import Shard
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
@@ -168,7 +168,7 @@ def rank_vocabulary(
     Raises:
         EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
     """
-    if any(from_each(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):
+    if any(from_each_of_job(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):
         raise EppError(
             f"{FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it to off"
         )

@@ -21,7 +21,7 @@ from megatron_epp.plan.serialize import save
 from megatron_epp.plan.writing import append_line
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import save_trace
-from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Reports:
         """Connect the last ranks of all replicas, which have the loss. All ranks of the job must call this together."""
         # Replicas and context-parallel ranks: each of them has the loss of its own tokens, tensor-parallel ranks have the same.
         own = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
-        of_last_ranks = [ranks for ranks in from_each(own if is_last else None) if ranks is not None]
+        of_last_ranks = [ranks for ranks in from_each_of_job(own if is_last else None) if ranks is not None]
         self._last_ranks = ObjectGroup.create(own if is_last else of_last_ranks[0], groups)
 
     def from_last_ranks(self, mine: ReplicaFigures) -> list[ReplicaFigures]:

@@ -25,7 +25,6 @@ from megatron_epp.mcore.arguments.consequences import placement_of, token_multip
 from megatron_epp.mcore.arguments.microbatches import names_of
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
-from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
@@ -40,7 +39,7 @@ from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import LockstepGroups
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each
+from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job, made_by_first
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
@@ -112,7 +111,7 @@ class Run:
         limit = self.names["wait_limit_seconds"]
         self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures, limit_name=limit)
         self.stages = {}
-        self.run_id = of_first(lambda: _hold_folders(args))
+        self.run_id = made_by_first(lambda: _hold_folders(args))
         self.iteration: int = args.iteration
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
@@ -209,7 +208,7 @@ class Run:
                 self._note("exchanging memory caps")
                 may_offload = offloads(self.args)
                 host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
-                caps, host_caps = agreed_caps(self.args, self.links.position), from_each(host_cap)
+                caps, host_caps = agreed_caps(self.args, self.links.position), from_each_of_job(host_cap)
                 self.problem = Problem(
                     (), self.placement.rank_of, caps, token_multiple(self.args), host_cap_bytes=min(host_caps)
                 )
@@ -259,8 +258,8 @@ class Run:
             complete: adds what is not fitted.
         """
         assert self.costs is not None  # since `settle`
-        before, everyone = self.costs, from_each(learner.learnt)
-        costs = complete(of_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))
+        before, everyone = self.costs, from_each_of_job(learner.learnt)
+        costs = complete(made_by_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))
         if dist.get_rank() == 0 and plan is not None:
             ratio = deviation(before, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
             stays = ", ".join(untold(before, everyone))
@@ -303,7 +302,7 @@ def complete_reports() -> None:
 def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
     """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
-    everyone = from_each(mine)
+    everyone = from_each_of_job(mine)
     replica_of = [replica for replica, _ in everyone]
     groups = connected({replica_of[rank] for rank in sharing} for _, sharing in everyone)
     return groups, [[rank for rank, replica in enumerate(replica_of) if replica in group] for group in groups]

@@ -19,12 +19,12 @@ from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore.iteration.document_schedule import finish_batch, leave_out, run_batch
-from megatron_epp.mcore.iteration.session import Session
+from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.context_parallel import of_group
-from megatron_epp.runtime.links.objects import AgreedError, from_each, raise_for
+from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
 SETTINGS = (
     "planner",
@@ -109,7 +109,7 @@ class SampleSchedule:
 
     def __init__(self, loss: Loss, flags: dict[str, Any]) -> None:
         self.loss, self._asks, self._flags = loss, columns_of(loss), flags
-        self._session: Session | None = None
+        self._run: SlicedRun | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
         self._unfinished = _Unfinished()
@@ -152,14 +152,14 @@ class SampleSchedule:
         if (wants_logprobs and self._asks.has_values) or (wants_values and not self._asks.has_values):
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
-        session = self._attached(models)
-        planned = self._planned(session, samples, forward_only, None if forward_only else _has_gradients(models))
+        run = self._attached(models)
+        planned = self._planned(run, samples, forward_only, None if forward_only else _has_gradients(models))
         try:
-            with session.telling_others(unless=EppError):
+            with run.telling_others(unless=EppError):
                 batch = next(planned.batches)
         finally:
             planned.batches.close()
-        stage = session.stages.get(session.placement.num_stages - 1)
+        stage = run.stages.get(run.placement.num_stages - 1)
         values_of_chunks: list[tuple[int, torch.Tensor]] = []
         config, divisor = get_model_config(models[0]), self._divisor(planned.dataset) + self._unfinished.divisor
         # Megatron divides losses per token by their number; others by replicas, where they should be by what the average says.
@@ -177,17 +177,17 @@ class SampleSchedule:
             self._unfinished = _Unfinished(divisor, num_tokens, batch.trains or earlier.trains)
             if not last:
                 return
-            session.finish_gradients(models, num_tokens, None, False)
+            run.finish_gradients(models, num_tokens, None, False)
             if not is_only_call and scale != 1.0:
                 _scale_gradients(models, scale)
             if not self._unfinished.trains:
-                leave_out(session, models, config, batch)
+                leave_out(run, models, config, batch)
             self._unfinished = _Unfinished()
 
         problems = list[str]()
-        loss, report = run_batch(session, models, batch, forward_only, finish, problems.append, reduces=last)
+        loss, report = run_batch(run, models, batch, forward_only, finish, problems.append, reduces=last)
         sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
-        finish_batch(session, batch, loss, report, forward_only)
+        finish_batch(run, batch, loss, report, forward_only)
         return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
@@ -195,46 +195,46 @@ class SampleSchedule:
         for planned in self._ahead.values():
             planned.batches.close()
         self._ahead.clear()
-        if self._session is not None:
-            self._session.close()
-        self._session = None
+        if self._run is not None:
+            self._run.close()
+        self._run = None
 
-    def _attached(self, models: list[torch.nn.Module]) -> Session:
-        if self._session is not None:
+    def _attached(self, models: list[torch.nn.Module]) -> SlicedRun:
+        if self._run is not None:
             if models != self._models:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
-            return self._session
-        longest = max(from_each(max(int(getattr(unwrap_model(model), "max_sequence_length", 0) or 0) for model in models)))
+            return self._run
+        longest = max(
+            from_each_of_job(max(int(getattr(unwrap_model(model), "max_sequence_length", 0) or 0) for model in models))
+        )
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
-        raise_for(from_each(next(filter(None, map(refusal, models)), "")))
+        raise_for(from_each_of_job(next(filter(None, map(refusal, models)), "")))
         for model in models:
             adopt_built(model, args)
-        session = Session(args)
-        session.loss = self.loss
-        with session.telling_others(unless=AgreedError):
-            session.attach(models, get_model_config(models[0]))
-        self._session, self._models = session, models
-        return session
+        run = SlicedRun(args)
+        run.loss = self.loss
+        with run.telling_others(unless=AgreedError):
+            run.attach(models, get_model_config(models[0]))
+        self._run, self._models = run, models
+        return run
 
     def _planned(
         self,
-        session: Session,
+        run: SlicedRun,
         samples: Sequence[Mapping[str, Any]],
         forward_only: bool,
         has_gradients: bool | None = None,
     ) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
-        dataset, digest = self._agreed(samples, session.args.padded_vocab_size, has_gradients)
-        if (count := len(samples_in(dataset))) < session.replicas:
+        dataset, digest = self._agreed(samples, run.args.padded_vocab_size, has_gradients)
+        if (count := len(samples_in(dataset))) < run.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
-            raise EppError(
-                f"{count} {what} cannot be shared by {session.replicas} replicas: give at least {session.replicas} a call"
-            )
+            raise EppError(f"{count} {what} cannot be shared by {run.replicas} replicas: give at least {run.replicas} a call")
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             return known
         everything = tuple(range(count))
-        limits = session.replica, session.replicas
-        batches = PlannedBatches(dataset, [everything], session.plan_source(forward_only, of_batch=True), 1, None, *limits)
+        limits = run.replica, run.replicas
+        batches = PlannedBatches(dataset, [everything], run.plan_source(forward_only, of_batch=True), 1, None, *limits)
         return _Planned(digest, dataset, batches)
 
     def _agreed(
@@ -256,7 +256,7 @@ class SampleSchedule:
             problem = "" if named else "there are no samples"
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-        problems, digests, with_gradients = zip(*from_each((problem, digest, has_gradients)), strict=True)
+        problems, digests, with_gradients = zip(*from_each_of_job((problem, digest, has_gradients)), strict=True)
         raise_for(problems)
         if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
@@ -300,7 +300,7 @@ class SampleSchedule:
         assert batch.plan is not None
         is_first = mpu.get_tensor_model_parallel_rank() == 0
         logprobs = _by_sample(batch, values_of_chunks) if wants and is_first else {}
-        reports = from_each((sums, logprobs, problems) if sums is not None and is_first else None)
+        reports = from_each_of_job((sums, logprobs, problems) if sums is not None and is_first else None)
         of_ranks = [report for report in reports if report is not None]
         if problem := "; ".join(dict.fromkeys(text for _, _, texts in of_ranks for text in texts)):
             for model in self._models:

@@ -22,7 +22,7 @@ from megatron_epp.mcore.iteration.microbatch_stage import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.reading import nearest
-from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.links.objects import from_each_of_job
 
 OF_LOOP = {"distributed_timeout_minutes": 30, "log_interval": 1}
 """Settings that a program's own loop gives in place of Megatron's flags: the time limit of messages, which is torch's own for
@@ -162,7 +162,7 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
     check_routers(config, names=FIELDS)
     check_weight_shards(config, names=FIELDS)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
-    vocabulary = max(from_each(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
+    vocabulary = max(from_each_of_job(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(
         **flags,
         rank=dist.get_rank(),

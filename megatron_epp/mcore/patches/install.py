@@ -142,7 +142,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         from megatron_epp.mcore.training.choices import choose_vocabulary
 
         choose_vocabulary(args)
-    from megatron_epp.mcore.iteration.session import prepare
+    from megatron_epp.mcore.iteration.sliced_run import prepare
 
     prepare(args)
     context = args.seq_length
@@ -227,8 +227,8 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         _refuse_nothing(epp_args())
         return result
     finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
-        if sessions := sys.modules.get("megatron_epp.mcore.iteration.session"):
-            sessions.end()
+        if runs := sys.modules.get("megatron_epp.mcore.iteration.sliced_run"):
+            runs.end()
         if microbatches := sys.modules.get("megatron_epp.mcore.iteration.microbatch_schedule"):
             microbatches.forward_backward_user.close()
 

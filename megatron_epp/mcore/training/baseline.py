@@ -11,7 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_epp.mcore.arguments.consequences import token_multiple
-from megatron_epp.mcore.iteration import session as sessions
+from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
@@ -37,12 +37,12 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward_backward(**call: Any) -> Any:
         require_stock({FORWARD_STEP: call["forward_step_func"]})
-        session = sessions.current()
-        args = session.args
+        run = sliced_run.current()
+        args = run.args
         models = call["model"] if isinstance(call["model"], list) else [call["model"]]
         iterators = call["data_iterator"]
         config = get_model_config(models[0])
-        session.attach(models, config)
+        run.attach(models, config)
         batch = next(iterators[0] if isinstance(iterators, list) else iterators)
         chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
         fixed = args.epp_schedule in ("padded", "packed")
@@ -58,12 +58,12 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
                 own.recompute_num_layers = int(args.epp_recompute)
         multiple = args.seq_length if fixed else token_multiple(args)
         tables = [SegmentTable.build(chunk, chunk.padded_tokens(multiple)) for chunk in chunks]
-        assert session.inputs is not None  # since `attach`
-        inputs = session.inputs.upload((batch.chunk_of(chunk.segments, multiple) for chunk in chunks), batch.lengths, tables)
+        assert run.inputs is not None  # since `attach`
+        inputs = run.inputs.upload((batch.chunk_of(chunk.segments, multiple) for chunk in chunks), batch.lengths, tables)
         inputs.upload.wait()
         if not call["forward_only"]:
             count_tokens(inputs)
-        report = IterationReport.begin(session, batch, call["forward_only"])
+        report = IterationReport.begin(run, batch, call["forward_only"])
         data = [((table, inputs.chunk(number)) for number, table in enumerate(tables)) for _ in models]
         call |= {
             "forward_step_func": forward_step,
@@ -73,7 +73,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         report.counts_documents(inputs.upload.buffer, call["forward_only"])
         with report.tracker.context:
             losses = stock(**call)
-        report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
+        report.submit(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses
 
     return forward_backward
@@ -83,11 +83,11 @@ def forward_step(
     data_iterator: Iterator[tuple[SegmentTable, ChunkInputs]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run one microbatch through this stage, as a forward step function of Megatron's schedules."""
-    session = sessions.current()
-    stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
+    run = sliced_run.current()
+    stage = run.placement.stages(run.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     table, inputs = next(data_iterator)
-    params = None if session.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, KVRelay()))
+    params = None if run.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, KVRelay()))
     with chunk_of(table, get_model_config(model)):
-        output = model(**session.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
+        output = model(**run.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
     loss_mask: Any = inputs.loss_mask  # which the last stage has, where Megatron calls the loss
     return output, partial(token_loss, loss_mask)

@@ -21,11 +21,11 @@ from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_M
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.microbatches import names_of
-from megatron_epp.mcore.costs.stored import of_first, write_whole
+from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.plan.reading import parse_json, read_text, whole
 from megatron_epp.planner.registry import PLANNERS
-from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.offload.host import host_limit
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     If the loaded checkpoint has caps, they are used where devices have about as much free memory now. The first rank keeps the
     caps with this run's checkpoints.
     """
-    saved_caps = of_first(partial(_kept, args))
-    everyone = from_each((position, cap_bytes(args, saved_caps[position] if saved_caps else None)))
+    saved_caps = made_by_first(partial(_kept, args))
+    everyone = from_each_of_job((position, cap_bytes(args, saved_caps[position] if saved_caps else None)))
     caps = tuple(min(cap for at, cap in everyone if at == number) for number in range(args.pipeline_model_parallel_size))
     if args.rank == 0:
         tell_lowered(args, caps)

@@ -17,11 +17,12 @@ from megatron_epp.mcore.arguments.consequences import placement_of
 from megatron_epp.mcore.arguments.layout import asked_layout
 from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
 from megatron_epp.mcore.costs.shape import for_run
-from megatron_epp.mcore.costs.stored import named, of_first
+from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.latents import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.search import fastest
+from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def settle_latents(args: argparse.Namespace) -> None:
         args: validated arguments of a model with latent attention, which get ``on`` or ``off``.
     """
     if args.epp_latents == "auto":
-        args.epp_latents = "on" if of_first(partial(_are_better, args, named(args))) else "off"
+        args.epp_latents = "on" if made_by_first(partial(_are_better, args, named(args))) else "off"
 
 
 def choose_vocabulary(args: argparse.Namespace) -> None:
@@ -43,7 +44,7 @@ def choose_vocabulary(args: argparse.Namespace) -> None:
         args: validated arguments, which get ``on`` or ``off``.
     """
     if args.epp_vocab_parallel == "auto":
-        settle_vocabulary(args, shards=of_first(partial(_is_faster, args, named(args))))
+        settle_vocabulary(args, shards=made_by_first(partial(_is_faster, args, named(args))))
 
 
 def _layout_of(args: argparse.Namespace) -> Layout:

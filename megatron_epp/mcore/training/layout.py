@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, ha
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
 from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer, with_device_memory, with_shard_bytes
-from megatron_epp.mcore.costs.stored import named, of_first, write_whole
+from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.model_chunks import settle_stages
@@ -36,6 +36,7 @@ from megatron_epp.plan.reading import parse_json, read_text, told
 from megatron_epp.planner.layouts.search import Sample, choose
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
+from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def search_layout(args: argparse.Namespace) -> None:
     flags |= {name: str(value) for name, value in unusual_optimizer(args).items()}
     if args.epp_vocab_parallel != "off":
         flags["epp_vocab_parallel"] = args.epp_vocab_parallel
-    layout, chosen_with = of_first(partial(_found, args, costs, flags))
+    layout, chosen_with = made_by_first(partial(_found, args, costs, flags))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)

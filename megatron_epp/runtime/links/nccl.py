@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.plan.communicators import Direction, most_links
-from megatron_epp.runtime.links.objects import GroupOptions, from_each
+from megatron_epp.runtime.links.objects import GroupOptions, from_each_of_job
 
 _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 """Settings of a communicator that are passed to NCCL by the same name."""
@@ -34,7 +34,7 @@ def smallest_device(used: Sequence[Direction]) -> tuple[int, int]:
     A collective call of all ranks. `used`: as `Links.create` takes it.
     """
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return most_links(used), min(from_each(own_sms))
+    return most_links(used), min(from_each_of_job(own_sms))
 
 
 def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:

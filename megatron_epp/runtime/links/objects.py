@@ -39,7 +39,7 @@ class Groups:
         defaults if they are None.
         """
         own_group: dist.ProcessGroup | None = None
-        for ranks in sorted(set(from_each(members))):  # sorted: every rank makes all groups in the same order
+        for ranks in sorted(set(from_each_of_job(members))):  # sorted: every rank makes all groups in the same order
             own = None if options is None else options()
             group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
             own_group = group if ranks == members else own_group
@@ -103,7 +103,7 @@ def _first_of(group: dist.ProcessGroup) -> int:
     return dist.get_process_group_ranks(group)[0]
 
 
-def from_each[T](item: T) -> list[T]:
+def from_each_of_job[T](item: T) -> list[T]:
     """Return the items of all ranks of the job, in rank order. A collective call of the default process group."""
     everyone: list[T] = [item] * dist.get_world_size()
     dist.all_gather_object(everyone, item)
@@ -132,7 +132,36 @@ def agreed[T](make: Callable[[], T], names: Names) -> T:
         result = make()
     except EppError as error:
         problem = error.text(names)
-    raise_for(from_each(problem))
+    raise_for(from_each_of_job(problem))
+    return cast(T, result)
+
+
+def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) -> T:
+    """Return what a function makes on the first rank, on all ranks. A collective call on the CPU.
+
+    Args:
+        group: of the ranks; None for all ranks of the job.
+
+    Raises:
+        EppError: on all of them, if it fails there.
+    """
+    outcome: list[T | EppError | None] = [None]
+    if (dist.get_rank() == 0) if group is None else group.is_first:
+        try:
+            outcome = [make()]
+        except EppError as error:
+            outcome = [error]
+        except Exception as error:  # the others wait for an answer, and may not be able to unpickle this one
+            failure = EppError(f"the first rank {'of the job ' * (group is None)}failed ({type(error).__name__}: {error})")
+            failure.__cause__ = error  # stays on this rank
+            outcome = [failure]
+    if group is None:
+        dist.broadcast_object_list(outcome, src=0)
+    else:
+        outcome = group.from_first(outcome)
+    (result,) = outcome
+    if isinstance(result, EppError):
+        raise result
     return cast(T, result)
 
 

@@ -33,28 +33,28 @@ def report_times_ms(rank: int, made: Plan, plan_digest: str) -> tuple[float, ...
     everyone, last = range(made.num_ranks), made.num_ranks - 1
     groups = Groups()
     args = Namespace(epp_schedule="elastic", log_interval=1, tensorboard_log_interval=1, train_iters=UNLIMITED_BYTES)
-    session = Namespace(args=args, links=Links.create(everyone, everyone, groups), replicas=1, replica=0, rank=rank)
-    session.host, session.costs, session.plan_wait_us, session.iteration, session.report_folder = None, None, 0.0, 0, None
-    session.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
+    run = Namespace(args=args, links=Links.create(everyone, everyone, groups), replicas=1, replica=0, rank=rank)
+    run.host, run.costs, run.plan_wait_us, run.iteration, run.report_folder = None, None, 0.0, 0, None
+    run.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
     batch = Namespace(plan=made, plan_digest=plan_digest, lengths=made.lengths, planning_us=0.0)
     found: tuple[list[float], ...] = ([], [], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args.epp_report_dir = folder
-        session.report_folder = ReportFolder(Path(folder), "bench") if rank == 0 else None
-        for column, session.reports in enumerate((_Inline(), _Timed(found[2]))):
-            session.reports.connect(groups, is_last=rank == last)
+        run.report_folder = ReportFolder(Path(folder), "bench") if rank == 0 else None
+        for column, run.reports in enumerate((_Inline(), _Timed(found[2]))):
+            run.reports.connect(groups, is_last=rank == last)
             for _ in range(ROUNDS):
-                report = IterationReport.begin(session, batch, forward_only=False)
+                report = IterationReport.begin(run, batch, forward_only=False)
                 report.recorder.begin()
                 for step in made.ranks[rank]:
                     with report.recorder.action(step.action):
                         pass
                 dist.barrier()
                 start_s = time.thread_time()
-                report.finish(torch.ones(2) if rank == last else None)
+                report.submit(torch.ones(2) if rank == last else None)
                 found[column].append(time.thread_time() - start_s)
                 time.sleep(ITERATION_S)
-            session.reports.complete()
+            run.reports.complete()
     return tuple(1e3 * statistics.median(times) for times in found)
 
 

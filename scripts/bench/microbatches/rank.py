@@ -28,7 +28,7 @@ def run(rank: int, batches: Sequence[Sequence[int]], rounds: int, cap_share: flo
     """Train all batches by every contender, in turn, `rounds` times; return times, peaks and losses of this rank.
 
     Args:
-        rank: of the pipeline; it runs on the machine's core of that number.
+        rank: of the run; it runs on the machine's core of that number.
         batches: tokens of each microbatch of each batch.
         rounds: times that every contender trains every batch.
         cap_share: cap of the last contender, as a share of what 1F1B without recompute holds.
@@ -69,8 +69,8 @@ def _replanned(schedule: Any) -> Callable[..., list[Any]]:
     """Return the schedule with a plan made at every call: in a training no two batches are alike."""
 
     def call(**named: Any) -> list[Any]:
-        for pipeline in schedule._pipelines:
-            pipeline._plans.clear()
+        for run in schedule._runs:
+            run._plans.clear()
         results: list[Any] = schedule(**named)
         return results
 
@@ -79,8 +79,8 @@ def _replanned(schedule: Any) -> Callable[..., list[Any]]:
 
 def _static_bytes(schedule: Any) -> int:
     """Return the bytes of weights, gradients and optimizer state of the smallest stage, which are a part of a plan's cap."""
-    (pipeline,) = schedule._pipelines
-    return min(stage.static_bytes for stage in pipeline.costs.stages)
+    (run,) = schedule._runs
+    return min(stage.static_bytes for stage in run.costs.stages)
 
 
 def _most(mine: int) -> int:

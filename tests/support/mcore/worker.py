@@ -181,7 +181,7 @@ def serve(path: str) -> None:
 
 
 def forget_training() -> None:
-    """Take down what is global of a training: Megatron's settings, calculators, losses, groups, our session, torch's groups."""
+    """Take down what is global of a training: Megatron's settings, calculators, losses, groups, our run, torch's groups."""
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -190,9 +190,9 @@ def forget_training() -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
 
-    from megatron_epp.mcore.iteration import session
+    from megatron_epp.mcore.iteration import sliced_run
 
-    session.end()
+    sliced_run.end()
     global_vars.destroy_global_vars()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()

@@ -1,8 +1,9 @@
 """Programs of the ranks in the tests of agreement on a script's microbatches and their plan."""
 
-from megatron_epp.mcore.iteration.agreement import LocalShapes, agree_on_shapes, from_first
+from megatron_epp.mcore.iteration.microbatch_agreement import LocalShapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError, PlanError
+from megatron_epp.runtime.links.objects import made_by_first
 
 SHAPES = (Microbatch((16, 8)), Microbatch((32,)), Microbatch((8, 8), 2), Microbatch((400,)))
 
@@ -26,6 +27,6 @@ def results(rank, links, ways):
         return f"made by {rank}"
 
     try:
-        return from_first(make, links.control)
+        return made_by_first(make, links.control)
     except EppError as error:
         return f"refused: {error}"

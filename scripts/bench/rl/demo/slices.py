@@ -126,7 +126,7 @@ def measured(updates: Updates, rounds: int) -> dict[str, Any]:
     train = megatron_epp.wrap_samples(loss=updates.loss, memory_cap_gb=cap_gb, costs="learn")
     for _ in range(LEARNING):
         updates.sliced(train)
-    planned = _plans(updates, train._session)
+    planned = _plans(updates, train._run)
     assert planned[1].costs == LEARNT, planned[1].costs
     loss, own = updates.whole(layers), updates.gradients()
     peak, in_slices = _peak_bytes(updates, lambda: updates.sliced(train))
@@ -155,20 +155,18 @@ def measured(updates: Updates, rounds: int) -> dict[str, Any]:
     }
 
 
-def _plans(updates: Updates, session: Any) -> tuple[Any, Any]:
+def _plans(updates: Updates, run: Any) -> tuple[Any, Any]:
     """Plan the batch by the costs that were learnt: verl's microbatches in 1F1B with every layer recomputed, and slices."""
     from megatron_epp.mcore.arguments.parser import options_from
     from megatron_epp.planner import Options, plan
     from megatron_epp.planner.microbatches import plan_as_given
 
-    lengths, costs = updates.samples.lengths, session.costs
+    lengths, costs = updates.samples.lengths, run.costs
     rows = by_budget(lengths, updates.size.budget)
     microbatches = tuple(tuple(lengths[number] for number in row) for row in rows)
-    whole = plan_as_given(
-        microbatches, session.problem, costs, Options(recompute=updates.size.layers // updates.size.stages)
-    ).plan
+    whole = plan_as_given(microbatches, run.problem, costs, Options(recompute=updates.size.layers // updates.size.stages)).plan
     tokens = tuple(length - 1 for length in lengths)  # the last token of a sample is only a label
-    return whole, plan(replace(session.problem, lengths=tokens), costs, options_from(session.args, training=True))
+    return whole, plan(replace(run.problem, lengths=tokens), costs, options_from(run.args, training=True))
 
 
 def _static_bytes(updates: Updates) -> int:
@@ -177,7 +175,7 @@ def _static_bytes(updates: Updates) -> int:
 
     probe = megatron_epp.wrap_samples(loss=updates.loss)
     probe(model=updates.model, samples=updates.columns, forward_only=True)
-    found = min(stage.static_bytes for stage in probe._session.costs.stages)
+    found = min(stage.static_bytes for stage in probe._run.costs.stages)
     probe.close()
     return int(found)
 

@@ -76,7 +76,7 @@ def of_batches(executor, batches):
 
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.costs.sources import pipeline_costs
-    from megatron_epp.mcore.iteration import session as sessions
+    from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.plan import lower
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload
@@ -93,25 +93,25 @@ def of_batches(executor, batches):
 
     class OfBatches(executor):
         def run(self):
-            session = sessions.current()
-            args = session.args
-            costs = pipeline_costs(args, self.stages, self.links, session.placement.num_stages)
+            run = sliced_run.current()
+            args = run.args
+            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
-            for name, plan in plans(args, costs, session, batches):
+            for name, plan in plans(args, costs, run, batches):
                 batch = GlobalBatch(
                     indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
                 )
-                prepared = session.inputs.prepare(batch, lower(plan)[self.rank])
+                prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
                 saved = SavedTensors(others, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
-                offload = ActivationOffload(saved, session.host)
+                offload = ActivationOffload(saved, run.host)
                 for stage in self.stages.values():
                     stage.begin(prepared.inputs.chunk)
                 with saved:
                     running = plan, self.rank, self.stages, self.links, None, None, offload
-                    executor(*running, host=session.host, program=prepared.program).run()
+                    executor(*running, host=run.host, program=prepared.program).run()
                 caches = [stage.relay.offloaded for stage in self.stages.values() if stage.relay.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
@@ -121,7 +121,7 @@ def of_batches(executor, batches):
                         "measured": saved.peak_bytes,
                         "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
                         "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": session.host.held_peak_bytes,
+                        "host": run.host.held_peak_bytes,
                         "hosted": len(caches),
                         "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
@@ -137,7 +137,7 @@ def of_batches(executor, batches):
     return OfBatches
 
 
-def plans(args, costs, session, batches):
+def plans(args, costs, run, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
     from megatron_epp.mcore.arguments.consequences import token_multiple
@@ -149,7 +149,7 @@ def plans(args, costs, session, batches):
     from megatron_epp.planner.tables import tabulate
 
     draw = random.Random(8)
-    placement = session.placement.rank_of
+    placement = run.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
     free_of_caps = planner.Problem((), placement, (UNLIMITED_BYTES,) * len(static), token_multiple(args))
     for _ in range(batches):

@@ -48,7 +48,7 @@ def note_collectives(folder):
     import torch.distributed as dist
     from megatron.training import training
 
-    from megatron_epp.mcore.iteration import session
+    from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.training import communicators
 
     step = training.train_step
@@ -66,10 +66,10 @@ def note_collectives(folder):
         return collective
 
     def train_step(*args, **named):
-        seen = by_folder[session.current().args.epp_report_dir]
+        seen = by_folder[sliced_run.current().args.epp_report_dir]
         with mock.patch.multiple(dist, **{name: noting(seen, name, getattr(dist, name)) for name in NAMES}):
             answer = step(*args, **named)
-        ours = session.current()
+        ours = sliced_run.current()
         in_use = communicators.groups_in_use(ours.args)
         held = [*(getattr(ours.links, name) for name in type(ours.links).__slots__), *vars(ours).values()]
         kept = [each for each in held if isinstance(each, dist.ProcessGroup)]

@@ -320,7 +320,7 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     except EppError as error:
         twice = str(error)
     runs = [loop.run(run) for run in (get_forward_backward_func(), framework.run) for _ in range(RUNS // 2)]
-    learnt = schedule._pipelines[0].learning.is_done
+    learnt = schedule._runs[0].learning.is_done
     uninstall()
     afterwards = loop.run(get_forward_backward_func())
     return {
@@ -391,7 +391,7 @@ def learnt() -> dict[str, Any]:
             schedule.load_state_dict(loaded)
         for _ in range(calls):
             loop.run(schedule)
-        learns = not schedule._pipelines[0].learning.is_done
+        learns = not schedule._runs[0].learning.is_done
         found.append({"learns": learns, "state": json.loads(json.dumps(schedule.state_dict()))})
         return schedule
 

@@ -36,11 +36,11 @@ def run(data: str, folder: Path, names: Sequence[str]) -> None:
 @contextlib.contextmanager
 def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
     """In the second backward of an iteration: behind its work, so that gradients have been added to by then. Notes the time
-    limits of the session's process groups, whether memory runs out or not.
+    limits of the run's process groups, whether memory runs out or not.
     """
     import torch
 
-    from megatron_epp.mcore.iteration import session
+    from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.stage import MegatronStage
 
     backward = MegatronStage.backward
@@ -49,8 +49,8 @@ def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
     def failing(self: MegatronStage, *args: Any) -> None:
         nonlocal count
         backward(self, *args)
-        limits_s.update(limits_of(session.current()))
-        if really and session.current().iteration == FAULT_ITERATION:
+        limits_s.update(limits_of(sliced_run.current()))
+        if really and sliced_run.current().iteration == FAULT_ITERATION:
             count += 1
             if count == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB.")
@@ -62,13 +62,13 @@ def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
         MegatronStage.backward = backward
 
 
-def limits_of(session: Any) -> dict[str, float]:
-    """In seconds, by the name of each process group of a session."""
+def limits_of(run: Any) -> dict[str, float]:
+    """In seconds, by the name of each process group of a run."""
     import torch
 
     from megatron_epp.runtime.links.objects import ObjectGroup
 
-    held = {name: getattr(session.links, name) for name in type(session.links).__slots__} | vars(session)
+    held = {name: getattr(run.links, name) for name in type(run.links).__slots__} | vars(run)
     levels = {name: value.levels[0] for name, value in held.items() if isinstance(value, ObjectGroup) and value.levels}
     groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)} | levels
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}

@@ -101,7 +101,7 @@ def by_levels(executor):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_epp.mcore.features import logged_router_losses
-    from megatron_epp.mcore.iteration import session as sessions
+    from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload
     from megatron_epp.runtime.offload.host import HostMemory
@@ -157,7 +157,7 @@ def by_levels(executor):
                 "zeros": [key for key, grad in plain.items() if not grad.any()],
                 "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
             }
-            folder = Path(sessions.current().args.epp_report_dir)
+            folder = Path(sliced_run.current().args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
 

@@ -105,7 +105,7 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
 def plan_of(schedule: Any) -> Any:
     """Return the plan that a schedule has run last."""
-    return schedule._pipelines[0]._last[1].plan
+    return schedule._runs[0]._last[1].plan
 
 
 def tight_bytes(schedule: Any) -> int:

@@ -15,14 +15,14 @@ def run(data: str, name: str) -> dict[str, Any]:
     entry.prepare()
     from megatron.training import training
 
-    from megatron_epp.mcore.iteration import session as sessions
+    from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model import gpt
 
     case = CASES[name]
     step, seen, done = training.train_step, {}, 0
 
     def count() -> int:
-        while sessions.current().watchdog._activities:
+        while sliced_run.current().watchdog._activities:
             time.sleep(0.01)
         things = gc.get_objects()
         return len(things) if case.counts_objects else sum(issubclass(type(thing), torch.Tensor) for thing in things)

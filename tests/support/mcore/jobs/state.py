@@ -77,7 +77,7 @@ def build(**settings):
 
 def plan_by(recomputed):
     """Let plans have forwards and backwards in the orders above, and so many layers of each microbatch recompute."""
-    from megatron_epp.mcore.iteration.microbatch_pipeline import MicrobatchPipeline, MicrobatchPlan
+    from megatron_epp.mcore.iteration.microbatch_run import MicrobatchPlan, MicrobatchRun
     from megatron_epp.plan import Op, Recompute
     from megatron_epp.plan.lowering import lower
 
@@ -91,7 +91,7 @@ def plan_by(recomputed):
         plan = replace(made, ranks=(tuple(by_action[action] for action in order),), recompute=recompute)
         return MicrobatchPlan(plan, chunks, lower(plan)[0], "", 0.0)
 
-    MicrobatchPipeline.plan_of_call = plan_of_call
+    MicrobatchRun.plan_of_call = plan_of_call
 
 
 def batches():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_epp.mcore.iteration.agreement import AgreedShapes, Shapes
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, Shapes
 from megatron_epp.plan import EppError
 
 logger = logging.getLogger(__name__)

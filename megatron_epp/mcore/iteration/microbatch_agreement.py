@@ -1,10 +1,10 @@
-"""Agreement of the ranks of a group: on the microbatches of an iteration, and on what the first rank makes for all."""
+"""Agreement of the ranks of a group on the microbatches of an iteration."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -118,24 +118,3 @@ def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str
     return "microbatch {} has {} tokens in {} sequences on rank {} and {} in {} on rank {}".format(
         index, *ones[:2], first_rank, *ones[2:], rank
     )
-
-
-def from_first[T](make: Callable[[], T], group: ObjectGroup) -> T:
-    """Return what a function makes on the group's first rank, on all of its ranks. A collective call on the CPU.
-
-    Raises:
-        EppError: on all of them, if it fails there.
-    """
-    results: list[Any] = []
-    if group.is_first:
-        try:
-            results = [make()]
-        except EppError as error:
-            results = [error]
-        except Exception as error:  # the others wait for an answer, and may not be able to unpickle this one
-            results = [EppError(f"{type(error).__name__}: {error}")]
-            results[0].__cause__ = error  # stays on this rank
-    (result,) = group.from_first(results)
-    if isinstance(result, EppError):
-        raise result
-    return result  # type: ignore[no-any-return]

@@ -48,11 +48,11 @@ _LONGEST = 8
 """Number of lengths that an error message lists."""
 
 
-class Session(Run):
+class SlicedRun(Run):
     """One process's share of a training on documents.
 
     One rank of every lockstep group plans for all ranks of the group, in the background. It plans the group's shares of the
-    global batch, which every planning rank divides on its own from the same lengths, costs and caps. The session is created
+    global batch, which every planning rank divides on its own from the same lengths, costs and caps. It is created
     before the data iterators, whose plans wait until `attach` has learned the model's costs.
     """
 
@@ -82,7 +82,7 @@ class Session(Run):
         self._can_plan = threading.Event()
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
-        """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
+        """Wrap the rank's model chunks as stages and settle costs and caps, at the first call; later calls do nothing."""
         if self.stages:
             return
         stages = agreed(partial(self._stages_of, models, config), self.names)
@@ -180,7 +180,7 @@ class Session(Run):
             plan = self.learnt_planner.of_next(self._planner)
         make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange, member, self._agree, self.rank, self._prepare)
+        return PlanSource(make, self._exchange, member, self._check_division, self.rank, self._prepare)
 
     def close(self) -> None:
         """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
@@ -221,7 +221,7 @@ class Session(Run):
     def _exchange(self, items: list[Item]) -> list[Item]:
         return self.links.control.from_first(items)  # in the training thread, like all that uses `control`
 
-    def _agree(self, checksum: int | None) -> None:
+    def _check_division(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:
             return
         assert self._planning_ranks is not None
@@ -266,12 +266,12 @@ def _summary(lengths: tuple[int, ...]) -> str:
     return f"{len(lengths)} sequences of {spread}, {sum(lengths):,} in all, the longest {longest}"
 
 
-_session: Session | None = None
+_run: SlicedRun | None = None
 _process: Worker | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Start the planning process for the session, before the model is built. A collective call of all ranks."""
+    """Start the planning process, before the model is built. A collective call of all ranks."""
     global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
@@ -279,33 +279,33 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _take_process() -> Worker | None:
-    """Return the process that `prepare` started, for one session; None if there is none."""
+    """Return the process that `prepare` started, for one run; None if there is none."""
     global _process
     process, _process = _process, None
     return process
 
 
-def start(args: argparse.Namespace) -> Session:
-    """Create the process's session. A previous one, if any, ends."""
-    global _session
+def start(args: argparse.Namespace) -> SlicedRun:
+    """Create the process's run on documents. A previous one, if any, ends."""
+    global _run
     end()
     strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
     if strange:
         logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
-    _session = Session(args)
-    return _session
+    _run = SlicedRun(args)
+    return _run
 
 
 def end() -> None:
-    """End the process's session, if there is one."""
-    global _session
-    if _session is not None:
-        _session.close()
-    _session = None
+    """End the process's run on documents, if there is one."""
+    global _run
+    if _run is not None:
+        _run.close()
+    _run = None
 
 
-def current() -> Session:
-    """Return the process's session. Raises `EppError` if `start` was not called."""
-    if _session is None:
+def current() -> SlicedRun:
+    """Return the process's run on documents. Raises `EppError` if `start` was not called."""
+    if _run is None:
         raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
-    return _session
+    return _run

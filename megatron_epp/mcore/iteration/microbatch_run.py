@@ -1,4 +1,4 @@
-"""A script's pipeline: its stages and plans, which last over calls of the schedule."""
+"""A run on a script's own microbatches: its stages and plans, which last over calls of the schedule."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.shape import costs_of_stages, formulas, optimizer_bytes, trained_share
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
-from megatron_epp.mcore.iteration.agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes, from_first
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
-from megatron_epp.mcore.iteration.look_ahead import Ahead, installed
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
+from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
@@ -57,7 +57,7 @@ from megatron_epp.planner.service.background import MicrobatchPlanner
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.context import program_of
-from megatron_epp.runtime.links.objects import from_each
+from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ def _lengths_of(shapes: Shapes) -> Lengths:
     return tuple(shape.lengths for shape in shapes)
 
 
-class MicrobatchPipeline(Run):
-    """A script's pipeline across calls of the schedule. Every rank of the job must create it together.
+class MicrobatchRun(Run):
+    """A run on microbatches of a script, which run whole. Every rank of the job must create it together.
 
     The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
     from what was measured, unless an earlier run of the same model has learnt its costs.
@@ -178,7 +178,7 @@ class MicrobatchPipeline(Run):
             return None
         key = _key(agreed, forward_only)
         if key not in self._plans:
-            packed, order = from_first(partial(self._begun_or_made, key, agreed), self.links.control)
+            packed, order = made_by_first(partial(self._begun_or_made, key, agreed), self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             actions = packed.actions(self.rank)
@@ -207,7 +207,7 @@ class MicrobatchPipeline(Run):
             self._begun = key, self._thread.submit(partial(self._make, agreed, False))
         return agreed
 
-    def run(
+    def run_microbatches(
         self,
         call: ScheduleCall,
         sources: list[Microbatches],
@@ -336,7 +336,7 @@ class MicrobatchPipeline(Run):
             return learnt
         peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
-        replicas = from_each(first)
+        replicas = from_each_of_job(first)
         return with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
 
     def _planned_peaks(self, learnt: PipelineCosts) -> Sequence[int]:
