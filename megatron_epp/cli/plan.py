@@ -70,7 +70,11 @@ def _add_plan(parser: Parser) -> None:
     add_problem(parser)
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
-    parser.add_argument("--why", action="store_true", help="print how the search came to the plan, and what else it tried")
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="print how the search came to the plan, why ranks recompute, and what other values would give",
+    )
     parser.add_argument(
         "--memory",
         action="store_true",

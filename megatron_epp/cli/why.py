@@ -35,6 +35,11 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
         text = _changes(best.recipe, explanation.improved)
         lines.append(f"  local search{text and f' from {text}'}: {format_us(best.makespan_us)} -> {format_us(took_us)}")
     lines += ["", "what is left", *_left(explanation, took_us, bound_us)]
+    if facts.recompute_share(plan) and explanation.memory:
+        lines += ["", "recompute: where a rank is above its cap, the cheapest per byte saved of the chunks that are alive"]
+        lines += _recompute(explanation)
+    if not any(other.setting == "copies" for other in explanation.others):
+        lines += ["", "copies to the host were not tried (--offload)"]
     return [*lines, "", "other values of one setting, all else as chosen", *_others(explanation, width)]
 
 
@@ -44,6 +49,19 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
     yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest found without memory caps"
     waits, again = plan.predicted.bubble_fraction, facts.recompute_share(plan)
     yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
+
+
+def _recompute(explanation: Explanation) -> Iterator[str]:
+    plan = explanation.plan
+    rows = []
+    for rank, peaks in enumerate(explanation.memory):
+        stages = plan.stages_of(rank)
+        passes = sum(plan.num_layers[stage] * len(plan.chunks) for stage in stages)
+        again = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
+        sizes = (format_bytes(peaks.plain), format_bytes(peaks.least), format_cap(plan.cap_bytes[rank], peaks.least))
+        rows.append([str(rank), *sizes, f"{again} of {passes}"])
+    names = ["rank", "peak with none", "with all", "cap", "layer passes that recompute"]
+    yield from (f"  {line}" for line in table(names, rows))
 
 
 def _steps(explanation: Explanation, walk: Walk) -> list[str]:

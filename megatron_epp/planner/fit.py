@@ -19,7 +19,7 @@ from megatron_epp.planner.kernels import memory as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
-from megatron_epp.planner.kernels.memory import fit, peak, sweep
+from megatron_epp.planner.kernels.memory import fit, fit_rank, peak
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
@@ -34,7 +34,7 @@ class RecomputeFit:
     """Recompute that keeps every rank under its cap; or, where `recompute_steps` is None, the smallest cap that would suffice.
 
     Attributes:
-        recompute_steps: recomputed layers ``[stage][chunk]``, or None where nothing fits.
+        recompute_steps: recompute steps (`passes`) ``[stage][chunk]``, or None where nothing fits.
         needed_bytes: the least peak of the rank that needs most. Zero where it fits.
     """
 
@@ -61,14 +61,14 @@ def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
 def fit_recompute(
     order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options, by_stay: bool = False
 ) -> RecomputeFit:
-    """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
+    """Keep every rank under its cap with as little recompute time as the greedy rule of `fit_rank` finds.
 
     When recompute of everything meets the caps, they are met (`least_peaks`).
 
     Args:
         caps: bytes of every rank.
         options: recompute that the user fixed, if any.
-        by_stay: prefer chunks that stay long (`sweep`).
+        by_stay: prefer chunks that stay long (`fit_rank`).
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
@@ -141,7 +141,7 @@ def fit_with_copies(
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integer_zeros(items), integer_zeros(items), integers(chain.from_iterable(limit))
     static = tables.static[rank]
-    if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves, 0):
+    if not fit_rank(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves, 0):
         return False
     fitted_steps = by_stage(column, columns.num_chunks)
     for stage in tables.stages_of[rank]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs
-from megatron_epp.cost import memory as item
+from megatron_epp.cost import memory as items
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.recompute import MODES
@@ -182,38 +182,38 @@ def backward_items(
     cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_inner(stage)
     of_cache, together, net = opened // cached, (opened + goes) // cached, (opened + goes - comes) // cached
     layer, activations = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
-    own, held = item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS), activations if mode else 0 * activations
+    own, held = items.RECOMPUTE_MODE_ITEMS.get(mode, items.LAYERS), activations if mode else 0 * activations
     sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
         constant=costs.half_layer_items(stage, work),
-        at_half={item.LAYERS: costs.half_peak_bytes(stage, work)},
+        at_half={items.LAYERS: costs.half_peak_bytes(stage, work)},
         reached={
-            item.HEAD: -costs.head_bytes(stage, work),
-            item.LAYERS: -costs.half_freed_bytes(stage, work),
-            item.CACHE: -of_cache * halves,
-            item.CACHE_GRADIENT: (of_cache - together) * halves,
+            items.HEAD: -costs.head_bytes(stage, work),
+            items.LAYERS: -costs.half_freed_bytes(stage, work),
+            items.CACHE: -of_cache * halves,
+            items.CACHE_GRADIENT: (of_cache - together) * halves,
         },
-        first_mlp={item.LAYERS: costs.first_mlp_bytes(stage, work)},
+        first_mlp={items.LAYERS: costs.first_mlp_bytes(stage, work)},
         activations={own: activations},
         peak={
             own: held,
-            item.RECOMPUTED if mode else own: layer.num_bytes - layer.gradient - layer.prefix - held,
-            item.CACHE_GRADIENT: layer.gradient,
-            item.TRANSIENT_KV_GRADIENT: layer.prefix,
+            items.RECOMPUTED if mode else own: layer.num_bytes - layer.gradient - layer.prefix - held,
+            items.CACHE_GRADIENT: layer.gradient,
+            items.TRANSIENT_KV_GRADIENT: layer.prefix,
         },
-        gone={item.CACHE: of_cache, item.CACHE_GRADIENT: net - of_cache},
+        gone={items.CACHE: of_cache, items.CACHE_GRADIENT: net - of_cache},
     )
     if split:
         of_layer = costs.layer_weight_bytes(stage, work)
         more = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes - layer.num_bytes
-        sizes.reached[item.WEIGHT_INPUTS] = costs.weight_bytes(stage, work) - costs.num_layers[stage] * of_layer
-        sizes.peak[item.WEIGHT_INPUTS], sizes.gone[item.WEIGHT_INPUTS] = more, -of_layer
+        sizes.reached[items.WEIGHT_INPUTS] = costs.weight_bytes(stage, work) - costs.num_layers[stage] * of_layer
+        sizes.peak[items.WEIGHT_INPUTS], sizes.gone[items.WEIGHT_INPUTS] = more, -of_layer
     return sizes
 
 
 def by_item(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers]:
     """Stack the items ``[item, chunk]``, in the order of `cost.memory.DYNAMIC`."""
     none = 0 * next(iter(sizes.activations.values()))
-    return BackwardBytes(*(np.array([items.get(name, none) for name in item.DYNAMIC]) for items in sizes))
+    return BackwardBytes(*(np.array([column.get(name, none) for name in items.DYNAMIC]) for column in sizes))
 
 
 class Ways(NamedTuple):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
-from megatron_epp.planner.candidates import Candidate, Candidates
+from megatron_epp.planner.candidates import Candidate, Candidates, codes_of
+from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned
@@ -47,6 +49,18 @@ class OtherValue:
     is_same: bool
 
 
+class RankMemory(NamedTuple):
+    """Peak bytes of a rank in the order that was chosen.
+
+    Attributes:
+        plain: if nothing recomputes.
+        least: if everything does.
+    """
+
+    plain: int
+    least: int
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """A plan, and how the search came to it.
@@ -56,6 +70,7 @@ class Explanation:
         walks: free of caps, and then under them.
         others: values that were not chosen; empty where no candidate of the search fits.
         improved: recipe of the candidate that local search made the fastest of, if it did; else the last of the walk.
+        memory: of every rank; empty where no candidate fits, and with copies to the host, which take bytes away.
         remade: identities of chunk tables whose candidates were made again, after walks came by, with more memory for messages.
     """
 
@@ -63,6 +78,7 @@ class Explanation:
     walks: tuple[Walk, ...]
     others: tuple[OtherValue, ...]
     improved: Recipe
+    memory: tuple[RankMemory, ...]
     remade: frozenset[int]
 
     @property
@@ -91,9 +107,18 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     best = candidates.best()
     walks = _walk(free, free.best(), is_free=True), _walk(candidates, best, is_free=False)
     if not best.fits:
-        return Explanation(plan, walks, (), best.recipe, frozenset(candidates.room))
-    improved = finished(candidates).recipe
-    return Explanation(plan, walks, tuple(_others(candidates, best)), improved, frozenset(candidates.room))
+        return Explanation(plan, walks, (), best.recipe, (), frozenset(candidates.room))
+    improved, memory = finished(candidates).recipe, tuple(_memory(candidates, best))
+    return Explanation(plan, walks, tuple(_others(candidates, best)), improved, memory, frozenset(candidates.room))
+
+
+def _memory(candidates: Candidates, best: Candidate) -> Iterator[RankMemory]:
+    if best.recipe.copies != "none":
+        return
+    (tables, *_), _ = candidates.tables(best.table)
+    codes = codes_of(best.whole)
+    nothing = [[0] * len(best.table)] * tables.columns.num_stages
+    yield from map(RankMemory, peaks_bytes(codes, tables, nothing), least_peaks(codes, tables))
 
 
 def _walk(candidates: Candidates, best: Candidate, *, is_free: bool) -> Walk:

@@ -19,7 +19,7 @@ LAYERS = (
     {"runtime"},
     {"mcore"},
     {"cli", "run", "callers"},
-    {"contrib"},
+    {"contrib", "__main__"},
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
 PURE = ("plan", "cost", "planner", "report", "advice")

@@ -1,7 +1,7 @@
 """A training iteration by a plan. In the order in which it runs, for each of the three doors:
 
-1. Call: `document_schedule` (Megatron's loop with ``--epp``), `sample_schedule` (`wrap_samples`), or `microbatch_schedule` (`wrap`
-   and `install`; arguments in `wrap` and `schedule_call`).
+1. Call: `document_schedule` (Megatron's loop with ``--epp``), `sample_schedule` (`wrap_samples`), or `microbatch_schedule`
+   (`wrap` and `install`; arguments in `wrap` and `schedule_call`).
 2. Batch and plan: documents and samples from `data.iterator`, planned by `SlicedRun` (`sliced_run`); microbatches from
    `microbatch_shapes`, agreed on in `microbatch_agreement` and planned by `MicrobatchRun` (`microbatch_run`), where Megatron's
    loop lets it ahead of their iteration (`microbatch_look_ahead`). Both are a `Run` (`run`): groups, links, caps, costs.

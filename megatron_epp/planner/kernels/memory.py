@@ -72,7 +72,7 @@ def step_bytes(
 
 
 @compiled_with_lists
-def sweep(
+def fit_rank(
     actions: IntegerList,
     begin: int,
     stop: int,
@@ -86,8 +86,8 @@ def sweep(
 ) -> bool:
     """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
 
-    Recompute steps are taken in the order of bytes saved per time of recompute, and among equals on the chunk that stays
-    longest; or in the order of bytes times stay per time, which takes less recompute where memory is short all along. More
+    Recompute steps are taken at the lowest price, time per byte saved, first, and among equals on the chunk that stays
+    longest; or at the lowest price per action of stay first, which takes less recompute where memory is short all along. More
     recompute of a chunk adds no bytes to earlier actions, so one walk is enough, and it finds a solution wherever there is one
     within the limits.
 
@@ -154,19 +154,19 @@ def fit(
     leaves: IntegerList,
     by_stay: int,
 ) -> bool:
-    """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
+    """Have every rank that is above its cap recompute as much as `fit_rank` finds; True if all stay under theirs.
 
     Args:
         caps: bytes of every rank.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
-        by_stay: as `sweep` takes it.
+        by_stay: as `fit_rank` takes it.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
         if peak(actions, begin, stop, columns, recompute_steps, static) <= caps[rank]:
             continue
-        if not sweep(actions, begin, stop, columns, columns.most, caps_at, static, recompute_steps, leaves, by_stay):
+        if not fit_rank(actions, begin, stop, columns, columns.most, caps_at, static, recompute_steps, leaves, by_stay):
             return False
     return True
 
@@ -188,7 +188,7 @@ def give_cheapest(
 
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
-        columns, limit, recompute_steps, leaves: as `sweep` takes them; `leaves` are the positions of the backwards.
+        columns, limit, recompute_steps, leaves: as `fit_rank` takes them; `leaves` are the positions of the backwards.
         excess: bytes above the cap.
     """
     item = alive[0][2]

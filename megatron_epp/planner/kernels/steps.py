@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
 from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
-from megatron_epp.planner.kernels.memory import sweep, trim
+from megatron_epp.planner.kernels.memory import fit_rank, trim
 from megatron_epp.planner.kernels.shards import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
@@ -274,8 +274,10 @@ def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, sp
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]
         a, b = starts[rank], starts[rank + 1]
-        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0)
-        if not fits and not sweep(
+        fits = fit_rank(
+            trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0
+        )
+        if not fits and not fit_rank(
             trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0
         ):
             return NEVER
