@@ -104,7 +104,7 @@ def _with_offload(question: Question, say: Callable[[str], None], may_offload: b
         try:
             return replace(_advise(offloaded, tell), of_offload="Without offload nothing fits, so all this is with it.")
         except NothingFitsError:
-            raise error.within(after=". With offload nothing was found to fit either.") from None
+            raise error.with_context(after=". With offload nothing was found to fit either.") from None
     best = advice.best[0].parts
     if best.recompute_us < LIMITED * best.step_us:
         return advice

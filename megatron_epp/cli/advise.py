@@ -38,7 +38,7 @@ from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import naming, shown, whole
+from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options
@@ -229,7 +229,7 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
     shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
     if not isinstance(profile, Profile) or not isinstance(shape, dict):
         raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
-    with naming(f"--costs {name}: origin.shape"):
+    with naming_file(f"--costs {name}: origin.shape"):
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
         sharing = whole(shape.get("expert_tensor_parallel") or (tensor if shape.get("num_experts") else 1), 1)
     wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
@@ -237,7 +237,7 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(
-                f"--costs {name} was measured with {key} {shown(value)}, and the model here has {wanted[key]}: measure it, or "
+                f"--costs {name} was measured with {key} {brief(value)}, and the model here has {wanted[key]}: measure it, or "
                 "give the model that was measured"
             )
     return (tensor, context, expert, sharing), profile

@@ -41,7 +41,7 @@ def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
     """Return the refusal with the remedies that `alternatives` does not try; unchanged if memory is not the obstacle."""
     if not error.least_cap_bytes:
         return error
-    return error.without(*_TRIED, *(() if _smaller_device(error, args) is None else ("cap_bytes",)))
+    return error.without_remedies(*_TRIED, *(() if _smaller_device(error, args) is None else ("cap_bytes",)))
 
 
 def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> str:
@@ -74,7 +74,7 @@ def with_alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[in
         error, args, lengths: as in `alternatives`.
     """
     refusal, line = kept_remedies(error, args), alternatives(error, args, lengths)
-    return refusal.within(after=f"\n{line}") if line else refusal
+    return refusal.with_context(after=f"\n{line}") if line else refusal
 
 
 def _smaller_device(error: InfeasibleError, args: Namespace) -> float | None:

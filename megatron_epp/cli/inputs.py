@@ -32,7 +32,7 @@ from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.problem import check_amounts
 
@@ -156,7 +156,7 @@ def tell_sharing(args: argparse.Namespace) -> None:
 
 def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
     """Names the model's file in errors about its shape."""
-    return nullcontext() if args.model is None else naming(f"--model {args.model}")
+    return nullcontext() if args.model is None else naming_file(f"--model {args.model}")
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
@@ -193,7 +193,7 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
     if args.costs is None:
         assert isinstance(source, Profile)  # formulas make no other
         return costs_by(args, source, layout)
-    with naming(f"--costs {args.costs}"):
+    with naming_file(f"--costs {args.costs}"):
         if isinstance(source, Profile):
             costs = costs_by(args, source, layout)
         else:
@@ -223,7 +223,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         if args.trained_parameters is not None:
             raise EppError(f"--costs {args.costs} has costs of stages as they have trained: leave --trained-parameters out")
         return stored, sum(stored.num_layers)
-    with naming(f"--costs {args.costs}"), of_model(args):
+    with naming_file(f"--costs {args.costs}"), of_model(args):
         if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1:
             stored = with_latents(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))

@@ -17,7 +17,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import naming, nearest, parse_json, read_text, shown
+from megatron_epp.plan.reading import brief, naming_file, nearest, parse_json, read_text
 from megatron_epp.planner.latents import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
@@ -126,7 +126,7 @@ def chosen_layout(
     text, ranks, predictions = args.layout, pipeline_ranks(args), flags_of(args).get("mtp_num_layers") or 0
     if isinstance(source, PipelineCosts):
         return Chosen(_of_stages(args, source, ranks), None, predictions)
-    with nullcontext() if args.costs is None else naming(f"--costs {args.costs}"):
+    with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
         sample = _sample(args, source, num_layers, batches, planners or [args.planner])
         if text == AUTO:
             with progress("choosing the layout"):
@@ -205,7 +205,7 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
         ranks = args.stages or len(halves)
         if len(halves) != ranks or sum(halves) != 2 * num_layers:
             raise EppError(
-                f"--layout {shown(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
+                f"--layout {brief(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
             )
         return Layout(halves, Placement("looped", ranks, 1))
     try:
@@ -214,8 +214,8 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
         is_file = False
     if not is_file:
         wanted = _wanted(pipeline_ranks(args), num_layers)
-        raise EppError(f"--layout {shown(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
-    with naming(f"--layout {text}"):
+        raise EppError(f"--layout {brief(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
+    with naming_file(f"--layout {text}"):
         layout = Layout.from_json(parse_json(read_text(text), "the layout"))
         if args.stages is not None and args.stages != layout.placement.num_ranks:
             raise EppError(
@@ -243,7 +243,7 @@ def _wanted(ranks: int, num_layers: int) -> str:
 
 def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:
     """Return the layout of costs of a whole pipeline."""
-    with naming(f"--costs {args.costs}"):
+    with naming_file(f"--costs {args.costs}"):
         if args.layout is not None:
             raise EppError("the stages have layers of their own: leave --layout out")
         if len(stored.stages) != ranks:

@@ -14,7 +14,7 @@ from megatron_epp.data.documents import document_tokens, sequences_of, stream_le
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_BYTES, naming, nearest, nearest_number, read_text, shown
+from megatron_epp.plan.reading import MOST_BYTES, brief, naming_file, nearest, nearest_number, read_text
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
@@ -116,10 +116,10 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if is_distribution(source):
         return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
-        with naming(f"--lengths {shown(source)}"):
+        with naming_file(f"--lengths {brief(source)}"):
             return _numbers(source)
     if source == "-":
-        with naming("--lengths -"):
+        with naming_file("--lengths -"):
             return _numbers(_stdin(), has_lines=True)
     path = Path(source)
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
@@ -131,7 +131,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
-            f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
+            f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, nor one of "
             f"{', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
         )
     if path.suffix == ".idx":
@@ -140,7 +140,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         index = path.with_suffix(".idx")
         missing = "" if index.is_file() else "; it is not there"
         raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
-    with naming(f"--lengths {source}"):
+    with naming_file(f"--lengths {source}"):
         return _numbers(read_text(path), has_lines=True)
 
 
@@ -157,7 +157,7 @@ def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
         number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
         where = f"line {number}: " if has_lines else ""
         raise EppError(
-            f"{where}{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
+            f"{where}{brief(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
         )
     if not words:
         raise EppError("no lengths")

@@ -15,7 +15,7 @@ from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.lazy import load as load_named
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, read_text
+from megatron_epp.plan.reading import naming_file, read_text
 from megatron_epp.plan.serialize import from_json, load
 from megatron_epp.plan.simulate import simulate
 
@@ -45,7 +45,7 @@ class Proven(NamedTuple):
 
 def read(path: str) -> Proven:
     """Load a plan, or a table of another system as one."""
-    with naming(path, PlanError):
+    with naming_file(path, PlanError):
         text = read_text(path)
         if text[:1] == "{":  # most plans are large
             return Proven(from_json(text))
@@ -66,7 +66,7 @@ def load_sound(path: str) -> Plan:
     if fault := next(_contradictions(plan), None):
         raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
     if violations := check(plan):
-        with naming(path, PlanError):
+        with naming_file(path, PlanError):
             simulate(plan)
         tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
     return plan

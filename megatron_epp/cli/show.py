@@ -12,7 +12,7 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming_file
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
 from megatron_epp.plan.units import format_bytes
@@ -175,7 +175,7 @@ def _load(path: Path, measured_path: Path | None) -> Shown:
     plan, measured = load_sound(str(path)), None
     if measured_path is not None:
         measured = Measured.load(measured_path)
-        with naming(measured_path, PlanError):
+        with naming_file(measured_path, PlanError):
             measured_boxes(plan, measured)
     return Shown(path.stem, plan, measured)
 

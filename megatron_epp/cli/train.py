@@ -18,7 +18,7 @@ from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 from megatron_epp.launch.short_log import LOG_VARIABLE
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming_file
 
 _EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes
@@ -50,10 +50,10 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
-    with naming(f"-c {', '.join(args.config)}"):
+    with naming_file(f"-c {', '.join(args.config)}"):
         launch = Launch.of(settings)
         processes = launch.processes_per_node or _processes(settings, launch)
-    with progress("reading Megatron's flags"), naming(f"-c {', '.join(args.config)}"):
+    with progress("reading Megatron's flags"), naming_file(f"-c {', '.join(args.config)}"):
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
     command, environment = command_of(launch, argv, processes), environment_to_set(launch.environment)
     say("\n".join([*exports(launch.environment, masked=True), shlex.join(command)]), flush=True)

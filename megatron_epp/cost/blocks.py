@@ -13,7 +13,7 @@ from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.serialize import check_part
 from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import printable, shown
+from megatron_epp.plan.reading import brief, printable
 from megatron_epp.plan.recompute import FULL, MODES
 
 INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", "mlp", "prediction", "head"
@@ -300,6 +300,6 @@ def check_stage(stage: StageCosts, name: str) -> None:
     for at, block in enumerate(stage.blocks):
         where = f"{name}.blocks[{at}]"
         if block.kind not in KINDS:
-            raise EppError(f"{where}.kind is {shown(block.kind)}; kinds are {', '.join(KINDS)}")
+            raise EppError(f"{where}.kind is {brief(block.kind)}; kinds are {', '.join(KINDS)}")
         check_modes(block, where)
         check_part(f"{where}.weight", block.weight, block.backward)

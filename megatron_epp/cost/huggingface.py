@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, nearest, number, shown, told, whole
+from megatron_epp.plan.reading import MOST_LAYERS, brief, brief_text, nearest, number, whole
 
 MOST_SIZE = (1 << 31) - 1
 type Flags = dict[str, Any]
@@ -64,14 +64,14 @@ class Config:
         """Return a truth value, or the default. Raises `EppError` for anything else."""
         value = self.get(*names)
         if value is not None and type(value) is not bool:
-            raise EppError(f"{self._name(names)} is {shown(value)}, neither true nor false")
+            raise EppError(f"{self._name(names)} is {brief(value)}, neither true nor false")
         return default if value is None else value
 
     def section(self, *names: str) -> Config:
         """Return the object under a name; an empty one if there is none."""
         value = self.get(*names)
         if value is not None and not isinstance(value, dict):
-            raise EppError(f"{self._name(names)} is {shown(value)}, not an object")
+            raise EppError(f"{self._name(names)} is {brief(value)}, not an object")
         return Config(value or {})
 
     def layers(self, *names: str) -> list[str]:
@@ -84,10 +84,10 @@ class Config:
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
-            raise EppError(f"{self._name(names)} is {shown(value)}, not a list of names")
+            raise EppError(f"{self._name(names)} is {brief(value)}, not a list of names")
         count = self.get("num_hidden_layers")
         if count is not None and count != len(value):
-            raise EppError(f"{self._name(names)} lists {len(value):,} layers, where num_hidden_layers says {told(count)}")
+            raise EppError(f"{self._name(names)} lists {len(value):,} layers, where num_hidden_layers says {brief_text(count)}")
         return value
 
     def _name(self, names: Sequence[str]) -> str:
@@ -121,13 +121,13 @@ def flags_of_config(body: Any) -> Flags:
             its range, or the config contradicts itself.
     """
     if not isinstance(body, dict):
-        raise EppError(f"a Hugging Face config is an object, not {shown(body)}")
+        raise EppError(f"a Hugging Face config is an object, not {brief(body)}")
     kind = body.get("model_type")
     if "text_config" in body and kind not in ARCHITECTURES:
-        raise EppError(f"{told(kind)} is a model of several modalities; give the object under its text_config as a file")
+        raise EppError(f"{brief_text(kind)} is a model of several modalities; give the object under its text_config as a file")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise EppError(f"model_type is {shown(kind)}{nearest(str(kind), ARCHITECTURES)}; known are {known}")
+        raise EppError(f"model_type is {brief(kind)}{nearest(str(kind), ARCHITECTURES)}; known are {known}")
     architecture, config = ARCHITECTURES[kind], Config(body)
     flags: Flags = {}
     for part in architecture.parts:
@@ -201,7 +201,7 @@ def gated_mlp(config: Config) -> Flags:
     """
     act = config.get("hidden_act") or "silu"
     if act != "silu":
-        raise EppError(f"hidden_act is {shown(act)}; only silu, of a gated MLP, is known")
+        raise EppError(f"hidden_act is {brief(act)}; only silu, of a gated MLP, is known")
     flags: Flags = {"swiglu": True, "ffn_hidden_size": config.size("intermediate_size")}
     if not config.switch("mlp_bias"):
         flags["disable_bias_linear"] = True
@@ -249,7 +249,7 @@ def _expert_layers(config: Config) -> Flags:
     if dense > layers:
         raise EppError(f"first_k_dense_replace {dense} is more than the {layers} layers")
     if not isinstance(only, list) or not all(type(layer) is int and 0 <= layer < layers for layer in only):
-        raise EppError(f"mlp_only_layers is {shown(only)}, not a list of layers from 0 to {layers - 1}")
+        raise EppError(f"mlp_only_layers is {brief(only)}, not a list of layers from 0 to {layers - 1}")
     has = [int(layer >= dense and layer not in only and (layer + 1) % every == 0) for layer in range(layers)]
     return {} if all(has) else {"moe_layer_freq": runs(has)}
 
@@ -325,7 +325,7 @@ def windows(config: Config) -> Flags:
     kinds, width = config.layers("layer_types"), config.size("sliding_window", default=0, least=0)
     layers = config.size("num_hidden_layers")
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise EppError(f"layer_types has {shown(sorted(unknown)[0])}; known are sliding_attention and full_attention")
+        raise EppError(f"layer_types has {brief(sorted(unknown)[0])}; known are sliding_attention and full_attention")
     narrow = [int(kind == "sliding_attention") for kind in kinds]
     if any(narrow) and not width and "use_sliding_window" not in config.body:
         raise EppError("layer_types has sliding_attention, and sliding_window does not say how wide it is")
@@ -410,7 +410,7 @@ def hybrid(config: Config) -> Flags:
     if not pattern:
         raise EppError("there is no hybrid_override_pattern or layers_block_type")
     if unknown := sorted(set(pattern) - set(SYMBOLS)):
-        raise EppError(f"its layers have {shown(unknown[0])}; known are {', '.join(SYMBOLS)}")
+        raise EppError(f"its layers have {brief(unknown[0])}; known are {', '.join(SYMBOLS)}")
     flags: Flags = {
         "hybrid_layer_pattern": "".join(SYMBOLS[kind] for kind in pattern),
         "num_layers": len(pattern),

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import Codec, FileFormat
-from megatron_epp.plan.reading import shown, told
+from megatron_epp.plan.reading import brief, brief_text
 
 SCHEMA = "megatron-epp/learnt-costs"
 FILE_NAME = "epp_learnt_costs.json"
@@ -35,7 +35,9 @@ class KeptCosts:
         before = {name: self.learnt_with.get(name, "not told") for name in names}
         after = {name: now.get(name, "not told") for name in names}
         return ", ".join(
-            f"{told(name)} was {told(before[name])} and is {told(after[name])}" for name in names if before[name] != after[name]
+            f"{brief_text(name)} was {brief_text(before[name])} and is {brief_text(after[name])}"
+            for name in names
+            if before[name] != after[name]
         )
 
 
@@ -61,7 +63,7 @@ def to_state(pipelines: Iterable[KeptCosts]) -> dict[str, Any]:
 def from_state(state: object) -> tuple[KeptCosts, ...]:
     """Read what `to_state` returned. Raises `EppError` if it is something else."""
     if not isinstance(state, dict):
-        raise EppError(f"learnt costs are not a dictionary: {shown(state)}")
+        raise EppError(f"learnt costs are not a dictionary: {brief(state)}")
     _FORMAT.check(state, "learnt costs have ")
     try:
         return _FORMAT.codec.read(_Pipelines, state).pipelines

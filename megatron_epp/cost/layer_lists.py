@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import brief
 
 
 def by_layer(frequency: Any, count: int) -> list[bool]:
@@ -25,7 +25,7 @@ def by_layer(frequency: Any, count: int) -> list[bool]:
     try:
         entries = _listed(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
-        raise EppError(f"{shown(frequency)} is no list of layers") from None
+        raise EppError(f"{brief(frequency)} is no list of layers") from None
     return [bool(entry) for entry in islice(cycle(entries or [0]), count)]
 
 

@@ -29,15 +29,15 @@ from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.reading import (
     MOST_LAYERS,
     MOST_VALUES,
+    brief,
     check_nested,
     missing_file,
-    naming,
+    naming_file,
     nearest,
     number,
     one_line,
     parse_json,
     read_text,
-    shown,
 )
 
 RATES = {"h100": H100_NODE, "cpu": CPU}
@@ -111,7 +111,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
-    with naming(path):
+    with naming_file(path):
         text = read_text(path, MOST_YAML_BYTES)
     if not text.strip():
         raise EppError(f"{path} is empty")
@@ -158,13 +158,13 @@ def load_flags(name: str) -> dict[str, Any]:
     if path.suffix == ".json":
         from megatron_epp.cost.huggingface import flags_of_config  # a training reads none
 
-        with naming(path):
+        with naming_file(path):
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
     body = read_yaml(path)
     if not isinstance(flags := body.get("megatron"), dict):
         raise EppError(f"{path} has no `megatron:` with Megatron's flags under it{nearest('megatron', body, 'there is {!r}')}")
     if unnamed := [key for key in flags if not isinstance(key, str)]:
-        raise EppError(f"{path}: `megatron:` has {shown(unnamed[0])} where the name of a flag should stand")
+        raise EppError(f"{path}: `megatron:` has {brief(unnamed[0])} where the name of a flag should stand")
     return flags
 
 
@@ -184,14 +184,14 @@ def load_cluster(name: str) -> Cluster:
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if not isinstance(base, str) or base not in RATES:
-        raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}{nearest(str(base), RATES)}")
+        raise EppError(f"{path}: `rates` is {brief(base)}; it must be one of {', '.join(RATES)}{nearest(str(base), RATES)}")
     sharing, kernel = RATES[base].host_sharing if sharing is None else sharing, entries.pop("attention_kernel", "")
     if kernel and kernel not in KERNELS:
-        text = f"{path}: attention_kernel is {shown(kernel)}; it must be one of {', '.join(KERNELS)}"
+        text = f"{path}: attention_kernel is {brief(kernel)}; it must be one of {', '.join(KERNELS)}"
         raise EppError(text + nearest(str(kernel), KERNELS))
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
-            raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
+            raise EppError(f"{path}: {key} is {brief(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
     known = {field.name for field in fields(Rates)} - {"name", "host_sharing", "devices_per_node", "attention_kernel"}
     if unknown := sorted(set(entries) - known):
         there = ("attention_kernel", "device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
@@ -211,7 +211,7 @@ def load_costs(name: str) -> Profile | PipelineCosts:
             script's own microbatches, which are never sliced.
     """
     path = find("profiles", name)
-    with naming(path):
+    with naming_file(path):
         text = read_text(path)
         if f'"{LEARNT}"' in text:
             return _learnt(text)
@@ -377,7 +377,7 @@ def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if value is None else value
     most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
     if type(value) is not int or not 1 <= value <= most:
-        got = f"; got {shown(value)}" if value is not None else nearest(name, flags, "there is {!r}") or "; it is missing"
+        got = f"; got {brief(value)}" if value is not None else nearest(name, flags, "there is {!r}") or "; it is missing"
         raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}{got}")
     return value
 
@@ -387,7 +387,7 @@ def _blocks(value: Any) -> str | int:
         return AUTO
     tokens = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MOST_SIZE)) else value
     if type(tokens) is not int or not 0 <= tokens <= MOST_SIZE:
-        raise EppError(f"epp_loss_block_tokens is {shown(value)}; it must be auto or a whole number from 0 to {MOST_SIZE:,}")
+        raise EppError(f"epp_loss_block_tokens is {brief(value)}; it must be auto or a whole number from 0 to {MOST_SIZE:,}")
     return tokens
 
 
@@ -454,4 +454,4 @@ def _number(path: Path, key: str, value: Any, least: float, most: float) -> floa
     try:
         return number(float(value) if isinstance(value, str) else value, least, most)  # YAML 1.1 reads 40e9 as text
     except (EppError, ValueError):
-        raise EppError(f"{path}: {key} is {shown(value)}; it must be a number from {least:g} to {most:g}") from None
+        raise EppError(f"{path}: {key} is {brief(value)}; it must be a number from {least:g} to {most:g}") from None

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import number, printable, shown
+from megatron_epp.plan.reading import brief, number, printable
 
 _KV = {
     "kv_bytes_per_token": "bytes_per_token",
@@ -48,7 +48,7 @@ def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
     of_ends_bytes, of_head = (_bytes(old.get(name, 0.0), f"{where}.{name}") for name in _KEPT)
     half = old.get("half", {})
     if not isinstance(half, dict):
-        raise EppError(f"{where}.half is {shown(half)}, which is not a JSON object")
+        raise EppError(f"{where}.half is {brief(half)}, which is not a JSON object")
     blocks = [layers | {"kind": LAYER, "kv": kv}]
     if kind := half.get("kind"):
         of_layer = {"working_bytes_per_token", "input_bytes_per_token" if kind == ATTENTION else "working_bytes_per_token"}

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_epp.data.batch import PADDING_TOKEN, LossColumns
 from megatron_epp.data.records import records
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming_file
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
@@ -172,7 +172,7 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
             raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
         samples.append(sample)
         names.append(where)
-    with naming(path):
+    with naming_file(path):
         if not samples:
             raise EppError("there is no sample")
         return Samples(samples, asks, names)

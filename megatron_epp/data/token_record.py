@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, Remedy
-from megatron_epp.plan.reading import naming, nearest, of_type, read_text, shown
+from megatron_epp.plan.reading import brief, naming_file, nearest, of_type, read_text
 from megatron_epp.plan.writing import write_text
 
 SUFFIX = ".tokenizer.json"
@@ -114,7 +114,7 @@ def load_record(prefix: str) -> TokenRecord | None:
     if not os.path.exists(path):
         return None
     try:
-        with naming(path):
+        with naming_file(path):
             return _FORMAT.parse(TokenRecord, read_text(path), "the record")
     except EppError as error:
         reason = error.message.removeprefix(f"{path}: ")
@@ -127,7 +127,7 @@ def load_record(prefix: str) -> TokenRecord | None:
 def _printable(value: Any) -> str:
     """Return text of a record, which is printed later. Raises `EppError` if it is none, or has control characters."""
     if not of_type(str, value, "text").isprintable():
-        raise EppError(f"{shown(value)} is not text without control characters")
+        raise EppError(f"{brief(value)} is not text without control characters")
     return str(value)
 
 

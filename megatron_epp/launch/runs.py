@@ -22,7 +22,7 @@ from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import naming, parse_json, read_text
+from megatron_epp.plan.reading import naming_file, parse_json, read_text
 
 ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 """Pattern of Megatron's line in a log for an iteration: its number, and its time in milliseconds."""
@@ -164,7 +164,7 @@ def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Re
         reason = reason_in(text)
         raise TrainingError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in ITERATION.finditer(text)}
-    with naming(folder / _FIGURES, TrainingError):
+    with naming_file(folder / _FIGURES, TrainingError):
         written = enumerate(read_text(folder / _FIGURES).splitlines(), start=1)
         lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
     return RecordedRun(lines, tuple(times[line["iteration"]] for line in lines))

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import missing_file, nearest, one_line, shown
+from megatron_epp.plan.reading import brief, missing_file, nearest, one_line
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
@@ -62,13 +62,13 @@ def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
         raise SettingsError(f"{path}: unknown section {unknown[0]!r}{hint}; there are {', '.join(SECTIONS)}")
     for key, value in body.items():
         if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
-            raise SettingsError(f"{path}: `{key}:` holds {shown(value)}; it must hold names with values")
+            raise SettingsError(f"{path}: `{key}:` holds {brief(value)}; it must hold names with values")
     if not isinstance(body.get("cluster"), str | None):
-        raise SettingsError(f"{path}: `cluster:` holds {shown(body['cluster'])}; it must hold the name of a cluster")
+        raise SettingsError(f"{path}: `cluster:` holds {brief(body['cluster'])}; it must hold the name of a cluster")
     include = body.pop("include", None) or []
     names = [include] if isinstance(include, str) else include
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SettingsError(f"{path}: `include:` holds {shown(include)}; it must hold a file, or a list of files")
+        raise SettingsError(f"{path}: `include:` holds {brief(include)}; it must hold a file, or a list of files")
     merged = _omegaconf().create({})
     for name in names:
         merged = _merged(merged, _loaded(_found(name, path), (*chain, path), known), str(path))
@@ -118,7 +118,7 @@ def _substituted(value: Any, path: Path | str) -> Any:
     """
     if isinstance(value, dict):
         if unnamed := [key for key in value if not isinstance(key, str)]:
-            raise SettingsError(f"{path}: {shown(unnamed[0])} stands where a name should; put it in quotes if it is one")
+            raise SettingsError(f"{path}: {brief(unnamed[0])} stands where a name should; put it in quotes if it is one")
         return {key: _substituted(inner, path) for key, inner in value.items()}
     if isinstance(value, list):
         return [_substituted(inner, path) for inner in value]

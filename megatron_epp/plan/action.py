@@ -11,7 +11,7 @@ import re
 from typing import ClassVar, NamedTuple
 
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import brief
 
 ADDED = dict.fromkeys(
     ("A", "G", "SEND_QKV", "RECV_QKV", "SEND_A", "RECV_A", "SEND_DA", "RECV_DA", "SEND_DQKV", "RECV_DQKV"),
@@ -105,4 +105,4 @@ class Action(NamedTuple):
         except ValueError:
             pass
         expected = f"<stage><op><chunk> such as '2F5', op one of {', '.join(Op.known())}"
-        raise PlanError(f"{shown(text)} is not an action; expected {expected}")
+        raise PlanError(f"{brief(text)} is not an action; expected {expected}")

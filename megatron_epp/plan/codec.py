@@ -16,7 +16,17 @@ from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_NUMBER, MOST_WHOLE, nearest, number, of_type, parse_json, printable, shown, whole
+from megatron_epp.plan.reading import (
+    MOST_NUMBER,
+    MOST_WHOLE,
+    brief,
+    nearest,
+    number,
+    of_type,
+    parse_json,
+    printable,
+    whole,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,7 +46,7 @@ class MalformedError(EppError):
 
 
 def _not_a(noun: str, value: Any) -> MalformedError:
-    return MalformedError(f"{shown(value)} is not {noun}", behind=f" is {shown(value)}, which is not {noun}")
+    return MalformedError(f"{brief(value)} is not {noun}", behind=f" is {brief(value)}, which is not {noun}")
 
 
 def _converted(entries: Iterable[tuple[str | int, Converter, Any]]) -> list[Any]:
@@ -210,7 +220,7 @@ class FileFormat:
         schema, version = body.get("schema"), body.get("version")
         if (schema, version) != (self.schema, self.version):
             raise EppError(
-                f"{before}schema {shown(schema)} version {shown(version)}, where this reads {self.schema!r} {self.version}"
+                f"{before}schema {brief(schema)} version {brief(version)}, where this reads {self.schema!r} {self.version}"
             )
 
     def write(self, value: DataclassInstance) -> str:

@@ -20,7 +20,7 @@ type Names = Mapping[str, str]
 _VERBS = {"drop": "leave out"}
 
 
-def phrase(name: str, value: object) -> str:
+def as_setting(name: str, value: object) -> str:
     """Format a setting with its value, as a flag or as an assignment in Python."""
     return f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
 
@@ -61,7 +61,7 @@ class EppError(Exception):
     Attributes:
         message: what is wrong; ends with a line break where the remedies are a sentence of their own.
         remedies: alternatives, each of which may help.
-        after: lines below both, as `within` adds them.
+        after: lines below both, as `with_context` adds them.
         names: of the settings, for `str`; empty where they are called by their fields.
         exit_code: of a process that it ends.
     """
@@ -88,7 +88,7 @@ class EppError(Exception):
             return f"{self.message}{advice[0].upper()}{advice[1:]}.{self.after}"
         return f"{self.message}; {advice}{self.after}"
 
-    def without(self, *settings: str) -> Self:
+    def without_remedies(self, *settings: str) -> Self:
         """Return a copy that does not advise to change these settings: the same type and attributes."""
         error = copy.copy(self)
         error.remedies = tuple(remedy for remedy in self.remedies if remedy.setting not in settings)
@@ -96,7 +96,7 @@ class EppError(Exception):
             error.message = error.message.rstrip("\n")
         return error
 
-    def within(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
+    def with_context(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
         """Return a copy with more text around its message: the same type, remedies and attributes.
 
         Args:

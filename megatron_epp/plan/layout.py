@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import MOST_LAYERS, nearest, shown
+from megatron_epp.plan.reading import MOST_LAYERS, brief, nearest
 
 _FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec())
 _SHARDED = "sharded"
@@ -140,15 +140,15 @@ class Layout:
     def from_json(body: object) -> Layout:
         """Read the parsed text of a layout file. Raises `EppError` if it is something else."""
         if not isinstance(body, dict):
-            raise EppError(f"a layout is not an object: {shown(body)}")
+            raise EppError(f"a layout is not an object: {brief(body)}")
         if unknown := [key for key in body if key not in _KEYS]:
-            raise EppError(f"a layout has no {shown(unknown[0])}{nearest(unknown[0], _KEYS)}; it has {', '.join(_KEYS)}")
+            raise EppError(f"a layout has no {brief(unknown[0])}{nearest(unknown[0], _KEYS)}; it has {', '.join(_KEYS)}")
         _FORMAT.check(body, "a layout has ")
         layers, rank_of = body.get("layers_per_stage"), body.get("rank_of")
         if not isinstance(layers, list) or not layers:
-            raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
+            raise EppError(f"layers_per_stage of a layout is not a list of numbers: {brief(layers)}")
         if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
-            raise EppError(f"vocabulary of a layout is {shown(vocabulary)}; it is {_SHARDED!r} or left out")
+            raise EppError(f"vocabulary of a layout is {brief(vocabulary)}; it is {_SHARDED!r} or left out")
         halves = tuple(_halves_at(stage, count) for stage, count in enumerate(layers))
         return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
 
@@ -173,7 +173,7 @@ def halves_of(layers: Any) -> int:
     """Return how many half layers a number of layers is. Raises `EppError` if it is no multiple of a half, or too large."""
     is_number = isinstance(layers, int | float) and not isinstance(layers, bool)
     if not is_number or not 0 <= layers <= MOST_LAYERS or 2 * layers != int(2 * layers):
-        raise EppError(f"layers of a stage are a multiple of 0.5 up to {MOST_LAYERS}, and not {shown(layers)}")
+        raise EppError(f"layers of a stage are a multiple of 0.5 up to {MOST_LAYERS}, and not {brief(layers)}")
     return int(2 * layers)
 
 
@@ -200,6 +200,6 @@ def _placement(rank_of: object, num_stages: int) -> Placement:
             if not rest and list(placement.rank_of) == rank_of:
                 return placement
     raise EppError(
-        f"rank_of of a layout is {shown(rank_of)}: it names the rank of each of {num_stages} stages, with ranks from 0, "
+        f"rank_of of a layout is {brief(rank_of)}: it names the rank of each of {num_stages} stages, with ranks from 0, "
         "equally many stages on each, and the stages going round the ranks (looped) or turning round at either end (v)"
     )

@@ -39,7 +39,7 @@ _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Iterator[None]:
+def naming_file(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Iterator[None]:
     """Put a file's name in front of every error of its contents, and note it on unforeseen ones.
 
     Args:
@@ -52,7 +52,7 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
     except UnicodeDecodeError as error:
         raise kind(f"{path}: {error}; a text file is expected") from error
     except EppError as error:
-        raise kind(f"{path}: {error.message}", *error.remedies).within(after=error.after) from error
+        raise kind(f"{path}: {error.message}", *error.remedies).with_context(after=error.after) from error
     except Exception as error:
         error.add_note(f"the file at hand was {path}")
         raise
@@ -63,7 +63,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
     Raises:
         EppError: it is larger than the limit.
-        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming` turns them into errors with the file's name.
+        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming_file` adds the name to them.
     """
     with open(path, "rb") as stream:
         raw = stream.read(most_bytes + 1)
@@ -115,7 +115,7 @@ def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
     raise _too_deep(what)
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """Format a value in few characters, for an error."""
     try:
         return _SHORT.repr(value)
@@ -123,9 +123,9 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} too long to print"
 
 
-def told(value: Any) -> str:
-    """Format a value as `shown` does, but short text without quotes."""
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring else shown(value)
+def brief_text(value: Any) -> str:
+    """Format a value as `brief` does, but short text without quotes."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring else brief(value)
 
 
 def printable(text: str) -> str:
@@ -168,18 +168,18 @@ def missing_file(name: str) -> str:
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:
     """Return a finite number as float. Raises `EppError` for any other value, or one outside the limits."""
     if type(value) not in (int, float):
-        raise EppError(f"{shown(value)} is not a number")
+        raise EppError(f"{brief(value)} is not a number")
     if not least <= value <= most:
-        raise EppError(f"{shown(value)} is not a number from {least:g} to {most:g}")
+        raise EppError(f"{brief(value)} is not a number from {least:g} to {most:g}")
     return float(value)
 
 
 def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
     """Return a whole number. Raises `EppError` for any other value, or one outside the limits."""
     if type(value) is not int:
-        raise EppError(f"{shown(value)} is not a whole number")
+        raise EppError(f"{brief(value)} is not a whole number")
     if not least <= value <= most:
-        raise EppError(f"{shown(value)} is not a whole number from {least:,} to {most:,}")
+        raise EppError(f"{brief(value)} is not a whole number from {least:,} to {most:,}")
     return value
 
 
@@ -190,7 +190,7 @@ def of_type[T](kind: type[T], value: Any, words: str) -> T:
         words: the type in the error, as in "is not text".
     """
     if not isinstance(value, kind):
-        raise EppError(f"{shown(value)} is not {words}")
+        raise EppError(f"{brief(value)} is not {words}")
     return value
 
 

@@ -15,7 +15,7 @@ from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.extension import FIELDS as EXTENSIONS
 from megatron_epp.plan.lazy import load as load_type
 from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
-from megatron_epp.plan.reading import infinite_at, naming, number, of_type, parse_json, read_text, shown, whole
+from megatron_epp.plan.reading import brief, infinite_at, naming_file, number, of_type, parse_json, read_text, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
 from megatron_epp.plan.writing import write_text
@@ -61,17 +61,17 @@ def from_json(text: str) -> Plan:
         raise PlanError(str(error)) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise PlanError(f"not a plan: schema is {shown(schema)}, expected {SCHEMA!r}")
+        raise PlanError(f"not a plan: schema is {brief(schema)}, expected {SCHEMA!r}")
     version = document.get("version")
     if version != VERSION:
-        raise PlanError(f"plan version {shown(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")
+        raise PlanError(f"plan version {brief(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")
     claimed = document.pop("digest", None)
     try:
         actual = _digest(document)
     except PlanError as error:
         raise PlanError(f"{error}{infinite_at(text)}") from None
     if claimed != actual:
-        raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
+        raise PlanError(f"plan digest {brief(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
     return _plan(document)
 
 
@@ -85,7 +85,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. Raises `PlanError`, which names the file."""
-    with naming(path, PlanError):
+    with naming_file(path, PlanError):
         return from_json(read_text(path))
 
 
@@ -106,7 +106,7 @@ def _write_step(step: Step) -> list[Any]:
 
 def _read_step(value: Any) -> Step:
     if not isinstance(value, list) or len(value) != 4:
-        raise EppError(f"{shown(value)} is not a list of actions, time_us, alloc_bytes, free_bytes")
+        raise EppError(f"{brief(value)} is not a list of actions, time_us, alloc_bytes, free_bytes")
     text, time_us, alloc_bytes, free_bytes = value
     action, *also = map(Action.parse, of_type(str, text, "text").split("+"))
     return Step(action, number(time_us), whole(alloc_bytes), whole(free_bytes), tuple(also))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
-from megatron_epp.plan.reading import nearest, shown
+from megatron_epp.plan.reading import brief, nearest
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.budget import plan_within_budget
 from megatron_epp.planner.chunks.chunker import Chunker
@@ -86,7 +86,7 @@ def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -
     with _of_user(f"planner {options.planner} failed"):
         decisions = planner(problem, costs, options)
     if not isinstance(decisions, Decisions):
-        raise PlanError(f"planner {options.planner} returned {shown(decisions)}; a planner returns `Decisions`")
+        raise PlanError(f"planner {options.planner} returned {brief(decisions)}; a planner returns `Decisions`")
     with _of_user(f"planner {options.planner} returned decisions that make no plan"):
         return build_plan(problem, costs, options, decisions)
 
@@ -114,7 +114,7 @@ def _planner(name: str) -> Planner:
         what = f"{type(error).__name__}: {_one_line(error)}"
         raise PlanError(f"planner {name}: {what}; give module:function, the module where PYTHONPATH finds it") from error
     if not callable(planner):
-        raise PlanError(f"planner {name} is {shown(planner)}, which is not a function")
+        raise PlanError(f"planner {name} is {brief(planner)}, which is not a function")
     return planner
 
 

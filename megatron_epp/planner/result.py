@@ -87,7 +87,7 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
         if not options.offload:
             raise
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
-        raise refused.within(after=" That would do without offload; with it less may do.") from None
+        raise refused.with_context(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
         return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
     return (build_plan(asked, costs, options, decisions),)

@@ -21,7 +21,7 @@ from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import naming, number, read_text, shown, told
+from megatron_epp.plan.reading import brief, brief_text, naming_file, number, read_text
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.plan.writing import write_text
@@ -109,14 +109,14 @@ class Measured:
     @staticmethod
     def load(path: str | Path) -> Measured:
         """Read a file. Raises `PlanError` if it is missing or is not a measurement."""
-        with naming(path, PlanError):
+        with naming_file(path, PlanError):
             return Measured.from_json(read_text(path))
 
 
 def _event(entry: Any) -> Event:
     """Read an event. Raises `EppError` for something else."""
     if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
-        raise EppError(f"{shown(entry)} is not an action with its start, its end and perhaps its processor time")
+        raise EppError(f"{brief(entry)} is not an action with its start, its end and perhaps its processor time")
     action, start_us, end_us = Action.parse(entry[0]), number(entry[1]), number(entry[2])
     if not 0 <= start_us <= end_us:
         raise EppError(f"event {action} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
@@ -163,7 +163,7 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
 def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
     """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
     if (mine := digest(plan)) != measured.plan_digest:
-        raise PlanError(f"the measurement is of plan {told(measured.plan_digest[:12])}, this is plan {mine[:12]}")
+        raise PlanError(f"the measurement is of plan {brief_text(measured.plan_digest[:12])}, this is plan {mine[:12]}")
     if len(measured.ranks) != plan.num_ranks:
         raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
     for event in (event for events in measured.ranks for event in events):

@@ -13,7 +13,7 @@ import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
-from megatron_epp.plan.errors import Names, phrase
+from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.units import format_bytes
 
 LEAST_SHARE = 0.05
@@ -105,7 +105,7 @@ class OutOfMemoryReport:
         """Return the two changes most likely to help, by the error and the memory in use."""
         changes = []
         if isinstance(error, HostMemoryError):
-            remedies = error.remedies if self.cuts_documents else error.without("chunk_tokens").remedies
+            remedies = error.remedies if self.cuts_documents else error.without_remedies("chunk_tokens").remedies
             changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
@@ -120,7 +120,7 @@ class OutOfMemoryReport:
         return [*changes, "more pipeline stages"][:2]
 
     def _setting(self, setting: str, value: object) -> str:
-        return phrase(self.names.get(setting, setting), value)
+        return as_setting(self.names.get(setting, setting), value)
 
 
 def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:

@@ -11,7 +11,7 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli import plan as cli_plan
 from megatron_epp.mcore.arguments.flag import MOST
 from megatron_epp.plan import EppError, check
-from megatron_epp.plan.reading import check_nested, naming
+from megatron_epp.plan.reading import check_nested, naming_file
 from tests.support.plan.bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
@@ -161,7 +161,7 @@ def unforeseen(monkeypatch):
     """An error in the middle of a command that reads costs."""
 
     def broken(name):
-        with naming(name):
+        with naming_file(name):
             raise LookupError("what\x1b\nwas that")
 
     monkeypatch.setattr(cli_inputs, "load_costs", broken)

@@ -14,7 +14,7 @@ from megatron_epp.cost import ModelShape
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
-from megatron_epp.plan.reading import naming
+from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.messages import MessageRoomError
 
@@ -116,7 +116,7 @@ def test_the_text_is_of_who_asked():
 
 @pytest.mark.parametrize("moved", [copy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_keep_everything_on_their_way_from_process_to_process(moved):
-    found = moved(ERROR.within("a batch: ", "\nIt was long.", TRAINING))
+    found = moved(ERROR.with_context("a batch: ", "\nIt was long.", TRAINING))
     assert type(found) is InfeasibleError
     assert found.least_cap_bytes == 7
     assert found.remedies == ERROR.remedies
@@ -125,6 +125,6 @@ def test_errors_keep_everything_on_their_way_from_process_to_process(moved):
 
 
 def test_an_error_that_is_told_of_a_file_keeps_its_remedies():
-    with pytest.raises(PlanError) as refused, naming("a.yaml", PlanError):
+    with pytest.raises(PlanError) as refused, naming_file("a.yaml", PlanError):
         raise EppError("too few", Remedy("raise", "slices", 3))
     assert refused.value.text(TRAINING) == "a.yaml: too few; raise --epp-slices to 3"

@@ -12,7 +12,7 @@ import re
 from megatron_epp.contrib.foreign.rows import Pass, placed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import brief
 
 SOURCE = "Primus"
 _KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
@@ -48,7 +48,7 @@ def _read(text: str, rank: int) -> list[tuple[Pass, ...]]:
     for word in text.strip().split(","):
         node = _NODE.fullmatch(word.strip())
         if node is None or node[2] not in (*_KINDS, *_OTHER):
-            raise PlanError(f"rank {rank} of the table has {shown(word[:40])}; expected a node such as (F|3|0)")
+            raise PlanError(f"rank {rank} of the table has {brief(word[:40])}; expected a node such as (F|3|0)")
         if node[1]:
             open_step = []
         if kind := _KINDS.get(node[2]):

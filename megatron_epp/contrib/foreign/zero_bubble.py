@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_epp.contrib.foreign.rows import Pass, placed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import brief
 
 SOURCE = "zero-bubble"
 _COMPUTE = {"F", "B", "W", "BW"}
@@ -84,7 +84,7 @@ def _is_word(word: str) -> bool:
 def _read(word: str, row: int, at: int, writing: _Writing) -> _Word:
     match = _WORD.fullmatch(word)
     if match is None or (name := match[1].upper()) not in _COMPUTE | _OTHER or match[1] not in (name, name.lower()):
-        raise PlanError(f"row {row + 1}, word {at + 1} of the table is {shown(word[:40])}; expected a pass such as f3")
+        raise PlanError(f"row {row + 1}, word {at + 1} of the table is {brief(word[:40])}; expected a pass such as f3")
     is_part = match[3] == "-" and writing.has_parts
     stage = int(match[4]) if match[3] and not is_part else int(writing.has_case and match[1] == name)
     return _Word(name, stage, int(match[2]), int(match[4]) if is_part else 0)

@@ -17,10 +17,10 @@ from megatron_epp.mcore.arguments.table import TABLE, TRAINING, called
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
 from megatron_epp.mcore.model.kinds import KINDS as LAYER_KINDS
-from megatron_epp.plan.errors import Names, phrase
+from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import shown
+from megatron_epp.plan.reading import brief
 from megatron_epp.planner.registry import PLANNERS
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def check_conflicts(settings: object, conflicts: Iterable[MegatronFlag] = CONFLI
         settings: Megatron's arguments, or a model's configuration.
     """
     clashes = [
-        f"{phrase(row.flag if names is TRAINING else row.attribute, getattr(settings, row.attribute))} ({row.advice})"
+        f"{as_setting(row.flag if names is TRAINING else row.attribute, getattr(settings, row.attribute))} ({row.advice})"
         for row in conflicts
         if row.is_given(settings)
     ]
@@ -115,7 +115,7 @@ def check_weight_shards(settings: object, names: Names = TRAINING) -> None:
         if shards > ranks:
             name = called(f"{prefix}tensor_parallel_num_weight_shards", names)
             raise ArgumentError(
-                f"{refusal(names)} {phrase(name, shards)} on {ranks} tensor-parallel ranks: weights are gathered ahead "
+                f"{refusal(names)} {as_setting(name, shards)} on {ranks} tensor-parallel ranks: weights are gathered ahead "
                 "in the order of the first iteration, which recompute changes; leave it out"
             )
 
@@ -292,7 +292,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         setting = getattr(args, row.dest, None)
         for value in setting if isinstance(setting, list) else [setting]:
             if value is not None and not read.accepts(value):
-                raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
+                raise ArgumentError(f"{row.training} is {brief(value)}; it must be {read.must_be}")
 
 
 def _share_problems(args: argparse.Namespace) -> Iterator[str]:

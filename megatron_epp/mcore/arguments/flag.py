@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.plan.reading import MOST_LAYERS, nearest, nearest_number, shown
+from megatron_epp.plan.reading import MOST_LAYERS, brief, nearest, nearest_number
 from megatron_epp.planner.registry import PLANNERS
 
 MOST = (1 << 31) - 1
@@ -43,7 +43,7 @@ class Number:
         except ValueError:
             value = math.nan
         if not self.holds(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}{nearest_number(text)}")
+            raise argparse.ArgumentTypeError(f"{brief(text)} is not {self.must_be}{nearest_number(text)}")
         return value
 
     def holds(self, value: float) -> bool:
@@ -97,7 +97,7 @@ GIVEN = "given"
 def planner(text: str) -> str:
     """Read a planner's name."""
     if ":" not in text and text not in PLANNERS:
-        none = f"{shown(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function"
+        none = f"{brief(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function"
         raise argparse.ArgumentTypeError(none + nearest(text, PLANNERS))
     return text
 

@@ -19,7 +19,7 @@ from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING, called
 from megatron_epp.mcore.features import check_calls
 from megatron_epp.plan import EppError
-from megatron_epp.plan.errors import Names, phrase
+from megatron_epp.plan.errors import Names, as_setting
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
@@ -89,7 +89,7 @@ def names_of(args: argparse.Namespace) -> Names:
 def advice(error: EppError, names: Names) -> str:
     """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
     rows = (ROWS[remedy.setting] for remedy in error.remedies if remedy.setting in ROWS)
-    return error.without(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(names)
+    return error.without_remedies(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(names)
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ def check_routers(settings: object, names: Names = TRAINING) -> None:
     if _OF_REPLICAS in ((balancing,) if isinstance(balancing, str) else balancing):
         name = called("moe_router_load_balancing_type", names)
         raise ArgumentError(
-            f"{refusal(names)} {phrase(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
+            f"{refusal(names)} {as_setting(name, _OF_REPLICAS)}: replicas have plans of their own, and their routers would "
             "wait for each other; use aux_loss or seq_aux_loss"
         )
 
@@ -140,12 +140,14 @@ def check_settings(values: Mapping[str, object], more: Set[str] = frozenset(), n
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     honoured = _HONOURED | more | ({"epp_costs"} if values["epp_costs"] == "learn" else set())
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
-    if clashes := [phrase(names[row.setting], values[row.dest]) for row in rows if values[row.dest] != defaults[row.dest]]:
+    if clashes := [as_setting(names[row.setting], values[row.dest]) for row in rows if values[row.dest] != defaults[row.dest]]:
         who = "--epp-microbatches user" if names is TRAINING else "a schedule of megatron_epp.wrap"
         raise ArgumentError(f"{who} runs the script's own model and data: leave out {', '.join(clashes)}")
     own = (ROWS["offload"], ROWS["host_cap_bytes"], ROWS["split_weight"])
     uses = [names[row.setting] for row in own if values[row.dest] not in (defaults[row.dest], "off")]
     if values["epp_order"] == GIVEN and uses:
-        raise ArgumentError(f"{phrase(names['order'], GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}")
+        raise ArgumentError(f"{as_setting(names['order'], GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}")
     if values["epp_host_memory_gb"] is not None and values["epp_offload"] == "off":
-        raise ArgumentError(f"{names['host_cap_bytes']} needs {phrase(names['offload'], 'on')}: add that, or leave this out")
+        raise ArgumentError(
+            f"{names['host_cap_bytes']} needs {as_setting(names['offload'], 'on')}: add that, or leave this out"
+        )

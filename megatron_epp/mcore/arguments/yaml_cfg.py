@@ -19,7 +19,7 @@ from typing import Any
 from megatron_epp.launch.flags import EPP_PREFIX, flags_of, takes_several, words_of
 from megatron_epp.launch.settings import read_settings
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.plan.reading import nearest, shown
+from megatron_epp.plan.reading import brief, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
     for section in _NESTED:
         inner = body.get(section) or {}
         if not isinstance(inner, dict):
-            raise ArgumentError(f"--yaml-cfg {path}: `{section}:` holds {shown(inner)}; it must hold names with values")
+            raise ArgumentError(f"--yaml-cfg {path}: `{section}:` holds {brief(inner)}; it must hold names with values")
         flat |= inner
     if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
         flat["group_query_attention"] = True

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_epp.data.token_record import Tokenizer, digest_of, is_of_hub, missing_tokenizer
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import naming, one_line, read_text
+from megatron_epp.plan.reading import naming_file, one_line, read_text
 
 if TYPE_CHECKING:  # which trainings do not read
     from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
@@ -112,7 +112,7 @@ def chat_encoder(
         )
     template = encoder.template if template_file is None else None
     if template_file is not None:
-        with naming(template_file):
+        with naming_file(template_file):
             template = read_text(template_file)
     if isinstance(template, Mapping):
         template = template.get("default")

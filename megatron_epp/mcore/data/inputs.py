@@ -16,7 +16,7 @@ from megatron_epp.data.chat_fields import Message
 from megatron_epp.data.records import Record, has_records, opened, records, suffix_of
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json, shown, told
+from megatron_epp.plan.reading import brief, brief_text, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _records(file: Path) -> Iterator[Record]:
 
 def _keys(record: object) -> str:
     """Return the first keys of a record, for an error."""
-    return f" (it has {', '.join(map(shown, [*record][:8]))})" if isinstance(record, dict) and record else ""
+    return f" (it has {', '.join(map(brief, [*record][:8]))})" if isinstance(record, dict) and record else ""
 
 
 def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, counts: ChatCounts) -> Documents:
@@ -147,13 +147,13 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
             try:
                 samples = encoder.encode(messages, options, counts)
             except EppError as error:
-                raise error.within(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
+                raise error.with_context(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
             for sample in samples:
                 yield origin, sample
     if roles and not roles & set(encoder.roles):
         raise EppError(
             f"no message is of the roles that are trained ({', '.join(encoder.roles)}): the messages are of "
-            f"{', '.join(map(told, sorted(roles)))}; name the roles to train with --train-on"
+            f"{', '.join(map(brief_text, sorted(roles)))}; name the roles to train with --train-on"
         )
 
 
@@ -167,12 +167,12 @@ def options_of(record: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """
     options = _parsed(record.get(VARIABLES), f"{origin}: {VARIABLES}") or {}
     if not isinstance(options, dict):
-        raise EppError(f"{origin}: {VARIABLES} is {shown(options)}, which is not an object of variables of the template")
+        raise EppError(f"{origin}: {VARIABLES} is {brief(options)}, which is not an object of variables of the template")
     if reserved := sorted(_NO_VARIABLES.intersection(options)):
         raise EppError(f"{origin}: {VARIABLES} has {', '.join(reserved)}, which is no variable of a chat template")
     tools = _parsed(record.get(TOOLS), f"{origin}: {TOOLS}") or []
     if not isinstance(tools, list):
-        raise EppError(f"{origin}: {TOOLS} is {shown(tools)}, which is not a list of descriptions of functions")
+        raise EppError(f"{origin}: {TOOLS} is {brief(tools)}, which is not a list of descriptions of functions")
     tools = [_parsed(tool, f"{origin}: tool {number}") for number, tool in enumerate(tools, start=1)]
     return options | ({TOOLS: tools} if tools else {})
 
@@ -198,9 +198,9 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
     messages = [_from_sharegpt(message) for message in messages]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise EppError(f"{origin}: message {number} has no text under 'role': {shown(message)}")
+            raise EppError(f"{origin}: message {number} has no text under 'role': {brief(message)}")
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise EppError(f"{origin}: message {number} has no text under 'content': {shown(message)}")
+            raise EppError(f"{origin}: message {number} has no text under 'content': {brief(message)}")
     return messages
 
 

@@ -278,7 +278,7 @@ class MicrobatchRun(Run):
                 )
         if not any(self.links.control.from_each(total)):
             text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
-            raise EppError(text, remedy).within(names=self.names)
+            raise EppError(text, remedy).with_context(names=self.names)
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
         """Plan the microbatches, which ranks hold on their devices throughout."""

@@ -210,7 +210,7 @@ class SlicedRun(Run):
                 return self._planner.plan(problem)
             return self.learnt_planner.plan_next(self._planner, problem)
         except EppError as error:
-            raise possible_on_device(error).within(
+            raise possible_on_device(error).with_context(
                 after=f"\nThe batch that this is about has {_summary(lengths)}.", names=self.names
             ) from error
 

@@ -113,7 +113,7 @@ def possible_on_device(error: EppError) -> EppError:
     if not isinstance(error, InfeasibleError) or not torch.cuda.is_initialized():
         return error
     total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return error.without("cap_bytes") if error.least_cap_bytes > total_bytes else error
+    return error.without_remedies("cap_bytes") if error.least_cap_bytes > total_bytes else error
 
 
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:

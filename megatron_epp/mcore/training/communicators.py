@@ -14,7 +14,7 @@ from megatron.core import mpu
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.communicators import Direction
-from megatron_epp.plan.reading import naming, read_text, shown, whole
+from megatron_epp.plan.reading import brief, naming_file, read_text, whole
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import GroupOptions
 
@@ -71,7 +71,7 @@ def user_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     if (path := args.nccl_communicator_config_path) is not None:
-        with naming(f"--nccl-communicator-config-path {path}"):
+        with naming_file(f"--nccl-communicator-config-path {path}"):
             options |= _of_pipelines(parse_yaml(read_text(path, MOST_YAML_BYTES), "the file"))
     # As Megatron adds the flag to the file's settings, which hold for its own groups only.
     if _GROUP in (args.high_priority_stream_groups or ()):
@@ -82,10 +82,10 @@ def user_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _of_pipelines(body: Any) -> dict[str, Any]:
     """Return the settings for pipelines of a file's content. Raises `EppError` if it is none."""
     if not isinstance(body, dict | None):
-        raise EppError(f"the file holds {shown(body)}; it must hold names of groups with their settings")
+        raise EppError(f"the file holds {brief(body)}; it must hold names of groups with their settings")
     settings = (body or {}).get(_GROUP) or {}
     if not isinstance(settings, dict):
-        raise EppError(f"{_GROUP} is {shown(settings)}; it must hold names with values")
+        raise EppError(f"{_GROUP} is {brief(settings)}; it must hold names with values")
     for name in ("min_ctas", "max_ctas"):
         if name in settings:
             try:
@@ -93,7 +93,7 @@ def _of_pipelines(body: Any) -> dict[str, Any]:
             except EppError as error:
                 raise EppError(f"{name} of {_GROUP}: {error}") from None
     if str(settings.get("net_name", "IB")).lower() not in ("ib", "socket"):
-        raise EppError(f"net_name of {_GROUP} is {shown(settings['net_name'])}; it must be IB or Socket")
+        raise EppError(f"net_name of {_GROUP} is {brief(settings['net_name'])}; it must be IB or Socket")
     return settings
 
 

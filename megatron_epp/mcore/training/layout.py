@@ -32,7 +32,7 @@ from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
-from megatron_epp.plan.reading import parse_json, read_text, told
+from megatron_epp.plan.reading import brief_text, parse_json, read_text
 from megatron_epp.planner.layouts.search import Sample, choose
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
@@ -193,7 +193,7 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict
     then = body.get("chosen_with")
     then = then if isinstance(then, dict) else {}
     others = [
-        f"{name.replace('_', '-')} was {told(then.get(name))} and is {value}"
+        f"{name.replace('_', '-')} was {brief_text(then.get(name))} and is {value}"
         for name, value in flags.items()
         if then.get(name) != value
     ]

@@ -76,7 +76,7 @@ class _BlockLosses(torch.autograd.Function):
             kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         if kernel is None:
             rows = [_summary(x[_tokens(head, part)], weight, index[part], head.has_entropy) for part in blocks]
-            values, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
+            values, log_sum = _combined(torch.cat(rows, dim=1), is_here, head.group)
         else:
             labels = index.squeeze(1)
             values = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), labels[part]) for part in blocks])[None]
@@ -103,10 +103,10 @@ class _BlockLosses(torch.autograd.Function):
             rows, of_losses = x[tokens], grad_losses[part]
             grad_rows = grad_x[part] if head.rows is None else torch.empty_like(rows)
             if ctx.kernel is None:
-                grad = less(rows @ weight.t(), log_sum[part, None])
+                grad = subtract_column(rows @ weight.t(), log_sum[part, None])
                 if len(grad_values) == 1:
                     grad.exp_().scatter_add_(1, index[part], -is_here[part].to(grad.dtype))
-                    grad = _times(grad, of_losses, x.dtype)
+                    grad = _scaled(grad, of_losses, x.dtype)
                 else:
                     factor = of_losses.sum(1, keepdim=True)
                     if more:  # the gradient of an entropy is -p (log p + entropy)
@@ -141,7 +141,7 @@ class WeightGradient:
             self._sum = self._accumulate(x, grad)
         elif self._sum is None:
             part = grad.t() @ x
-            self._sum = wide(part) if self._several else part
+            self._sum = to_fp32(part) if self._several else part
         elif self._sum.dtype == x.dtype:
             self._sum.addmm_(grad.t(), x)
         else:
@@ -158,15 +158,15 @@ def _summary(x: Tensor, weight: Tensor, index: Tensor, has_entropy: bool) -> Ten
     With `has_entropy` the sum of exponentials times relative logits follows: ``[m + 2, tokens]``, or one more.
     """
     logits = x @ weight.t()
-    most, predicted = wide(logits.amax(1)), wide(logits.gather(1, index)).unbind(1)
-    relative = less(logits, most[:, None])
+    most, predicted = to_fp32(logits.amax(1)), to_fp32(logits.gather(1, index)).unbind(1)
+    relative = subtract_column(logits, most[:, None])
     if not has_entropy:
         return torch.stack([most, relative.exp_().sum(1), *predicted])
     exponentials = relative.exp()
     return torch.stack([most, exponentials.sum(1), *predicted, relative.mul_(exponentials).sum(1)])
 
 
-def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _combined(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Combine the ranks' summaries of their parts of the vocabulary; `is_here` is ``[tokens, m]``.
 
     Returns:
@@ -206,16 +206,16 @@ def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor
     return local_labels.clamp(0, entries - 1), (local_labels >= 0) & (local_labels < entries)
 
 
-def less(logits: Tensor, column: Tensor) -> Tensor:
+def subtract_column(logits: Tensor, column: Tensor) -> Tensor:
     """Return ``logits - column`` in the column's type, in one pass: in place, or in new memory if the logits are narrower."""
     return logits.sub_(column) if logits.dtype == column.dtype else logits - column
 
 
-def _times(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``grad * column`` in type `dtype`, in one pass: in place, or in new memory if `dtype` is another."""
     return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
-def wide(x: Tensor) -> Tensor:
+def to_fp32(x: Tensor) -> Tensor:
     """Return `x` in fp32, or in fp64 if it is fp64. May be `x` itself."""
     return x if x.dtype == torch.float64 else x.float()

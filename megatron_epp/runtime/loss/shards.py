@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.loss.blocks import Head, WeightGradient, blocks_of, less, wide
+from megatron_epp.runtime.loss.blocks import Head, WeightGradient, blocks_of, subtract_column, to_fp32
 
 _SCALED_AT_ONCE = 1024
 """Number of tokens whose labels' rows are in memory at a time. Not measured: much fewer launch more kernels, many more take as
@@ -107,8 +107,8 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
     for tokens in shard.blocks(len(x)):
         at, here = index[tokens, None], is_here[tokens, None]
         logits = x[tokens] @ shard.weight.t()
-        most, predicted = wide(logits.amax(1)), wide(logits.gather(1, at).squeeze(1))
-        exponentials = less(logits, most[:, None]).exp_()
+        most, predicted = to_fp32(logits.amax(1)), to_fp32(logits.gather(1, at).squeeze(1))
+        exponentials = subtract_column(logits, most[:, None]).exp_()
         del logits
         rows.append(torch.stack([most, exponentials.sum(1), predicted]))
         if not needs_gradient:
@@ -116,7 +116,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         exponentials.scatter_(1, at, exponentials.gather(1, at).masked_fill(here, 0.0))
         rounded = exponentials.to(x.dtype)
         del exponentials
-        parts.append(wide(rounded @ shard.weight))
+        parts.append(to_fp32(rounded @ shard.weight))
     most, summed, predicted = torch.cat(rows, dim=1)
     summary = ShardSummary(most, summed, predicted, is_here)
     if not needs_gradient:
@@ -140,7 +140,7 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
     logits.part.mul_((summary.most - log_sum).exp()[:, None])
     of_label = _label_terms(summary, log_sum)
     for tokens in blocks_of(len(labels), _SCALED_AT_ONCE):
-        logits.part[tokens].addcmul_(of_label[tokens, None], wide(shard.weight[index[tokens]]))
+        logits.part[tokens].addcmul_(of_label[tokens, None], to_fp32(shard.weight[index[tokens]]))
     return logits.part
 
 
@@ -163,7 +163,7 @@ def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, 
         if logits.exponentials is not None:
             grad = logits.exponentials.mul_(((summary.most - log_sum).exp() * weights)[:, None])
         else:
-            exact = less(rows @ shard.weight.t(), log_sum[tokens, None]).exp_()
+            exact = subtract_column(rows @ shard.weight.t(), log_sum[tokens, None]).exp_()
             grad = exact.mul_(weights[tokens, None]).to(x.dtype)
             del exact
         grad.scatter_(1, at, torch.where(here, of_label[tokens].to(grad.dtype), grad.gather(1, at)))
