@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
@@ -13,7 +14,6 @@ from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.launches import Rows
-from megatron_epp.plan.lazy import load as load_named
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming_file, read_text
 from megatron_epp.plan.serialize import from_json, load
@@ -49,7 +49,7 @@ def read(path: str) -> Proven:
         text = read_text(path)
         if text[:1] == "{":  # most plans are large
             return Proven(from_json(text))
-        is_table, from_table, launches_of = (load_named(where) for where in READERS.values())
+        is_table, from_table, launches_of = (resolve_name(where) for where in READERS.values())
         if is_table(path, text):
             return Proven(from_table(text), launches_of(text), is_table=True)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):

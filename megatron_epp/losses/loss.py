@@ -10,13 +10,13 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.lazy import load
 
 
 class Scope(StrEnum):
@@ -179,7 +179,7 @@ def load_loss(text: str) -> Loss:
         EppError: there is none of this name, or it is no loss.
     """
     try:
-        loss = load(text)
+        loss = resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise EppError(f"there is no loss {text} ({type(error).__name__}: {error}): give module:name") from error
     if isinstance(loss, type) or not any(hasattr(loss, name) for name in _ATTRIBUTES):

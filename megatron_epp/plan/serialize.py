@@ -7,13 +7,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.codec import Codec, hints_of
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.extension import FIELDS as EXTENSIONS
-from megatron_epp.plan.lazy import load as load_type
 from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
 from megatron_epp.plan.reading import brief, infinite_at, naming_file, number, of_type, parse_json, read_text, whole
 from megatron_epp.plan.recompute import Recompute
@@ -169,7 +169,9 @@ def _plan(document: dict[str, Any]) -> Plan:
             values[entry.name] = field(entry.name, _CODEC.reader(hints[entry.name]))
         elif entry.default is MISSING:
             raise PlanError(f"the plan lacks the field {entry.name!r}")
-    values["extensions"] = tuple(field(name, load_type(EXTENSIONS[name]).from_json) for name in EXTENSIONS if name in document)
+    values["extensions"] = tuple(
+        field(name, resolve_name(EXTENSIONS[name]).from_json) for name in EXTENSIONS if name in document
+    )
     plan = Plan(**values)
     for name, count in (("num_stages", plan.num_stages), ("num_ranks", plan.num_ranks)):
         if name in document and field(name, whole) != count:

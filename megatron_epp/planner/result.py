@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
+from pkgutil import resolve_name
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
-from megatron_epp.plan.lazy import load
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
@@ -98,7 +98,7 @@ def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Cos
 
     It returns the fastest of some decisions, the fastest first, and of what it makes of them.
     """
-    return load("megatron_epp.contrib.overlap.search:overlapped") if options.overlap_exchanges else None
+    return resolve_name("megatron_epp.contrib.overlap.search:overlapped") if options.overlap_exchanges else None
 
 
 def finished(candidates: Candidates) -> Candidate:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pkgutil import resolve_name
 
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import ArgumentError
@@ -18,7 +19,6 @@ from megatron_epp.mcore.arguments.vocabulary import vocabulary_problems
 from megatron_epp.mcore.features import installed_version, saves_several_buckets_resharded
 from megatron_epp.mcore.model.kinds import KINDS as LAYER_KINDS
 from megatron_epp.plan.errors import Names, as_setting
-from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief
 from megatron_epp.planner.registry import PLANNERS
@@ -375,7 +375,7 @@ def _optional_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield the settings that are incompatible with switches of other packages."""
     for attribute, where in OPTIONAL.items():
         if getattr(args, attribute):
-            yield from load(where)(args)
+            yield from resolve_name(where)(args)
 
 
 _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import Op, Plan
-from megatron_epp.plan.lazy import load
 from megatron_epp.runtime.context import Program
 from megatron_epp.runtime.executor import Executor, Handler, PairRunner
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
@@ -69,5 +69,5 @@ def _pair_runner(plan: Plan, run: Run) -> PairRunner | None:
     """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
     if not any(step.also for step in plan.ranks[run.rank]):
         return None
-    runner: PairRunner | None = load(_PAIR_RUNNER)(run.args)
+    runner: PairRunner | None = resolve_name(_PAIR_RUNNER)(run.args)
     return runner

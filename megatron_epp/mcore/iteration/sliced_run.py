@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError
-from megatron_epp.plan.lazy import load
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
@@ -76,7 +76,7 @@ class SlicedRun(Run):
         super().__init__(args)
         self.plans = dist.get_rank() == self.own_ranks[0]
         """True if this rank plans, which is the first rank of its group."""
-        self.loss = None if args.epp_loss is None else load("megatron_epp.losses:load_loss")(args.epp_loss)
+        self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
         self._process = _take_process()
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
@@ -91,7 +91,7 @@ class SlicedRun(Run):
         self.connect(stages)
         if shards_vocabulary(self.args):
             shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
-            self.vocabulary = load("megatron_epp.mcore.iteration.rank_vocabulary:rank_vocabulary")(*shard)
+            self.vocabulary = resolve_name("megatron_epp.mcore.iteration.rank_vocabulary:rank_vocabulary")(*shard)
         self.inputs = rank_inputs(self.stages, self.vocabulary)
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
@@ -116,14 +116,14 @@ class SlicedRun(Run):
         last = self.placement.num_stages - 1
         loss, has_head, kind = None, not shards_vocabulary(self.args), MegatronStage
         if not has_head:
-            kind = load("megatron_epp.mcore.model.headless_stage:HeadlessStage")
+            kind = resolve_name("megatron_epp.mcore.model.headless_stage:HeadlessStage")
         if self.loss is not None:
-            loss = load("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
+            loss = resolve_name("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
         asked = OF_LABELS
         if loss is not None:
             width = loss.asks.widths.get(loss.asks.candidates, 0)
             if last in self.placement.stages(self.rank):
-                load("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
+                resolve_name("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
             has_head &= not loss.asks.has_values
             asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         return {

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
-from megatron_epp.plan.lazy import load
 from megatron_epp.plan.placement import Placement
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
@@ -132,7 +132,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     for kind in KINDS:
         kind.adopt(model, args)
     if args.epp_loss is not None:
-        load("megatron_epp.mcore.model.value_head:put_head")(model, args)
+        resolve_name("megatron_epp.mcore.model.value_head:put_head")(model, args)
     if shards_vocabulary(args):
         divide_output_layer(model, args, vp_stage)
     elif args.epp_placement != "looped":
