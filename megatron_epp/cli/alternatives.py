@@ -21,7 +21,7 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.least import is_told_by_one_order, least_plan
 from megatron_epp.planner.limits import longest_sequence
 from megatron_epp.planner.problem import static_bytes
-from megatron_epp.planner.work import WorkSpentError, limited
+from megatron_epp.planner.work_limit import WorkSpentError, limited
 
 type Change = dict[str, Any]
 """Settings of the table of flags, and their values."""

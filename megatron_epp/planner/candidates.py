@@ -23,7 +23,7 @@ from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work import spend
+from megatron_epp.planner.work_limit import spend
 
 CLOSE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried."""

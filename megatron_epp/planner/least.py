@@ -27,7 +27,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import WHOLE, Recipe, values_of
-from megatron_epp.planner.work import spend
+from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
 from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.offload.activations import CopyTimer

@@ -23,7 +23,7 @@ from megatron_epp.runtime.context import ActivationOffloader, ChunkContext, Prog
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 Handler = Callable[["Executor", Action], None]

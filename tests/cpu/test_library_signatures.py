@@ -10,7 +10,7 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import flash, transformer_engine
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from scripts import write_signatures
 
 SIGNATURES = json.loads(write_signatures.FILE.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from megatron_epp.losses import (
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.planner.order import joint_losses
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.loss.scopes import ScopedLoss
 from tests.support.seeds import spread_by_default

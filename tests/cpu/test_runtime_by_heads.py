@@ -8,7 +8,7 @@ import torch
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer

@@ -10,7 +10,7 @@ import torch
 
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import Action, Copy, Op, Step, to_grid
-from megatron_epp.runtime.attention.layout import RelayError, SliceView
+from megatron_epp.runtime.attention.segments import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog

@@ -5,7 +5,7 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
-from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
+from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 

@@ -7,7 +7,7 @@ import torch
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.kv_offload import PieceReader
-from megatron_epp.runtime.attention.layout import RelayError
+from megatron_epp.runtime.attention.segments import RelayError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LATE_HOSTS, late_host

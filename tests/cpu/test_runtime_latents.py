@@ -9,7 +9,7 @@ from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import of_narrow_values
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
 from tests.support.runtime.relay_chunks import CHANNELS, QUERY_HEADS, RECOMPUTE, ChunkedLayer

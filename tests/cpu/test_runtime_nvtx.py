@@ -15,7 +15,7 @@ TOOL = ROOT / "tests" / "support" / "runtime" / "nvtx_tool.c"
 RUN = """
 import torch
 torch.cuda.is_initialized = lambda: True  # ranges are for programs that use a GPU
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.plan import Action, Op
 recorder = Recorder(enabled=False)
 with recorder.action(Action(Op.F, 0, 1)):

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_epp.plan import Chunk, EppError, Segment, check
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import nccl
 from megatron_epp.runtime.tools import queue_check

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import RelayError, SliceView
+from megatron_epp.runtime.attention.segments import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.dense_attention import relative_difference

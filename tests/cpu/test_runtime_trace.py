@@ -12,7 +12,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.runtime_plans import offloading, one_rank
 

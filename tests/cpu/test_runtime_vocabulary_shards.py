@@ -16,7 +16,7 @@ from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.loss import pipeline_shards
 from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, Targets
 from megatron_epp.runtime.loss.shards import Shard, ShardSummary, logits_pass, scale_part, weight_gradient
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 
 TOKENS, WIDTH = 13, 6
 DIVISIONS = {"even": (0, 8, 16, 24), "uneven": (0, 1, 17, 24), "one rank": (0, 24)}

@@ -6,7 +6,7 @@ import torch
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -22,7 +22,7 @@ from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.shape import optimizer_bytes, unusual_optimizer
 from megatron_epp.mcore.costs.sources import _static
-from megatron_epp.mcore.training import layout as layouts
+from megatron_epp.mcore.training import layout_search as layouts
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore import forked

@@ -15,7 +15,7 @@ from megatron_epp.mcore.model.kinds import experts
 from megatron_epp.mcore.patches import install, patching, routers
 from megatron_epp.mcore.patches.routers import RealTokens, check_routers, chunk
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 EXPERTS, WIDTH = 4, 8
 

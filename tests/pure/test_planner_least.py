@@ -15,7 +15,7 @@ from megatron_epp.planner.least import has_plan, least_plan
 from megatron_epp.planner.messages import MessageRoomError, with_room
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.work import WITH_COPIES, WorkSpentError, limited, spend
+from megatron_epp.planner.work_limit import WITH_COPIES, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 
 LENGTHS = (*web_lengths(20, seed=5, longest=20_000), 40_000)

@@ -11,7 +11,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS = 256, 4, 2, 64

@@ -17,7 +17,7 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
-from megatron_epp.runtime.attention.layout import SliceView
+from megatron_epp.runtime.attention.segments import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
 

@@ -13,7 +13,7 @@ from megatron_epp.cost.fit import fit_line
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
-from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.tools.profiling import time_host_copies

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages, slowed_us
 from megatron_epp.plan import Plan
 from megatron_epp.runtime.links.objects import ObjectGroup
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.side_thread import SideThread
-from megatron_epp.runtime.trace import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossC
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
-from megatron_epp.runtime.attention.layout import SegmentTable, offsets_of
+from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.context import Program, program_of
 from megatron_epp.runtime.upload import Upload, Uploader
 

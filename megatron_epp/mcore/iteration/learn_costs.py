@@ -15,8 +15,8 @@ from megatron_epp.plan import EppError, Plan
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.packed import PackedPlans
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.side_thread import SideThread
-from megatron_epp.runtime.trace import Recorder
 
 _ITERATIONS = WARM_UP + RECORDED
 

@@ -30,7 +30,7 @@ from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_byt
 from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.out_of_memory import device_peak, device_retries
-from megatron_epp.runtime.trace import Recorder, elapsed_us, mark
+from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
 
 _BATCHES = 10
 """Number of logged iterations whose lengths are taken as typical of the run. Not measured."""

@@ -40,7 +40,7 @@ from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

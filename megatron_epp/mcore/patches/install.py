@@ -135,7 +135,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 
         settle_latents(args)
     if getattr(args, "epp_layout", None) in SEARCHED:
-        from megatron_epp.mcore.training.layout import search_layout
+        from megatron_epp.mcore.training.layout_search import search_layout
 
         search_layout(args)
     if getattr(args, "epp_vocab_parallel", "off") == "auto":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 
 @dataclass(frozen=True, slots=True)

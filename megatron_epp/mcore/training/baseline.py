@@ -21,7 +21,7 @@ from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_sto
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.contest import pack_whole
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
 

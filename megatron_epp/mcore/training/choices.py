@@ -18,7 +18,7 @@ from megatron_epp.mcore.arguments.layout import asked_layout
 from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
 from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named
-from megatron_epp.mcore.training.layout import first_batches, sample_of
+from megatron_epp.mcore.training.layout_search import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.latents import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.search import fastest

@@ -17,7 +17,7 @@ from megatron_epp.planner.memory.copy_slots import Busy, Chooser
 from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, floors, peaks_with_copies, timed
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work import WITH_COPIES, spend
+from megatron_epp.planner.work_limit import WITH_COPIES, spend
 
 Shares = Sequence[Sequence[float]]
 """Shares of the kept bytes that are to be copied away, ``[stage][chunk]``."""

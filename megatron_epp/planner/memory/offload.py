@@ -30,7 +30,7 @@ from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work import WITH_COPIES, spend
+from megatron_epp.planner.work_limit import WITH_COPIES, spend
 
 Integers = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.runtime.attention.layout import Tensors
+from megatron_epp.runtime.attention.segments import Tensors
 
 Attend = Callable[[Tensor, Tensors], Tensor]
 """Function from queries and cached tensors, ``[tokens, heads, *]``, to attention's output, ``[tokens, query_heads, *]``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 from megatron_epp.runtime.attention.kernels.base import Saved, backward_by_heads
-from megatron_epp.runtime.attention.layout import Tensors
+from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 

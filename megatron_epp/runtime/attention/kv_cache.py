@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
-from megatron_epp.runtime.attention.layout import Piece, RelayError, SliceView, Tensors
+from megatron_epp.runtime.attention.segments import Piece, RelayError, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory
 
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.layout import Piece, SliceView, Tensors
+from megatron_epp.runtime.attention.segments import Piece, SliceView, Tensors
 from megatron_epp.runtime.offload.copy_streams import Mark
 from megatron_epp.runtime.offload.host import HostMemory, Region
 

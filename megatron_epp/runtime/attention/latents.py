@@ -18,7 +18,7 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 from megatron_epp.runtime.attention.core import compact
 from megatron_epp.runtime.attention.kernels.base import Saved
-from megatron_epp.runtime.attention.layout import Tensors
+from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 

@@ -21,7 +21,7 @@ from megatron_epp.plan.shape_classes import ShapeClass, all_classes
 from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
-from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
+from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from megatron_epp.losses import Loss, Rows, Scope
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
 

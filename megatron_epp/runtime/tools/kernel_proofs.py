@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Largest relative errors of a kernel's output and gradients, in norms, by the type of its inputs: a few roundings of bf16

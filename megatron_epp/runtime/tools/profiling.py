@@ -20,7 +20,7 @@ from megatron_epp.cost import ModelShape, causal_pairs
 from megatron_epp.cost.fit import Point
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.loss.blocks import Head, block_losses
 
 Points = dict[str, list[Point]]

@@ -18,7 +18,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 
 STATE_BYTES, ALLOCATED_BYTES = 18.0, 6.0
 """Bytes of a parameter in training, and here, where master weights and Adam's moments are counted and not allocated."""

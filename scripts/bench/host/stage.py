@@ -22,7 +22,7 @@ from megatron_epp.mcore.model.adopt import PositionedRotary
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
 from scripts.bench.alone.rank import one_rank

@@ -9,7 +9,7 @@ from tests.support.runtime.failing_buffers import failing
 
 MODULES = tuple(
     f"megatron_epp.{name}"
-    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "mcore.costs.watch", "report.", "runtime.trace")
+    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "mcore.costs.watch", "report.", "runtime.recorder")
 )
 
 

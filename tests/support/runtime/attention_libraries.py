@@ -10,7 +10,7 @@ import torch
 
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 
 def table_of(cu_q, cu_k):

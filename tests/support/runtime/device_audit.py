@@ -18,7 +18,7 @@ from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.copy_streams import CopyStreams
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 

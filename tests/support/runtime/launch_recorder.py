@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
-from megatron_epp.runtime.attention.layout import offsets_of
+from megatron_epp.runtime.attention.segments import offsets_of
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
@@ -26,7 +26,7 @@ from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.copy_streams import CopyStreams
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.plan.queue_machine import Launch
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part

@@ -25,7 +25,7 @@ from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, b
 from megatron_epp.runtime.attention.kernels.exact import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
-from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
+from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 
 __all__ = [
     "EXACT_ATTENTION",

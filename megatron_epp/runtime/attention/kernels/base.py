@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import heads_at_once
-from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
+from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 
 type Saved = tuple[Tensor, ...]
 """Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""

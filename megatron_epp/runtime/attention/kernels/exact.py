@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_epp.runtime.attention.kernels.base import Kernel, Saved
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 
 def _heads_first(x: Tensor, num_heads: int) -> Tensor:

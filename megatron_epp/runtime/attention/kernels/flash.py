@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
-from megatron_epp.runtime.attention.layout import SegmentTable
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 _LAYOUT, _FORMAT = "thd_thd_thd", "thd"
 _LEAST_CUDNN = 90600
