@@ -19,7 +19,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile
-from megatron_epp.cost.work import Line, ModeCosts
+from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
@@ -242,25 +242,20 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
     rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
-    parameters = shape.vocabulary_parameters / shape.tensor_parallel
-    if shape.loss_block_tokens:
-        return ModelPart(
-            forward=launch_forward + linear + rest,
-            backward=launch_backward + linear.scaled(3) + rest,
-            bytes_per_token=norm,
-            parameters=parameters,
-            workspace_bytes=loss_workspace_bytes(
-                shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
-            ),
-        )
+    parameters, by_blocks = shape.vocabulary_parameters / shape.tensor_parallel, shape.loss_block_tokens > 0
     return ModelPart(
         forward=launch_forward + linear + rest,
-        backward=launch_backward + linear.scaled(2) + rest,
-        weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
-        bytes_per_token=logits + norm,
-        weight_bytes_per_token=shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
+        backward=launch_backward + linear.scaled(2 + by_blocks) + rest,
+        weight=NO_TIME if by_blocks else launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
+        bytes_per_token=norm if by_blocks else logits + norm,
+        weight_bytes_per_token=0.0
+        if by_blocks
+        else shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
         parameters=parameters,
-        largest_weight=parameters,
+        largest_weight=0.0 if by_blocks else parameters,
+        workspace_bytes=loss_workspace_bytes(
+            shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
+        ),
     )
 
 

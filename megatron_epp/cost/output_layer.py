@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
 from megatron_epp.plan import EppError, Op
 from megatron_epp.plan.operations import OperationRows
 
 AUTO = "auto"
+FP32_BYTES = 4
 BLOCK_BYTES = 2**30
 """Size of a block's fp32 logits if the number of tokens of a block is not set. With a vocabulary of 128,256 a block has 2,048
 tokens, so that the matrix products reach 94 % of their rate (`Rates.saturation_tokens`)."""
@@ -29,7 +31,7 @@ def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
     """
     if setting != AUTO:
         return int(setting)
-    per_token = 4 * vocabulary
+    per_token = FP32_BYTES * vocabulary
     if longest * per_token <= 2 * BLOCK_BYTES:
         return 0
     return 1 << (max(1, BLOCK_BYTES // per_token).bit_length() - 1)
@@ -57,11 +59,11 @@ def loss_workspace_bytes(
     """
     if block_tokens == 0:
         return 0
-    copy = bytes_per_value if bytes_per_value < 4 else 0
-    gradient = bytes_per_value if fused_accumulation else 4 + copy
+    copy = bytes_per_value if bytes_per_value < FP32_BYTES else 0
+    gradient = bytes_per_value if fused_accumulation else FP32_BYTES + copy
     if in_place:
         return bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
-    return vocabulary * (block_tokens * (4 + copy) + hidden_size * gradient)
+    return vocabulary * (block_tokens * (FP32_BYTES + copy) + hidden_size * gradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,24 @@ class VocabularyShards:
     workspace_bytes: float = 0.0
     spread: Line = Line()  # noqa: RUF009 - frozen
     gather: Line = Line()  # noqa: RUF009 - frozen
+
+    def with_bytes(self, shape: ModelShape) -> VocabularyShards:
+        """Return the shards with the bytes that those of a training hold of a chunk (`runtime.loss.shards`).
+
+        From `S` to `T` these are the exponentials in the weights' type, or nothing if logits are recomputed by blocks; the
+        broadcast input, gathered over tensor-parallel ranks; and in fp32 its gradient. While `S` runs, there are fp32
+        exponentials too.
+        """
+        blocks, value_bytes, entries = shape.loss_block_tokens, shape.bytes_per_value, shape.vocab_size / shape.tensor_parallel
+        # A token of a chunk is on one of the context-parallel ranks.
+        hidden, ranks = shape.hidden_size / shape.context_parallel, shape.context_parallel
+        return replace(
+            self,
+            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
+            input_bytes_per_token=hidden * (value_bytes + FP32_BYTES),
+            passing_bytes_per_token=0.0 if blocks or value_bytes == FP32_BYTES else entries * FP32_BYTES / ranks,
+            workspace_bytes=float(blocks * entries * (value_bytes + FP32_BYTES)),
+        )
 
     def of_shard(self, whole: Line, rank: int) -> Line:
         """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.

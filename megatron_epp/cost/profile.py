@@ -36,14 +36,13 @@ from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
-from megatron_epp.cost.output_layer import VocabularyShards
+from megatron_epp.cost.output_layer import FP32_BYTES, VocabularyShards
 from megatron_epp.cost.serialize import CODEC, check_part
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import halves_of
 
-_FP32_BYTES = 4
 _OF_PART = tuple(field.name for field in fields(PartCosts))
 _PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
 FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
@@ -195,7 +194,7 @@ class Profile:
         if gradient == NO_TIME:
             gradient = head.backward.scaled(0.5)
         logits = head.forward + head.backward.without(gradient)
-        hops, fp32_bytes = max(0, len(shares) - 1), self.hidden_bytes_per_token * _FP32_BYTES / self.weight_bytes
+        hops, fp32_bytes = max(0, len(shares) - 1), self.hidden_bytes_per_token * FP32_BYTES / self.weight_bytes
         latency = Line(math.ceil(math.log2(max(1, len(shares)))) * self.message_latency_us)
 
         def moved(num_bytes: float) -> Line:
@@ -241,7 +240,7 @@ class Profile:
         reads = first or depths > 0  # tokens ahead are embedded on the last stage
         extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
-        wide = self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes
+        wide = self.kv_bytes_per_token * FP32_BYTES / self.weight_bytes
         mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
         kv = KVBytes(
             bytes_per_token=self.kv_bytes_per_token,

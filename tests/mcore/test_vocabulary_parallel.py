@@ -12,8 +12,7 @@ from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.cost.work import work_of
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows, vocabulary_shares
-from megatron_epp.mcore.costs.shape import with_shard_bytes
+from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows
 from megatron_epp.plan import Chunk, Op, Segment
 from megatron_epp.runtime.loss.shards import Shard, logits_pass
 from tests.support.mcore.forked import job, returned
@@ -108,12 +107,11 @@ def test_auto_is_off_where_on_would_be_refused(flags: str, megatron: dict[str, A
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_tokens: int) -> None:
     tokens, width, entries = 24, 8, 96
-    sizes = {"hidden_size": width, "padded_vocab_size": entries, "bf16": dtype == torch.bfloat16, "fp16": False}
-    args = arguments(*ON.split(), "--epp-loss-block-tokens", str(block_tokens), **RANKS | sizes)
-    shape = ModelShape(num_layers=4, hidden_size=width, ffn_hidden_size=16, num_attention_heads=2, vocab_size=entries)
-    costs = with_shard_bytes(args, analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=vocabulary_shares(args)))
-    assert costs.vocabulary is not None
-    rows = costs.vocabulary.rows(Op.S, 4, work_of([Chunk((Segment(0, 0, tokens),))], [tokens]))
+    sizes = {"hidden_size": width, "vocab_size": entries, "num_attention_heads": 2, "loss_block_tokens": block_tokens}
+    shape = ModelShape(num_layers=4, ffn_hidden_size=16, bytes_per_value=dtype.itemsize, **sizes)
+    shards = analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=[1 / 4] * 4).vocabulary
+    assert shards is not None
+    rows = shards.with_bytes(shape).rows(Op.S, 4, work_of([Chunk((Segment(0, 0, tokens),))], [tokens]))
     planned = rows.takes[1][0] - rows.gives[1][0]
     weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)
     rows = vocabulary_rows(entries, 4)[1]

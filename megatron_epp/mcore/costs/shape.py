@@ -156,27 +156,8 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
 
 
 def with_shard_bytes(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
-    """Return costs with the bytes that the runtime's shards hold of a chunk (`runtime.loss.shards`).
-
-    From `S` to `T` these are the exponentials in the weights' type, or nothing if logits are recomputed by blocks; the
-    broadcast input, gathered over tensor-parallel ranks; and in fp32 its gradient. While `S` runs, there are fp32
-    exponentials too.
-    """
-    shards = costs.vocabulary
-    if shards is None:
+    """Return costs with the bytes that the run's shards of the output layer hold, if it has any."""
+    if costs.vocabulary is None:
         return costs
-    entries, value_bytes = args.padded_vocab_size / args.tensor_model_parallel_size, 2 if args.bf16 or args.fp16 else 4
-    wide = torch.float32.itemsize if value_bytes < torch.float32.itemsize else 0
-    # A token of a chunk is on one of the context-parallel ranks.
-    hidden, ranks = args.hidden_size / args.context_parallel_size, args.context_parallel_size
-    blocks = block_tokens_of(args)
-    return replace(
-        costs,
-        vocabulary=replace(
-            shards,
-            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
-            input_bytes_per_token=hidden * (value_bytes + torch.float32.itemsize),
-            passing_bytes_per_token=0.0 if blocks else entries * wide / ranks,
-            workspace_bytes=float(blocks * entries * (value_bytes + torch.float32.itemsize)),
-        ),
-    )
+    shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
+    return replace(costs, vocabulary=costs.vocabulary.with_bytes(shape))
