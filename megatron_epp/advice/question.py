@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import MICROSECONDS, with_latents
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
@@ -197,13 +197,8 @@ class Question:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
         profile = self.profile(config)
         sizes = {"data_parallel_size": config.data} | self._expert_sizes(config)
-        costs = profile.costs(
-            config.layers,
-            optimizer=OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes),
-            replicas=config.data,
-            vocabulary_shares=config.stages.vocabulary_shares,
-        )
-        return on_device(costs, buffers=profile.gradient_buffers(config.num_stages))
+        optimizer = OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes)
+        return profile.costs_on_device(config.stages, optimizer, config.data)
 
     def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
         """Planning problem of one iteration of one replica."""

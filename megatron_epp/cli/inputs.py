@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import with_latents
 from megatron_epp.cost.library import (
     RATES,
@@ -23,7 +23,7 @@ from megatron_epp.cost.library import (
     load_flags,
     shape_of,
 )
-from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
+from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.cost.model_shape import ALLTOALL
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.cost.parameters import summary, trained_share
@@ -233,25 +233,14 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     """Costs of a pipeline of the model's parts."""
     flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
-    costs = profile.costs(
-        layout.layers,
-        optimizer=OptimizerBytes.of_flags(flags, profile.weight_bytes),
-        replicas=args.data_parallel,
-        vocabulary_shares=layout.vocabulary_shares,
-    )
-    costs = on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
-    return layout.costs_of(costs)
+    optimizer, share = OptimizerBytes.of_flags(flags, profile.weight_bytes), args.fragmentation_share
+    share = 0.0 if share is None and args.rates == "cpu" else share
+    return layout.costs_of(profile.costs_on_device(layout, optimizer, args.data_parallel, share))
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:
     """True if ``--costs`` names costs of a whole pipeline, whose layers per stage are fixed."""
     return args.costs is not None and isinstance(load_costs(args.costs), PipelineCosts)
-
-
-def _fragmentation_share(args: argparse.Namespace) -> float:
-    if args.fragmentation_share is not None:
-        return float(args.fragmentation_share)
-    return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster | None:

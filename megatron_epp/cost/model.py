@@ -354,7 +354,7 @@ def _check(costs: PipelineCosts) -> None:
 
 def on_device(
     costs: PipelineCosts,
-    fragmentation_share: float | None = FRAGMENTATION_SHARE,
+    fragmentation_share: float | None = None,
     *,
     buffers: Sequence[int] | None = None,
 ) -> PipelineCosts:
@@ -365,7 +365,8 @@ def on_device(
 
     Args:
         costs: costs that count kept tensors only.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None as in the costs.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None for
+            `FRAGMENTATION_SHARE`.
         buffers: bytes of each stage, see `Static`; None as in the costs.
     """
     stages = []
@@ -374,6 +375,6 @@ def on_device(
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
         stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
-    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
+    share = FRAGMENTATION_SHARE if fragmentation_share is None else fragmentation_share
     per_token = costs.hidden_bytes_per_token
     return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

@@ -34,14 +34,14 @@ from megatron_epp.cost.blocks import (
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import FP32_BYTES, VocabularyShards
 from megatron_epp.cost.serialize import CODEC, check_part
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
-from megatron_epp.plan.layout import halves_of
+from megatron_epp.plan.layout import Layout, halves_of
 
 _OF_PART = tuple(field.name for field in fields(PartCosts))
 _PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
@@ -170,6 +170,14 @@ class Profile:
             vocabulary=self._shards(vocabulary_shares) if vocabulary_shares else None,
             context_exchange_us=self.context_exchange_us,
         )
+
+    def costs_on_device(
+        self, layout: Layout, optimizer: OptimizerBytes, replicas: int, fragmentation_share: float | None = None
+    ) -> PipelineCosts:
+        """Costs of the stages of a layout (`costs`) with the device memory that autograd does not keep (`on_device`)."""
+        shares = layout.vocabulary_shares
+        costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=shares)
+        return on_device(costs, fragmentation_share, buffers=self.gradient_buffers(len(layout.halves)))
 
     def training(self, share: float) -> Profile:
         """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'

@@ -26,16 +26,16 @@ def on_gpu(monkeypatch):
 
 def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
     assert with_device_memory(Namespace(epp_fragmentation_share=None), COSTS) == COSTS
-    given = with_device_memory(Namespace(epp_fragmentation_share=0.1), COSTS)
-    assert given.fragmentation_share == 0.1
-    assert given.stages == COSTS.stages
+    with_share = with_device_memory(Namespace(epp_fragmentation_share=0.1), COSTS)
+    assert with_share.fragmentation_share == 0.1
+    assert with_share.stages == COSTS.stages
 
 
 def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
-    found = with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
-    assert found.fragmentation_share == FRAGMENTATION_SHARE
-    assert found.message_bytes_per_token == COSTS.hidden_bytes_per_token
-    assert [stage.layers.working_bytes_per_token for stage in found.stages] == [s.layers.bytes_per_token for s in COSTS.stages]
+    costs = with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
+    assert costs.fragmentation_share == FRAGMENTATION_SHARE
+    assert costs.message_bytes_per_token == COSTS.hidden_bytes_per_token
+    assert [stage.layers.working_bytes_per_token for stage in costs.stages] == [s.layers.bytes_per_token for s in COSTS.stages]
 
 
 @pytest.mark.parametrize("fused", [False, True])

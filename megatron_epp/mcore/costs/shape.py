@@ -9,21 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_epp.cost import (
-    CPU,
-    H100_NODE,
-    ModelShape,
-    OptimizerBytes,
-    PipelineCosts,
-    Profile,
-    Rates,
-    analytic_profile,
-    on_device,
-)
-from megatron_epp.cost.analytic import with_latents
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
+from megatron_epp.cost.analytic import analytic_profile, with_latents
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.library import shape_of
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
@@ -144,14 +133,12 @@ def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
 
 
 def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
-    """Add the memory that is not kept by autograd. On a CPU it is not known, so only a given fragmentation share is set.
-
-    Args:
-        buffers: bytes of each stage's largest gradient; None as in the costs.
+    """Return costs with the memory that autograd does not keep, see `on_device`. On a CPU it is not counted, so only a
+    fragmentation share that is set applies.
     """
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, buffers=buffers)
+        return on_device(costs, share, buffers=buffers)
     return costs if share is None else replace(costs, fragmentation_share=share)
 
 
