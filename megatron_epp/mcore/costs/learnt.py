@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.mcore.costs.shape import unusual_optimizer
+from megatron_epp.mcore.costs.shape import CONFIG_OF_COSTS, FLAGS_OF_COSTS, unusual_optimizer
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import EppError
@@ -29,46 +29,14 @@ from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "epp_placement",
-    "sequence_parallel",
-    "bf16",
-    "fp16",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "swiglu",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "transformer_impl",
-    "attention_backend",
-    "epp_loss_block_tokens",
-    "epp_split_weight_gradient",
-    "epp_vocab_parallel",
-    "epp_microbatches",
-    "epp_offload",
-    "data_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "use_distributed_optimizer",
-)
-"""Arguments that learnt times and bytes depend on. Times of a stage include its messages to neighbours, so placement counts."""
-_CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
-"""Fields of a model's configuration that change what its layers take, but not its parameters."""
-
 
 def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module], links: Links) -> dict[str, Any]:
     """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks."""
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for of_rank in everyone for number, digest in of_rank.items()}
-    flags = {name: getattr(args, name, None) for name in _FLAGS} | unusual_optimizer(args)
+    flags = {name: getattr(args, name, None) for name in FLAGS_OF_COSTS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
-    flags |= {name: getattr(config, name, None) for name in _CONFIG}
+    flags |= {name: getattr(config, name, None) for name in CONFIG_OF_COSTS}
     if getattr(args, "epp_latents", None) == "on":  # else nothing is told, as by versions that knew of none
         flags["epp_latents"] = "on"
     known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}

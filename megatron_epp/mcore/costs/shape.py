@@ -45,6 +45,51 @@ def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     return OptimizerBytes.of_flags(flags)
 
 
+_FLAGS_OF_BOTH = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_size",
+    "epp_offload",
+    "epp_split_weight_gradient",
+)
+FLAGS_OF_COSTS = (
+    *_FLAGS_OF_BOTH,
+    "pipeline_model_parallel_size",
+    "epp_placement",
+    "sequence_parallel",
+    "bf16",
+    "fp16",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "transformer_impl",
+    "attention_backend",
+    "epp_loss_block_tokens",
+    "epp_vocab_parallel",
+    "epp_microbatches",
+    "virtual_pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
+"""Arguments that learnt times and bytes depend on. Times of a stage include its messages to neighbours, so placement counts."""
+CONFIG_OF_COSTS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
+"""Fields of a model's configuration that change what its layers take, but not its parameters."""
+_FLAGS_OF_LAYOUT = (
+    *_FLAGS_OF_BOTH,
+    "epp_layout",
+    "epp_costs",
+    "epp_memory_cap_gb",
+    "epp_documents",
+    "epp_batch_tokens",
+    "seq_length",
+    "global_batch_size",
+    "expert_tensor_parallel_size",
+)
 _USUAL = {
     "optimizer": ("adam",),
     "use_precision_aware_optimizer": (False,),
@@ -59,6 +104,13 @@ def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
     if "optimizer_cpu_offload" in unusual:
         unusual["optimizer_offload_fraction"] = args.optimizer_offload_fraction
     return unusual
+
+
+def flags_of_layout(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags on which the choice of a layout depends, besides the data; a resumed run warns if they differ."""
+    flags = {name: getattr(args, name, None) for name in _FLAGS_OF_LAYOUT}
+    flags |= {name: str(value) for name, value in unusual_optimizer(args).items()}
+    return flags if args.epp_vocab_parallel == "off" else flags | {"epp_vocab_parallel": args.epp_vocab_parallel}
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
@@ -133,18 +185,13 @@ def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
 
 
 def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
-    """Return costs with the memory that autograd does not keep, see `on_device`. On a CPU it is not counted, so only a
-    fragmentation share that is set applies.
+    """Return costs with the bytes that the run's shards of the output layer hold, and the memory that autograd does not keep
+    (`on_device`). On a CPU that is not counted, so only a fragmentation share that is set applies.
     """
+    if costs.vocabulary is not None:
+        shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
+        costs = replace(costs, vocabulary=costs.vocabulary.with_bytes(shape))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
         return on_device(costs, share, buffers=buffers)
     return costs if share is None else replace(costs, fragmentation_share=share)
-
-
-def with_shard_bytes(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
-    """Return costs with the bytes that the run's shards of the output layer hold, if it has any."""
-    if costs.vocabulary is None:
-        return costs
-    shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-    return replace(costs, vocabulary=costs.vocabulary.with_bytes(shape))

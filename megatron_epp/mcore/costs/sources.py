@@ -29,7 +29,6 @@ from megatron_epp.mcore.costs.shape import (
     parameters_of,
     trained_share,
     with_device_memory,
-    with_shard_bytes,
 )
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
@@ -72,8 +71,7 @@ def pipeline_costs(
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
     product = profile.costs(layers, **sharing).stages[-1].line_of_ends("weight")
-    base = costs_of_stages(profile, layers, trained, **sharing)
-    base = with_shard_bytes(args, _with_bytes(base, token_bytes))
+    base = _with_bytes(costs_of_stages(profile, layers, trained, **sharing), token_bytes)
     with _undisturbed(stages.values()):
         note("measuring bytes")
         measured = _with_largest_workspaces(

@@ -24,7 +24,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import for_run, optimizer_bytes, unusual_optimizer, with_device_memory, with_shard_bytes
+from megatron_epp.mcore.costs.shape import flags_of_layout, for_run, optimizer_bytes, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -43,23 +43,6 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_layout.json"
 _BATCHES = 8
 """Number of the run's first batches that are the sample. Not measured: more make the search longer, in proportion."""
-_FLAGS = (
-    "epp_layout",
-    "epp_costs",
-    "epp_memory_cap_gb",
-    "epp_documents",
-    "epp_batch_tokens",
-    "epp_offload",
-    "epp_split_weight_gradient",
-    "seq_length",
-    "global_batch_size",
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Flags on which the choice depends, besides the data; a resumed run warns if they differ."""
 
 
 def search_layout(args: argparse.Namespace) -> None:
@@ -74,11 +57,7 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout not in SEARCHED:
         return
     costs = named(args)
-    flags = {name: getattr(args, name, None) for name in _FLAGS}
-    flags |= {name: str(value) for name, value in unusual_optimizer(args).items()}
-    if args.epp_vocab_parallel != "off":
-        flags["epp_vocab_parallel"] = args.epp_vocab_parallel
-    layout, chosen_with = made_by_first(partial(_found, args, costs, flags))
+    layout, chosen_with = made_by_first(partial(_found, args, costs, flags_of_layout(args)))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
@@ -148,7 +127,7 @@ def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipeli
         replicas=args.data_parallel_size,
         vocabulary_shares=layout.vocabulary_shares,
     )
-    return with_device_memory(args, with_shard_bytes(args, costs), profile.gradient_buffers(len(layout.halves)))
+    return with_device_memory(args, costs, profile.gradient_buffers(len(layout.halves)))
 
 
 def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
