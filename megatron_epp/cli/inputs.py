@@ -26,7 +26,7 @@ from megatron_epp.cost.library import (
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.cost.model_shape import ALLTOALL
 from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.cost.parameters import summary, trained_share
+from megatron_epp.cost.parameters import parameters_of, summary
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
@@ -134,7 +134,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     flags |= {name: value for name, value in values.items() if value is not None}
     if (trained := getattr(args, "trained_parameters", None)) is not None:
         with of_model(args):
-            flags[TRAINED_SHARE] = trained_share(flags, trained)
+            flags[TRAINED_SHARE] = min(1.0, trained / parameters_of(flags))
     return flags
 
 

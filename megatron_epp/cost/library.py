@@ -7,9 +7,11 @@ are refused.
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
-from megatron_epp.cost.layer_lists import by_layer
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
@@ -308,6 +309,39 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         chosen_groups=some("moe_router_group_topk") or some("moe_router_num_groups") or 1,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def by_layer(frequency: Any, count: int) -> list[bool]:
+    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``.
+
+    Args:
+        frequency: the flag, as text, or as the list that Megatron makes of it.
+
+    Raises:
+        EppError: it is neither.
+    """
+    text = str(frequency).strip()
+    if text.isdecimal() and int(text[:9]) >= 1:
+        return [layer % int(text) == 0 for layer in range(count)]
+    try:
+        entries = _listed(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise EppError(f"{brief(frequency)} is no list of layers") from None
+    return [bool(entry) for entry in islice(cycle(entries or [0]), count)]
+
+
+def _listed(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _listed(node.left) + _listed(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times = ast.literal_eval(node.right)
+        if not isinstance(times, int) or not 0 <= times <= 10_000:
+            raise ValueError(times)
+        return _listed(node.left) * times
+    entries = ast.literal_eval(node)
+    if not isinstance(entries, list) or not all(type(entry) is int for entry in entries):
+        raise ValueError(entries)
+    return entries
 
 
 def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.cost.layer_lists import by_layer
-from megatron_epp.cost.library import shape_of
+from megatron_epp.cost.library import by_layer, shape_of
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"
@@ -19,14 +18,17 @@ def parameters_of(flags: Flags) -> int:
     Raises:
         EppError: a list of layers cannot be read.
     """
-    vocabulary = int(flags["vocab_size"]) * int(flags["hidden_size"])
-    ends = vocabulary * (2 if flags.get("untie_embeddings_and_output_weights") else 1)
-    return ends + sum(count * _layer(flags, *kinds) for kinds, count in Counter(kinds_of_layers(flags)).items())
-
-
-def trained_share(flags: Flags, trained: int) -> float:
-    """Return the share of a model's parameters that train, at most 1, given their number; arguments as of `parameters_of`."""
-    return min(1.0, trained / parameters_of(flags))
+    shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
+    ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
+    counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)
+    mixers = {_DELTA: _gated_delta, _STATES: _mamba}
+    return (
+        ends * int(flags["vocab_size"]) * shape.hidden_size
+        + counts[_ATTENTION] * shape.attention_parameters
+        + counts["-"] * (shape.dense or shape).mlp_parameters
+        + counts["E"] * (shape.layer_parameters - shape.attention_parameters)
+        + sum(counts[symbol] * parameters(flags) for symbol, parameters in mixers.items() if counts[symbol])
+    )
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
@@ -49,18 +51,6 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
         ["E" if routed else "-" for routed in has_experts],
     )
     return list(zip(mixers, mlps, strict=True))
-
-
-def _layer(flags: Flags, mixer: str, mlp: str) -> int:
-    shape, gates = shape_of({**flags, "num_layers": 1, "moe_layer_freq": 1}), 3 if flags.get("swiglu") else 2
-    count = 0
-    if mixer == _ATTENTION:
-        count = shape.attention_parameters
-    elif mixer:
-        count = {_DELTA: _gated_delta, _STATES: _mamba}[mixer](flags)
-    if mlp == "-":
-        count += gates * shape.hidden_size * int(flags.get("ffn_hidden_size") or 4 * shape.hidden_size)
-    return count + (shape.layer_parameters - shape.attention_parameters) * (mlp == "E")
 
 
 def _gated_delta(flags: Flags) -> int:
