@@ -10,10 +10,10 @@ import numpy as np
 from megatron_epp.cost import memory
 from megatron_epp.cost.kv_cache import NO_KV, KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
-from megatron_epp.cost.serialize import check_part
 from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
+from megatron_epp.plan.codec import Codec
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import brief, printable
+from megatron_epp.plan.reading import MOST_LAYERS, brief, printable
 from megatron_epp.plan.recompute import FULL, MODES
 
 INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", "mlp", "prediction", "head"
@@ -24,6 +24,15 @@ _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _IDLE_US = 1.0
 """Time of a backward that computes nothing, before it is measured. Assumed: an order of plans needs some."""
 _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
+CODEC = Codec(
+    least={
+        **dict.fromkeys(("heads", "kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
+        "weight_bytes": 0.125,  # a weight takes a bit at least
+    },
+    most={"count": MOST_LAYERS, "num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0},
+    least_of_others=0,
+)
+"""Limits of the numbers in files of costs and profiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,18 +297,24 @@ class StageCosts:
         return replace(self, blocks=tuple(changed))
 
 
-def check_modes(part: PartCosts, name: str) -> None:
-    """Raise `EppError` if a part has costs of a recompute mode that is not known; `name` is the part's in errors."""
+def check_within(part: Line, whole: Line, name: str) -> None:
+    """Raise `EppError` if a line exceeds the line that it is a part of: the remainder would be negative."""
+    if part.within(whole) != part:
+        raise EppError(f"{name} is above the backward that it is a part of ({part} and {whole})")
+
+
+def check_part(part: PartCosts, name: str) -> None:
+    """Raise `EppError` if weight gradients take longer than a backward, or a recompute mode is not known."""
     for mode in part.recompute:
         if mode not in MODES:
             raise EppError(f"{name}.recompute.{printable(mode)} is unknown; modes are {', '.join(MODES)}")
+    check_within(part.weight, part.backward, f"{name}.weight")
 
 
 def check_stage(stage: StageCosts, name: str) -> None:
-    """Raise `EppError` if weight gradients take longer than a backward, or a kind of block or recompute mode is not known."""
+    """Raise `EppError` if a block's costs contradict each other (`check_part`), or its kind is not known."""
     for at, block in enumerate(stage.blocks):
         where = f"{name}.blocks[{at}]"
         if block.kind not in KINDS:
             raise EppError(f"{where}.kind is {brief(block.kind)}; kinds are {', '.join(KINDS)}")
-        check_modes(block, where)
-        check_part(f"{where}.weight", block.weight, block.backward)
+        check_part(block, where)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION, BlockCosts, StageCosts, check_stage
+from megatron_epp.cost.blocks import ATTENTION, CODEC, HEAD, LAYER, MLP, PREDICTION, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
@@ -26,7 +26,6 @@ from megatron_epp.cost.memory import (
 )
 from megatron_epp.cost.older import of_version_1
 from megatron_epp.cost.output_layer import VocabularyShards
-from megatron_epp.cost.serialize import CODEC
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.codec import FileFormat

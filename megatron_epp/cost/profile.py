@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_epp.cost.blocks import (
     ATTENTION,
+    CODEC,
     HEAD,
     INPUT,
     LAYER,
@@ -29,7 +30,8 @@ from megatron_epp.cost.blocks import (
     BlockCosts,
     PartCosts,
     StageCosts,
-    check_modes,
+    check_part,
+    check_within,
 )
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_cache import KVBytes
@@ -37,7 +39,6 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import FP32_BYTES, VocabularyShards
-from megatron_epp.cost.serialize import CODEC, check_part
 from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
@@ -373,8 +374,6 @@ def _check(profile: Profile) -> None:
     if profile.dense_layers and profile.dense_layer is None:
         raise EppError("dense_layers names layers, and there is no dense_layer")
     for name in ("layer", "embedding", "head"):
-        part: ModelPart = getattr(profile, name)
-        check_part(f"{name}.weight", part.weight, part.backward)
-        check_modes(part, name)
+        check_part(getattr(profile, name), name)
     for name in ("forward", "backward", "weight"):
-        check_part(f"attention.{name}", getattr(profile.attention, name), getattr(profile.layer, name))
+        check_within(getattr(profile.attention, name), getattr(profile.layer, name), f"attention.{name}")
