@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
-from megatron_epp.cost.analytic import MICROSECONDS, with_latents
+from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
+from megatron_epp.cost.analytic import MICROSECONDS, profile_for
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
@@ -189,9 +189,7 @@ class Question:
     def profile(self, config: Configuration) -> Profile:
         """Profile measured with the configuration's sizes, or by formula if there is none."""
         measured = self.measured.get(config.sharing)
-        shape, rates = self.shape(config), self.rates
-        profile = analytic_profile(shape, rates) if measured is None else with_latents(measured, shape, rates)
-        return profile.training(self.trained_share)
+        return profile_for(measured, self.shape(config), self.rates).training(self.trained_share)
 
     def costs(self, config: Configuration) -> PipelineCosts:
         """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""

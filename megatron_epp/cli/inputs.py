@@ -11,7 +11,7 @@ from typing import Any
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
-from megatron_epp.cost.analytic import with_latents
+from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -225,7 +225,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         return stored, sum(stored.num_layers)
     with naming_file(f"--costs {args.costs}"), of_model(args):
         if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1:
-            stored = with_latents(stored, shape_of(flags), _rates(args))
+            stored = profile_for(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
 

@@ -83,17 +83,19 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     )
 
 
-def with_latents(measured: Profile, shape: ModelShape, rates: Rates) -> Profile:
-    """Return a measured profile for a model that may relay latents.
+def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
+    """Return a measured profile for a model that may relay latents, or one by formula if nothing is measured.
 
     Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
 
     Args:
-        shape, rates: as `analytic_profile` takes them; with a shape that relays none the profile is returned.
+        shape, rates: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned.
 
     Raises:
         EppError: the profile is of a model with experts in other layers.
     """
+    if measured is None:
+        return analytic_profile(shape, rates)
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")

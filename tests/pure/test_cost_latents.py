@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost import ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
-from megatron_epp.cost.analytic import with_latents
+from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.hardware import H100
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.library import load_flags, shape_of
@@ -124,7 +124,7 @@ def test_a_measured_profile_keeps_its_times_and_gets_the_bytes_of_latents() -> N
     shape, formula = deepseek(epp_latents="on"), profile(True)
     slow = profile(False)
     slow = replace(slow, layer=replace(slow.layer, forward=slow.layer.forward.scaled(3)))
-    found = with_latents(slow, shape, H100)
+    found = profile_for(slow, shape, H100)
     for name in ("bytes_per_token", "attended_bytes_per_token", "weight_bytes_per_token"):
         assert getattr(found.layer, name) == getattr(formula.layer, name) < getattr(slow.layer, name)
     assert found.layer.recompute["mlp"].bytes_per_token == formula.layer.recompute["mlp"].bytes_per_token
@@ -132,7 +132,7 @@ def test_a_measured_profile_keeps_its_times_and_gets_the_bytes_of_latents() -> N
     assert (found.kv_bytes_per_token, found.expanded_heads) == (formula.kv_bytes_per_token, 128)
     assert found.layer.forward == replace(slow.layer.forward, per_read_us=formula.layer.forward.per_read_us)
     assert found.layer.backward.per_read_us == formula.layer.backward.per_read_us > 0
-    assert with_latents(slow, deepseek(epp_latents="off"), H100) is slow
+    assert profile_for(slow, deepseek(epp_latents="off"), H100) is slow
 
 
 def test_files_hold_what_latents_need() -> None:

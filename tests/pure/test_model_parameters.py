@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.cli import main
 from megatron_epp.cost import H100, ModelShape, OptimizerBytes, Profile, analytic_costs, analytic_profile
-from megatron_epp.cost.analytic import with_latents
+from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
 from megatron_epp.cost.parameters import kinds_of_layers, parameters_of, summary
@@ -99,7 +99,7 @@ def test_a_profile_of_layers_of_two_kinds_is_kept_as_json():
     assert profile.dense_layers == (1, 3, 5, 7)
     assert Profile.from_json(profile.to_json()) == profile
     with pytest.raises(EppError, match="has 4 layers without experts, and the model 0"):
-        with_latents(profile, shape_of(_SIZES), H100)
+        profile_for(profile, shape_of(_SIZES), H100)
     with pytest.raises(EppError, match="there is no dense_layer"):
         Profile.from_json(replace(profile, dense_layer=None).to_json())
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
-from megatron_epp.cost.analytic import analytic_profile, with_latents
+from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
@@ -125,11 +125,6 @@ def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
     return Parameters(**counts, largest=largest["matrices"], largest_other=largest["others"])
 
 
-def formulas(args: argparse.Namespace) -> Profile:
-    """Return the costs of the run's model by formula."""
-    return analytic_profile(shape := model_shape(args), _rates(args, shape))
-
-
 def trained_share(stage: Any) -> float | None:
     """Return the share of a stage's parameters that train; None if no backward of it computes gradients."""
     counts = [(weight.numel(), weight.numel() * weight.requires_grad) for weight in stage.model.parameters()]
@@ -159,11 +154,9 @@ def costs_of_stages(
     return replace(costs[1.0], stages=tuple(trained))
 
 
-def for_run(args: argparse.Namespace, measured: Profile | None) -> Profile:
+def for_run(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
     """Return the costs of the run's model: measured, or by formula if nothing is."""
-    if measured is None:
-        return formulas(args)
-    return with_latents(measured, shape := model_shape(args), _rates(args, shape))
+    return profile_for(measured, shape := model_shape(args), _rates(args, shape))
 
 
 def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:

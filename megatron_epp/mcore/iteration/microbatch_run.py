@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.microbatches import advice
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.shape import costs_of_stages, formulas, optimizer_bytes, trained_share
+from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
@@ -256,7 +256,7 @@ class MicrobatchRun(Run):
         mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
-        costs_by_formula = costs_of_stages(formulas(self.args), counts, trained, optimizer, replicas=replicas)
+        costs_by_formula = costs_of_stages(for_run(self.args), counts, trained, optimizer, replicas=replicas)
         costs = of_whole_microbatches(costs_by_formula)
         if not offloads(self.args):
             return costs
