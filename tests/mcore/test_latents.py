@@ -69,9 +69,10 @@ def test_a_model_without_latents_is_not_asked_to_hand_them_on() -> None:
 @pytest.mark.parametrize(("theirs", "own"), [("on", "off"), ("off", "on")])
 def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str) -> None:
     costs = pipeline_costs(theirs)
-    stored.check_latents(SimpleNamespace(epp_latents=theirs), costs)  # type: ignore[arg-type]
+    sizes = len(costs.stages), costs.hidden_bytes_per_token
+    stored.check_costs(argparse.Namespace(epp_latents=theirs), costs, *sizes)
     with pytest.raises(EppError, match=rf"costs\.json has costs of slices .* give another file, or --epp-latents {theirs}"):
-        stored.check_latents(SimpleNamespace(epp_latents=own, epp_costs="costs.json"), costs)  # type: ignore[arg-type]
+        stored.check_costs(argparse.Namespace(epp_latents=own, epp_costs="costs.json"), costs, *sizes)
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])

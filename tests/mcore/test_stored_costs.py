@@ -58,13 +58,14 @@ def test_whatever_fails_on_the_first_rank_is_told_to_the_others(first):
 
 def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused_by_name():
     half = analytic_costs(replace(SHAPE, bytes_per_value=2), CPU, [1, 2, 1])
-    assert stored_costs.checked(half, "half.json", 3, 128.0) is half
+    args = Namespace(epp_costs="half.json", epp_latents="off")
+    stored_costs.check_costs(args, half, 3, 128.0)
     with pytest.raises(
         EppError, match=r"half.json has costs of messages of 128 bytes per token where this run's take 256.*--bf16"
     ):
-        stored_costs.checked(half, "half.json", 3, 256.0)
+        stored_costs.check_costs(args, half, 3, 256.0)
     with pytest.raises(EppError, match=r"half.json has costs of 3 stages but the pipeline has 2: .*--epp-costs learn"):
-        stored_costs.checked(half, "half.json", 2, 128.0)
+        stored_costs.check_costs(args, half, 2, 128.0)
 
 
 @pytest.fixture

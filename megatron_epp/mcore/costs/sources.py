@@ -61,9 +61,7 @@ def pipeline_costs(
     token_bytes = message_bytes(next(iter(stages.values())))
     if isinstance(source, PipelineCosts):
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        source = stored_costs.checked(source, args.epp_costs, num_stages, token_bytes)
-        stored_costs.check_shares(args, source)
-        stored_costs.check_latents(args, source)
+        stored_costs.check_costs(args, source, num_stages, token_bytes)
         split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
     profile = for_run(args, source)
@@ -101,10 +99,7 @@ def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts, product: Line) -> StageCosts:
     blocks = stage.block_loss
     base = _with_workspace(base, 0) if blocks is None else _by_blocks(base, product, blocks.workspace_bytes)
-    if stage.has_gradient:
-        measured = measure_bytes(stage, base)
-    else:  # there is nothing to count
-        measured = _with_kv(base, **_sums(args, base)).without_backward()
+    measured = measure_bytes(stage, base) if stage.has_gradient else base.without_backward()
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
         (received, *_) = measured.ends
         measured = measured.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))

@@ -43,37 +43,25 @@ def _read(name: str) -> Profile | PipelineCosts:
     return load_costs(str(path))
 
 
-def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: float) -> PipelineCosts:
-    """Return costs of a whole pipeline read from a file. Raises `EppError` if they are of another pipeline or precision."""
+def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int, token_bytes: float) -> None:
+    """Raise `EppError` if costs of a whole pipeline from a file are of another pipeline or precision than this run's, have the
+    output layer on other ranks, or are of slices that hand on latents where this run's do not, or the other way round.
+    """
+    advice = "give another file, or learn them (--epp-costs learn)"
     if len(costs.stages) != num_stages:
-        raise EppError(
-            f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: give another file, or "
-            "learn them (--epp-costs learn)"
-        )
+        raise EppError(f"{args.epp_costs} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: {advice}")
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
-        raise EppError(f"{source} has {other_bytes(costs, token_bytes)}: give another file, or learn them (--epp-costs learn)")
-    return costs
-
-
-def check_latents(args: argparse.Namespace, costs: PipelineCosts) -> None:
-    """Raise `EppError` if slices hand on latents by the costs of a pipeline and not in this run, or the other way round."""
-    theirs = any(stage.kv.expanded_heads for stage in costs.stages)
-    if theirs != (args.epp_latents == "on"):
-        what, own = ("latents", "keys and values") if theirs else ("keys and values", "latents")
-        raise EppError(
-            f"{args.epp_costs} has costs of slices that hand on {what}, and this run's hand on {own}: give another file, or "
-            f"--epp-latents {'on' if theirs else 'off'}"
-        )
-
-
-def check_shares(args: argparse.Namespace, costs: PipelineCosts) -> None:
-    """Raise `EppError` for costs from a file that have the output layer on other ranks than this run."""
+        raise EppError(f"{args.epp_costs} has {other_bytes(costs, token_bytes)}: {advice}")
     of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
     if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
-        what = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
+        has = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
+        raise EppError(f"{args.epp_costs} {has} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: {advice}")
+    relays_latents = any(stage.kv.expanded_heads for stage in costs.stages)
+    if relays_latents != (args.epp_latents == "on"):
+        of_file, of_slices = ("latents", "keys and values") if relays_latents else ("keys and values", "latents")
         raise EppError(
-            f"{args.epp_costs} {what} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: give another file, or "
-            "learn them (--epp-costs learn)"
+            f"{args.epp_costs} has costs of slices that hand on {of_file}, and this run's hand on {of_slices}: give another "
+            f"file, or --epp-latents {'on' if relays_latents else 'off'}"
         )
 
 
@@ -87,7 +75,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
-    """Combine the bytes of `here` with the times of `kept`."""
+    """Combine the bytes of `here` with the times of `earlier`."""
     stages = tuple(map(_stage_with_times, here.stages, earlier.stages))
     vocabulary = here.vocabulary
     if vocabulary is not None and earlier.vocabulary is not None:

@@ -57,7 +57,8 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout not in SEARCHED:
         return
     costs = named(args)
-    layout, chosen_with = made_by_first(partial(_found, args, costs, flags_of_layout(args)))
+    flags = flags_of_layout(args)
+    layout, chosen_with = made_by_first(lambda: _kept(args, flags) or (_new(args, costs), flags))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
@@ -65,13 +66,6 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.save and dist.get_rank() == 0:
         body = json.loads(layout.to_json()) | {"chosen_with": chosen_with}
         write_whole(Path(args.save, FILE_NAME), json.dumps(body, indent=1) + "\n")
-
-
-def _found(
-    args: argparse.Namespace, costs: Profile | PipelineCosts | None, flags: dict[str, Any]
-) -> tuple[Layout, dict[str, Any]]:
-    """Return the layout that is kept, or a new one, and the flags with which it was chosen."""
-    return _kept(args, flags) or (_new(args, costs), flags)
 
 
 def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
@@ -90,11 +84,6 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
         layout = Layout.of_layers(layers, even.placement, shards_vocabulary=shards)
         logger.info("%s balanced: stages of %s layers", FLAG, layers_text(layout.halves))
         return layout
-    return _chosen(args, profile, even, batches)
-
-
-def _chosen(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Layout:
-    """Search for the layout, with the number of stages per rank from Megatron's flags."""
     choice = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
