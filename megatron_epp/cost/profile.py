@@ -45,6 +45,8 @@ from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import Layout, halves_of
 
 _OF_PART = tuple(field.name for field in fields(PartCosts))
+_PASSES = ("forward", "backward", "weight")
+_TIMES, _KEPT = (*_PASSES, "exchange"), ("bytes_per_token", "weight_bytes_per_token")
 _PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
 FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
 
@@ -243,14 +245,15 @@ class Profile:
         layer, dense_layer = self.layer, self.dense_layer or self.layer
         if dense:
             layer = dense_layer if dense == layers else _mean(layer, dense_layer, dense / layers)
-        inside, experts = layers * layer.parameters, layers * layer.expert_parameters
         depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
-        inside, experts = inside + depths * ahead.parameters, experts + depths * ahead.expert_parameters
+        mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
+        parts = (layers, layer), (depths, ahead), (has_half, mlp if begins_with_mlp else self.attention)
+        inside = sum(count * part.parameters for count, part in parts)
+        experts = sum(count * part.expert_parameters for count, part in parts)
         reads = first or depths > 0  # tokens ahead are embedded on the last stage
         extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
         others = sum(part.parameters for part in extras) + share * self.head.parameters
         wide = self.kv_bytes_per_token * FP32_BYTES / self.weight_bytes
-        mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
         kv = KVBytes(
             bytes_per_token=self.kv_bytes_per_token,
             many_gradient_bytes_per_token=wide,
@@ -262,23 +265,19 @@ class Profile:
         attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
         most = max(self.layer.bytes_per_token, dense_layer.bytes_per_token) if 0 < dense < layers else None
         blocks = [_block(LAYER, layer, count=layers, full_bytes_per_token=most, **attends)]
-        if has_half:
-            part = mlp if begins_with_mlp else self.attention
-            inside, experts = inside + part.parameters, experts + part.expert_parameters
-            if begins_with_mlp:
-                blocks.insert(0, _block(MLP, mlp))
-            else:
-                blocks.append(_block(ATTENTION, self.attention, **attends))
+        if has_half and begins_with_mlp:
+            blocks.insert(0, _block(MLP, mlp))
+        elif has_half:
+            blocks.append(_block(ATTENTION, self.attention, **attends))
         elif begins_with_mlp and layers:
             blocks = [replace(blocks[0], first_mlp_bytes_per_token=mlp.bytes_per_token)]
         if isinstance(held, OptimizerBytes):
-            largest = max((part.parameters for part in extras), default=share * self.head.parameters)
             of_stage = Parameters(
                 matrices=inside - experts,
                 experts=experts,
                 others=others,
                 largest=max(self.layer.largest_weight, dense_layer.largest_weight),
-                largest_other=largest,
+                largest_other=max((part.parameters for part in extras), default=share * self.head.parameters),
             )
             static = held.static(of_stage)
         else:
@@ -293,9 +292,8 @@ class Profile:
     def _mlp_of(self, whole: ModelPart) -> ModelPart:
         """Costs of a layer's MLP: the layer's without its attention's."""
         own = self.attention
-        times = {name: getattr(whole, name).without(getattr(own, name)) for name in ("forward", "backward", "weight")}
-        names = "bytes_per_token", "weight_bytes_per_token", "parameters"
-        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in names}
+        times = {name: getattr(whole, name).without(getattr(own, name)) for name in _PASSES}
+        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in (*_KEPT, "parameters")}
         return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
@@ -346,22 +344,20 @@ def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
     def larger(first: float | None, second: float | None) -> float | None:
         return None if first is None or second is None else max(first, second)
 
-    sums = "forward", "backward", "weight", "exchange", "bytes_per_token", "weight_bytes_per_token"
     peaks = "attended_bytes_per_token", "apart_bytes_per_token", "apart_attended_bytes_per_token"
     mixed: dict[str, Any] = {name: larger(getattr(routed, name), getattr(dense, name)) for name in peaks}
-    for name in (*sums, "parameters", "expert_parameters"):
+    for name in (*_TIMES, *_KEPT, "parameters", "expert_parameters"):
         mixed[name] = mean(getattr(routed, name), getattr(dense, name))
-    both = routed.recompute.keys() & dense.recompute.keys()
     mixed["recompute"] = {
-        name: mode(routed.recompute[name], dense.recompute[name]) for name in routed.recompute if name in both
+        name: mode(own, dense.recompute[name]) for name, own in routed.recompute.items() if name in dense.recompute
     }
     return replace(routed, **mixed)
 
 
 def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:
     """Return a block with the times and kept bytes of so many; they run one after the other."""
-    lines = {name: getattr(block, name).scaled(number) for name in ("forward", "backward", "weight", "exchange")}
-    sizes = {name: number * getattr(block, name) for name in ("bytes_per_token", "weight_bytes_per_token")}
+    lines = {name: getattr(block, name).scaled(number) for name in _TIMES}
+    sizes = {name: number * getattr(block, name) for name in _KEPT}
     return replace(block, count=count, **lines, **sizes) if number > 1 else replace(block, count=count)
 
 
@@ -375,5 +371,5 @@ def _check(profile: Profile) -> None:
         raise EppError("dense_layers names layers, and there is no dense_layer")
     for name in ("layer", "embedding", "head"):
         check_part(getattr(profile, name), name)
-    for name in ("forward", "backward", "weight"):
+    for name in _PASSES:
         check_within(getattr(profile.attention, name), getattr(profile.layer, name), f"attention.{name}")
