@@ -45,6 +45,7 @@ def loss_workspace_bytes(
     *,
     fused_accumulation: bool = False,
     in_place: bool = False,
+    has_entropy: bool = False,
 ) -> int:
     """Bytes of workspace, in addition to activations, while a pass computes a loss by blocks.
 
@@ -56,14 +57,16 @@ def loss_workspace_bytes(
         fused_accumulation: blocks accumulate into the weight's main gradient directly; only a placeholder tensor is allocated.
         in_place: a kernel overwrites logits, stored in the type of the values, with their gradient; then there is a second copy
             of a block's input, scaled by the weights of its tokens.
+        has_entropy: the loss reads entropies, for which every logit has one more factor in fp32.
     """
     if block_tokens == 0:
         return 0
+    factors = FP32_BYTES * block_tokens * vocabulary if has_entropy else 0
     copy = bytes_per_value if bytes_per_value < FP32_BYTES else 0
     gradient = bytes_per_value if fused_accumulation else FP32_BYTES + copy
     if in_place:
-        return bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
-    return vocabulary * (block_tokens * (FP32_BYTES + copy) + hidden_size * gradient)
+        return factors + bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
+    return factors + vocabulary * (block_tokens * (FP32_BYTES + copy) + hidden_size * gradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,15 +75,15 @@ class BlockLoss(OfRows):
     @property
     def workspace_bytes(self) -> int:
         """Bytes that are allocated only while a pass computes the loss."""
-        layer, value_bytes = self._layer, self._model.config.params_dtype.itemsize
-        factors = 4 * self.block_tokens * layer.output_size_per_partition if self.asked.has_entropy else 0
-        return factors + loss_workspace_bytes(
+        layer = self._layer
+        return loss_workspace_bytes(
             self.block_tokens,
             layer.output_size_per_partition,
             layer.input_size,
-            value_bytes,
+            self._model.config.params_dtype.itemsize,
             fused_accumulation=layer.gradient_accumulation_fusion,
             in_place=self.kernel is not None,
+            has_entropy=self.asked.has_entropy,
         )
 
     @contextmanager
