@@ -242,12 +242,12 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
-    rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
+    moved = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters, by_blocks = shape.vocabulary_parameters / shape.tensor_parallel, shape.loss_block_tokens > 0
     return ModelPart(
-        forward=launch_forward + linear + rest,
-        backward=launch_backward + linear.scaled(2 + by_blocks) + rest,
+        forward=launch_forward + linear + moved,
+        backward=launch_backward + linear.scaled(2 + by_blocks) + moved,
         weight=NO_TIME if by_blocks else launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=norm if by_blocks else logits + norm,
         weight_bytes_per_token=0.0

@@ -226,7 +226,7 @@ class ModelShape:
     @property
     def mlp_parameters(self) -> int:
         """Parameters of one MLP, or of one expert."""
-        return (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size
+        return self._gates * self.hidden_size * self.ffn_hidden_size
 
     @property
     def attention_parameters(self) -> int:

@@ -41,9 +41,9 @@ def stage_of(old: dict[str, Any], where: str, is_last: bool) -> dict[str, Any]:
     The embedding's and the head's were one: they become the head's if the stage is the last of the pipeline.
     """
     old = {name: value for name, value in old.items() if value is not None}
-    for wrong, what in ((old.keys() - _KNOWN, "unknown"), (_NEEDED - old.keys(), "missing")):
-        if wrong:
-            raise EppError(f"{where}.{printable(min(wrong))} is {what}")
+    for names, problem in ((old.keys() - _KNOWN, "unknown"), (_NEEDED - old.keys(), "missing")):
+        if names:
+            raise EppError(f"{where}.{printable(min(names))} is {problem}")
     layers, kv, ends = ({new: old[name] for name, new in names.items() if name in old} for names in (_LAYER, _KV, _ENDS))
     of_ends_bytes, of_head = (_bytes(old.get(name, 0.0), f"{where}.{name}") for name in _KEPT)
     half = old.get("half", {})

@@ -1,4 +1,6 @@
-"""Shape of the model that trains and bytes of its optimizer, from Megatron's arguments, and its costs by formula."""
+"""Facts in Megatron's arguments about the model that trains: its shape, the bytes of its optimizer, its costs, and the flags
+on which learnt costs and the choice of a layout depend.
+"""
 
 from __future__ import annotations
 

@@ -136,15 +136,15 @@ def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
     return {"gradient_bytes_per_token": few, "many_gradient_bytes_per_token": many}
 
 
-def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:
+def _with_largest_workspaces(stages: dict[int, StageCosts]) -> dict[int, StageCosts]:
     """Replace every stage's workspace bytes by the largest on any rank of the job. A collective call of all ranks.
 
     Plans are made for all replicas, and a rank on which the loss kernel is missing or fails needs more workspace.
     """
-    everyone = from_each_of_job({number: costs.workspace_bytes for number, costs in mine.items()})
+    of_ranks = from_each_of_job({number: costs.workspace_bytes for number, costs in stages.items()})
     return {
-        number: _with_workspace(costs, max(each[number] for each in everyone if number in each))
-        for number, costs in mine.items()
+        number: _with_workspace(costs, max(sizes[number] for sizes in of_ranks if number in sizes))
+        for number, costs in stages.items()
     }
 
 
@@ -170,16 +170,16 @@ def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
     return replace(costs, hidden_bytes_per_token=token_bytes)
 
 
-def by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
+def by_stage[T](local: dict[int, T], links: Links) -> tuple[T, ...]:
     """Gather one value per stage of the pipeline from all ranks, in the order of stages."""
-    everyone = {number: value for values in gathered(mine, links) for number, value in values.items()}
-    return tuple(everyone[number] for number in sorted(everyone))
+    values_of_stages = {number: value for values in gathered(local, links) for number, value in values.items()}
+    return tuple(values_of_stages[number] for number in sorted(values_of_stages))
 
 
-def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
+def gathered[T](local: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
     """Gather one value per pipeline rank, in pipeline order; `choose` picks among ranks that share layers (the first)."""
     values: dict[int, list[T]] = {}
-    for position, _, value in sorted(links.control.from_each((links.position, dist.get_rank(), mine)), key=itemgetter(0, 1)):
+    for position, _, value in sorted(links.control.from_each((links.position, dist.get_rank(), local)), key=itemgetter(0, 1)):
         values.setdefault(position, []).append(value)
     return [choose(values[i]) for i in range(len(links.ranks))]
 
