@@ -42,21 +42,19 @@ class Config:
         Raises:
             EppError: it is missing and has no default, or is no whole number within the limits.
         """
-        value = self.get(*names)
+        value = self._read(names, default, lambda value: whole(value, least, most))
         if value is None:
-            if default is None:
-                raise EppError(f"there is no {' or '.join(names)}")
-            return default
-        try:
-            return whole(value, least, most)
-        except EppError as error:
-            raise EppError(f"{self._name(names)}: {error}") from None
+            raise EppError(f"there is no {' or '.join(names)}")
+        return value
 
     def number(self, *names: str, default: float) -> float:
         """Return a number, or the default. Raises `EppError` for anything else."""
+        return self._read(names, default, number)
+
+    def _read[T](self, names: Sequence[str], default: T, read: Callable[[Any], T]) -> T:
         value = self.get(*names)
         try:
-            return default if value is None else number(value)
+            return default if value is None else read(value)
         except EppError as error:
             raise EppError(f"{self._name(names)}: {error}") from None
 
