@@ -60,7 +60,6 @@ def test_with_equal_lengths_it_trains_as_with_as_many_sequences(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"train_samples": 800}, r"--train-samples 800 \(use its kin in iterations"),
         ({"lr_decay_samples": 800}, "--lr-decay-samples 800 "),
         ({"lr_warmup_samples": 80}, "--lr-warmup-samples 80 "),
         ({"override_ckpt_iteration": 7}, "--override-ckpt-iteration 7 "),

@@ -86,7 +86,7 @@ def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
 
 @pytest.mark.parametrize(
     "given",
-    [{"mock_data": True}, {"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],
+    [{"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],
     ids=lambda given: next(iter(given)),
 )
 def test_other_data_sets_than_documents_are_refused(given):

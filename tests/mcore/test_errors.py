@@ -51,12 +51,6 @@ def test_every_flag_that_plans_cannot_honour_is_named(documents):
         assert flag in text
 
 
-def test_a_context_too_short_for_the_slices_asked_for_is_refused(documents):
-    text = message(train(documents, "--epp-slices", 100))
-    assert "--seq-length 64" in text
-    assert "--epp-slices" in text
-
-
 def test_an_index_without_documents_is_refused(tmp_path):
     prefix = tmp_path / "empty"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)

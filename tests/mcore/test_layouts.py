@@ -124,7 +124,6 @@ RANKS, PER_RANK = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeli
 @pytest.mark.parametrize(
     ("flags", "megatron", "says"),
     [
-        ("4,3", {}, "--epp-layout 4,3: a layout of 4, 3 layers has 7 in all, and the model has 8"),
         ("3,3,2", {}, "--epp-layout 3,3,2: it has 3 stages, .* multiple of --pipeline-model-parallel-size 2"),
         ("4.25,3.75", {}, "--epp-layout 4.25,3.75: it is neither auto, even, balanced, a file, nor layers"),
         ("4.5,3.5", {"pipeline_model_parallel_layout": "Et*4|t*4L"}, "--pipeline-model-parallel-layout .* give one of them"),

@@ -171,8 +171,6 @@ def test_a_token_whose_loss_overflows_ends_the_run_before_the_optimizers_step(sa
 
 
 PROBLEMS = {
-    "a loss without samples": ({"epp_loss": f"{OWN}:GRPO"}, "--epp-loss needs the samples that the loss is of"),
-    "documents too": ({"epp_samples": ["a"], "data_path": ["b"]}, "--epp-samples takes the place of --data-path"),
     "three files": ({"epp_samples": ["a", "b", "c"]}, "a file for training and one for evaluation, not 3"),
     "Megatron's schedule": ({"epp_samples": ["a"], "epp_schedule": "stock"}, "is for --epp-schedule elastic, not stock"),
     "shards of the vocabulary": (

@@ -16,8 +16,6 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be a whole number from 1"),
-        (["--epp-planner", "milp"], "milp is planned, not run: training lacks the time that its solver takes for every batch"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "1f1b"], "--epp-plan-budget-ms is for --epp-planner greedy, not 1f1b"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
@@ -36,7 +34,6 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         ),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-order", "given"], "--epp-order given is for --epp-microbatches user"),
-        (["--epp-host-memory-gb", "4", "--epp-offload", "off"], "--epp-host-memory-gb needs --epp-offload"),
         (
             ["--epp-host-memory-gb", "4", "--epp-recompute", "1"],
             "--epp-host-memory-gb is for offload, .* --epp-recompute at auto",

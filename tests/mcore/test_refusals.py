@@ -111,43 +111,13 @@ def test_a_model_that_megatron_cannot_save_is_refused_before_it_trains():
     prepare_epp_args(arguments(*flags, "--untie-embeddings-and-output-weights", processes=2))
 
 
-def test_several_refused_flags_are_named_in_one_message():
-    flags = ["--window-size", "8,0", "--softmax-type", "off-by-one", "--tp-comm-overlap"]
-    with pytest.raises(ArgumentError) as refusal:
-        prepare_epp_args(arguments(*flags))
-    assert all(str(flag) in str(refusal.value) for flag in flags if str(flag).startswith("--"))
-
-
 @pytest.mark.parametrize(
     ("flags", "processes", "message"),
     [
-        (
-            ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--context-parallel-size", 2],
-            12,
-            "the run has 12 processes, but --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 x "
-            "--context-parallel-size 2 takes 8 for each replica: start a multiple of 8",
-        ),
-        (
-            ["--pipeline-model-parallel-size", 3],
-            3,
-            "--num-layers 8 cannot be shared evenly by --pipeline-model-parallel-size 3: make it a multiple of 3, or give "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
-        ),
-        (
-            ["--tensor-model-parallel-size", 2, "--context-parallel-size", 4],
-            8,
-            "--num-attention-heads 4 cannot be shared evenly by --tensor-model-parallel-size 2 x --context-parallel-size 4",
-        ),
-        (
-            ["--pipeline-model-parallel-size", 2, "--global-batch-size", 6],
-            8,
-            "--global-batch-size 6 does not divide over 4 data-parallel replicas (8 processes, 2 each): make it a "
-            "multiple of 4",
-        ),
         (["--eval-global-batch-size", 6], 4, "--eval-global-batch-size 6 does not divide over 4 data-parallel replicas"),
         (["--pipeline-model-parallel-size", 0], 8, "--pipeline-model-parallel-size is 0; it must be a whole number from 1"),
     ],
-    ids=["processes", "layers", "heads", "batch", "evaluation", "size"],
+    ids=["evaluation", "size"],
 )
 def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, message):
     with pytest.raises(EppError, match=re.escape(message)):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.training import arguments, training
+from megatron.training import training
 
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import ArgumentError, start
+from megatron_epp.mcore.arguments import start
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.patches import install
 from megatron_epp.plan import EppError
@@ -63,47 +63,9 @@ def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> 
     assert asked.problems(f"--save {tmp_path / 'a' / 'b'} --load {tmp_path / 'a' / 'b'} --save-interval 5") == []
 
 
-FORGOTTEN = {
-    "--epp-costs learn --epp-slices 4": "--epp-slices, --epp-costs do nothing without --epp: add it, or leave them out",
-    "--epp-costs=analytic": "--epp-costs does nothing without --epp: add it, or leave it out",
-}
-
-
-@pytest.mark.parametrize("more", FORGOTTEN)
-def test_flags_of_ours_without_the_flag_that_turns_plans_on_end_the_run_before_it_trains(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, more: str
-) -> None:
-    words = [*(flag for flag in TINY if flag != "--epp"), "--vocab-size", "257", *shlex.split(more)]
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-    with pytest.raises(ArgumentError) as refused:
-        arguments.validate_args(parser.parse_args(words))
-    assert str(refused.value) == FORGOTTEN[more]
-
-
 @pytest.mark.parametrize("more", ["", "--epp-allow-unknown-megatron"])
 def test_a_run_without_plans_needs_no_flag_of_ours(parser: argparse.ArgumentParser, more: str) -> None:
     entry.check_run(parser.parse_args([*TINY, *more.split()]), 1)
-
-
-RULES = {
-    "--save somewhere": "--save somewhere needs --save-interval: add it (in iterations), or leave out --save",
-    "--eval-interval 0": "--eval-iters 1 needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
-    "--train-iters 0": "--train-iters is missing: say for how many iterations to train",
-    "--min-lr 0.1": "--min-lr 0.1 is above --lr 0.001: lower it",
-    "--lr-warmup-iters 20": "--lr-warmup-iters 20 is not below --lr-decay-iters None, by default --train-iters 20: lower it",
-    "--lr-decay-style WSD": "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
-    "--max-position-embeddings 8": "--max-position-embeddings 8 is below --seq-length 32: raise it",
-    "--save a --save-interval 4 --save-retain-interval 6": (
-        "--save-retain-interval 6 is no multiple of --save-interval 4: make it one"
-    ),
-    "--seed 0": "--seed 0 must be 1 or more",
-    "--wandb-project a": "--wandb-project needs --wandb-exp-name: add it",
-}
-
-
-@pytest.mark.parametrize("more", RULES)
-def test_flags_that_megatron_asserts_without_a_text_are_refused_in_a_line(asked: Asked, more: str) -> None:
-    assert asked.problems(more, wants_files=False) == [RULES[more]]
 
 
 @pytest.mark.parametrize(
@@ -117,14 +79,9 @@ def test_a_flag_that_is_missing_is_named(asked: Asked, missing: str, says: str) 
         entry.check_start(args, 1, wants_files=False)
 
 
-def test_every_rule_is_tested() -> None:
-    assert len(RULES) + 2 == len(start.RULES)
-
-
 def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_files(asked: Asked) -> None:
     user = "--epp-microbatches user --load nowhere --finetune --data-path no/where --eval-interval 0 --lr-warmup-iters 20"
     assert asked.problems(user) == []
-    assert asked.problems(f"{user} --min-lr 1") == [RULES["--min-lr 0.1"].replace("0.1", "1.0")]
 
 
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
@@ -133,28 +90,6 @@ def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) 
     args.eval_interval = None
     entry.check_start(args, 1, wants_files=False)
     assert args.eval_interval == 20
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ("--overlap-param-gather", "--overlap-param-gather only supported with distributed optimizer"),
-        ("--weight-decay-incr-style linear", "it requires args.start_weight_decay is not None"),
-    ],
-)
-def test_what_else_megatron_refuses_is_its_own_text_or_the_condition_in_a_line(asked: Asked, more: str, says: str) -> None:
-    (problem,) = asked.problems(more, wants_files=False)
-    assert problem.startswith(f"Megatron refuses these flags: {says}")
-
-
-def test_all_problems_of_flags_and_files_are_told_at_once(asked: Asked) -> None:
-    flags, files = "--seed 0 --attention-dropout 0.1", "--data-path no/where --vocab-file nowhere.txt"
-    conflict, seed, *rest = asked.problems(f"{flags} {files}")
-    assert "--attention-dropout 0.1 (set it to 0)" in conflict
-    assert seed == "--seed 0 must be 1 or more"
-    assert rest[0].startswith("there is no file no/where.idx; --data-path takes prefixes")
-    assert rest[1:] == ["--vocab-file: there is no file nowhere.txt"]
-    assert len(asked.problems(f"{flags} {files}", wants_files=False)) == 2
 
 
 def test_a_run_asks_on_its_first_rank_before_megatron_validates(

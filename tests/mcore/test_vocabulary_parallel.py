@@ -67,7 +67,6 @@ ON = "--epp-vocab-parallel on"
 @pytest.mark.parametrize(
     ("flags", "megatron", "says"),
     [
-        (ON, {"pipeline_model_parallel_size": 1}, "on divides the output layer over --pipeline-model-parallel-size 1 ranks"),
         (f"{ON} --epp-schedule whole", {}, "on is for --epp-schedule elastic, not whole: leave one of them out"),
         (ON, {"vocab_size": 3}, "on divides a vocabulary of 3 entries over 1 x 4 ranks, some of which would have none"),
         (ON, {"save": "x", "ckpt_format": "zarr"}, "on with --save needs --ckpt-format torch_dist, not zarr"),

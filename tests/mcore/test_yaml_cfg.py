@@ -74,11 +74,9 @@ def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(p
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_layers": "many"}, "argument --num-layers: invalid int value: 'many'"),
         ({"position_embedding_type": "ropes"}, "invalid choice: 'ropes'"),
         ({"swiglu": 3}, "swiglu is 3; --swiglu is a switch: give true or false"),
         ({"num_layers": [1, 2]}, "--num-layers takes one value"),
-        ({"megatron": {"num_layers": 2}}, "such files are for `megatron-epp train -c"),
         ([1, 2], "holds no `name: value` pairs"),
         ({"language_model": 5}, "`language_model:` holds 5; it must hold names with values"),
         ({"model_parallel": {1: 5}}, "1 stands where a name should"),

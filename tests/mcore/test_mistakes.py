@@ -1,0 +1,229 @@
+"""Careless mistakes in flags, YAML and settings of `wrap` are refused before a run starts, with what a user needs to know.
+
+A row says who made the mistake (the door), what it was, and what the refusal must hold: the name of the setting, the number
+that is wrong, and what to do instead. Words between them may change.
+"""
+
+from __future__ import annotations
+
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from megatron.training import arguments
+
+from megatron_epp import wrap
+from megatron_epp.cli.train import checked_argv
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.data.prepare import prepare
+from megatron_epp.mcore.iteration import wrap as wrapping
+from megatron_epp.plan import EppError
+from tests.support.mcore.launch import TINY
+
+PLAIN = [flag for flag in TINY if flag != "--mock-data"]
+FLAGS = ["--vocab-size", "257", *shlex.split("--micro-batch-size 1 --train-iters 20 --split 100,0,0")]
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0, "seq_length": 32}
+MODEL |= {"max_position_embeddings": 32, "lr": 1e-3, "train_iters": 20, "micro_batch_size": 1, "global_batch_size": 8}
+MODEL |= {
+    "transformer_impl": "local",
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 257,
+    "data_path": "corpus",
+    "eval_iters": 0,
+}
+
+
+class Doors:
+    """The ways in which a user gives settings; each returns what is told, empty if nothing is refused."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+
+    def documents(self, flags: str, processes: int = 1, *, is_planned: bool = True) -> str:
+        """Flags of Megatron's script that trains on documents."""
+        words = [*PLAIN, *FLAGS, "--data-path", str(self.folder / "text"), *["--epp"] * is_planned]
+        words += shlex.split(flags.replace("FOLDER", str(self.folder)))
+        self.monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+        parser = entry.megatron_parser()
+        if not is_planned:
+            return refusal(lambda: arguments.validate_args(parser.parse_args(words)))
+        return refusal(lambda: entry.check_start(entry.check(parser, words), processes, wants_files=True))
+
+    def user(self, flags: str, processes: int = 1) -> str:
+        """Flags of a script with its own microbatches."""
+        return self.documents(f"--epp-microbatches user {flags}", processes)
+
+    def without_epp(self, flags: str, processes: int = 1) -> str:
+        """Flags of a script that trains by Megatron's own schedule."""
+        return self.documents(flags, processes, is_planned=False)
+
+    def launcher(self, changes: dict[str, Any], processes: int = 1) -> str:
+        """YAML of `megatron-epp train`, before anything starts."""
+        settings = {"megatron": MODEL | changes.get("megatron", {}), "epp": changes.get("epp", {})}
+        return refusal(lambda: checked_argv(settings, processes, wants_files=False))
+
+    def yaml_cfg(self, changes: dict[str, Any], processes: int = 1) -> str:
+        """A file in Megatron's own layout, next to --epp."""
+        path = self.folder / "settings.yaml"
+        path.write_text(yaml.safe_dump(changes))
+        return self.documents(f"--yaml-cfg {path}", processes)
+
+    def wrap(self, settings: dict[str, Any], processes: int = 1) -> str:
+        """Settings of `megatron_epp.wrap`."""
+        return refusal(lambda: wrap(**settings))
+
+    def built(self, config: dict[str, Any], processes: int = 1) -> str:
+        """Configuration of a model whose microbatches `wrap` plans."""
+        self.monkeypatch.setattr(wrapping, "get_model_config", lambda model: Namespace(**config))
+        models: Any = [Namespace(ddp_config=None)]
+        return refusal(lambda: wrapping.arguments_of(models, {"epp_order": "planned"}))
+
+
+def refusal(check: Any) -> str:
+    try:
+        check()
+    except EppError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared documents, a file where a folder should be, and a folder of weights that are not Megatron's."""
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "text.txt").write_text("a document\n" * 20)
+    prepare([folder / "text.txt"], folder / "text")
+    (folder / "file").touch()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "config.json").touch()
+    (folder / "weights" / "model.safetensors").touch()
+    return folder
+
+
+PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-batch-size"
+MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
+    # sizes
+    ("documents", f"{PP} 4", 6, ("6 processes", f"{PP} 4", "multiple of 4")),
+    ("launcher", {"megatron": {"pipeline_model_parallel_size": 4}}, 6, ("6 processes", f"{PP} 4", "multiple of 4")),
+    ("documents", f"{PP} 3", 3, (f"{LAYERS} 4", f"{PP} 3", "multiple of 3", "--decoder-first-pipeline-num-layers")),
+    ("launcher", {"megatron": {"pipeline_model_parallel_size": 3}}, 3, (f"{LAYERS} 4", f"{PP} 3", "multiple of 3")),
+    ("documents", f"{BATCH} 6", 4, (f"{BATCH} 6", "4 data-parallel replicas", "multiple of 4")),
+    (
+        "documents",
+        "--tensor-model-parallel-size 8",
+        8,
+        ("--num-attention-heads 4", "--tensor-model-parallel-size 8", "multiple"),
+    ),
+    (
+        "documents",
+        "--num-experts 3 --expert-model-parallel-size 2",
+        2,
+        ("--num-experts 3", "-parallel-size 2", "multiple of 2"),
+    ),
+    (
+        "documents",
+        f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "give one"),
+    ),
+    (
+        "documents",
+        f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3",
+        2,
+        (f"{LAYERS} 4", "-virtual-pipeline-stage 3", "multiple"),
+    ),
+    (
+        "documents",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        1,
+        ("--num-virtual-stages-per-pipeline-rank 2", f"{PP} 2 or more"),
+    ),
+    ("documents", f"--epp-layout 3,2 {PP} 2", 2, ("--epp-layout 3,2", "5", "4")),
+    ("documents", "--epp-slices 100", 1, ("--seq-length 32", "100 slices", "raise it to 100", "--epp-slices")),
+    ("documents", "--max-position-embeddings 8", 1, ("--max-position-embeddings 8", "--seq-length 32", "raise")),
+    # what plans cannot honour, at every door
+    ("documents", "--attention-dropout 0.1", 1, ("--attention-dropout 0.1", "set it to 0")),
+    ("launcher", {"megatron": {"attention_dropout": 0.1}}, 1, ("--attention-dropout 0.1", "set it to 0")),
+    ("yaml_cfg", {"language_model": {"softmax_type": "off-by-one"}}, 1, ("--softmax-type off-by-one", "leave it out")),
+    ("documents", "--cuda-graph-impl local", 1, ("--cuda-graph-impl local", "none")),
+    ("user", "--cuda-graph-impl local", 1, ("--cuda-graph-impl local", "leave it out")),
+    ("built", {"cuda_graph_impl": "local"}, 1, ("cuda_graph_impl='local'", "leave it out")),
+    ("documents", "--micro-batch-size 4", 1, ("--micro-batch-size 4", "set it to 1")),
+    ("documents", "--recompute-activations", 1, ("--recompute-activations", "--epp-recompute")),
+    ("documents", "--mock-data", 1, ("--mock-data", "--data-path")),
+    ("documents", "--hybrid-layer-pattern M*M*", 1, ("--hybrid-layer-pattern M*M*", "Mamba", "can run")),
+    # settings of ours that do not go together
+    ("without_epp", "--epp-slices 4", 1, ("--epp-slices does", "without --epp", "add it", "leave it out")),
+    ("without_epp", "--epp-costs learn --epp-slices 4", 1, ("--epp-slices, --epp-costs do", "without --epp", "leave them out")),
+    ("without_epp", "--epp-costs=analytic", 1, ("--epp-costs", "without --epp", "add it", "leave it out")),
+    ("documents", "--epp-trace 3", 1, ("--epp-trace", "--epp-report-dir")),
+    ("documents", "--epp-host-memory-gb 4 --epp-offload off", 1, ("--epp-host-memory-gb", "--epp-offload", "leave")),
+    ("launcher", {"epp": {"host_memory_gb": 4, "offload": "off"}}, 1, ("--epp-host-memory-gb", "--epp-offload", "leave")),
+    ("wrap", {"host_memory_gb": 4, "offload": "off"}, 1, ("host_memory_gb", "offload='on'", "leave")),
+    ("documents", "--epp-planner milp", 1, ("--epp-planner milp", "use --epp-planner greedy")),
+    ("documents", "--epp-plan-budget-ms 0", 1, ("--epp-plan-budget-ms", "0", "from 1")),
+    ("user", "--epp-slices 4", 1, ("--epp-slices 4", "--epp-microbatches user", "leave out")),
+    ("wrap", {"slices": 4}, 1, ("slices=4", "leave out")),
+    ("documents", "--epp-vocab-parallel on", 1, ("--epp-vocab-parallel on", f"{PP} 1", "leave it out")),
+    ("documents", "--epp-samples a.jsonl", 1, ("--epp-samples", "--data-path", "leave one")),
+    ("documents", "--epp-loss megatron_epp.losses:NextToken", 1, ("--epp-loss", "--epp-samples FILE", "add")),
+    ("documents", "--epp-batch-tokens 64 --train-samples 80", 1, ("--epp-batch-tokens", "--train-samples 80", "iterations")),
+    # names and values that do not exist
+    ("documents", "--epp-slics 4", 1, ("--epp-slics", "did you mean '--epp-slices'")),
+    ("launcher", {"epp": {"slics": 4}}, 1, ("slics", "did you mean 'slices'")),
+    ("launcher", {"megatron": {"num_layer": 4}}, 1, ("num_layer", "did you mean 'num_layers'")),
+    ("wrap", {"memory_cap": 4}, 1, ("memory_cap", "did you mean 'memory_cap_gb'")),
+    ("wrap", {"order": "mine"}, 1, ("order", "'mine'", "planned, given")),
+    ("yaml_cfg", {"num_layers": "many"}, 1, ("--num-layers", "'many'", "settings.yaml")),
+    ("yaml_cfg", {"megatron": {"num_layers": 4}}, 1, ("settings.yaml", "`megatron:`", "megatron-epp train -c")),
+    # files, and what Megatron's loop needs
+    ("documents", "--data-path no/where", 1, ("no/where.idx", "--data-path")),
+    ("documents", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/where", 1, ("--tokenizer-model", "/no/where")),
+    ("documents", "--save FOLDER/file/run --save-interval 5", 1, ("--save FOLDER/file/run", "a file", "choose another")),
+    ("documents", "--save FOLDER/run", 1, ("--save FOLDER/run", "--save-interval", "add it")),
+    ("documents", "--finetune --load FOLDER/weights", 1, ("--load", "FOLDER/weights", "Hugging Face", "convert")),
+    ("documents", "--min-lr 0.1", 1, ("--min-lr 0.1", "--lr 0.001", "lower")),
+    ("documents", "--lr-warmup-iters 20", 1, ("--lr-warmup-iters 20", "--train-iters 20", "lower")),
+    ("documents", "--train-iters 0", 1, ("--train-iters", "missing")),
+    ("documents", "--eval-interval 0", 1, ("--eval-iters 1", "--eval-interval", "--eval-iters 0")),
+    ("documents", "--lr-decay-style WSD", 1, ("--lr-decay-style WSD", "--lr-wsd-decay-iters", "add it")),
+    (
+        "documents",
+        "--save FOLDER/run --save-interval 4 --save-retain-interval 6",
+        1,
+        ("--save-retain-interval 6", "--save-interval 4", "multiple"),
+    ),
+    ("documents", "--seed 0", 1, ("--seed 0", "1 or more")),
+    ("user", "--min-lr 1", 1, ("--min-lr 1.0", "--lr 0.001", "lower")),
+    ("documents", "--wandb-project a", 1, ("--wandb-project", "--wandb-exp-name", "add it")),
+    ("documents", "--overlap-param-gather", 1, ("--overlap-param-gather only supported with distributed optimizer",)),
+    ("documents", "--weight-decay-incr-style linear", 1, ("requires args.start_weight_decay is not None",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("door", "mistake", "processes", "facts"), MISTAKES, ids=[f"{door}: {mistake}" for door, mistake, *_ in MISTAKES]
+)
+def test_a_mistake_is_refused_with_its_setting_its_number_and_its_remedy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, door: str, mistake: Any, processes: int, facts: tuple[str, ...]
+) -> None:
+    refused = getattr(Doors(folder, monkeypatch), door)(mistake, processes)
+    assert refused
+    assert [fact for fact in facts if fact.replace("FOLDER", str(folder)) not in refused] == []
+
+
+@pytest.mark.parametrize(
+    ("door", "settings"), [("documents", ""), ("user", ""), ("launcher", {}), ("wrap", {}), ("yaml_cfg", {"lr": 0.5})]
+)
+def test_what_is_no_mistake_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, door: str, settings: Any) -> None:
+    assert getattr(Doors(folder, monkeypatch), door)(settings) == ""
+
+
+def test_all_mistakes_are_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--attention-dropout 0.1 --window-size 8,0 --seed 0 --epp-trace 3 --data-path no/where --vocab-file nowhere.txt"
+    refused = Doors(folder, monkeypatch).documents(flags)
+    for fact in ("--attention-dropout 0.1", "--window-size", "--seed 0", "--epp-trace", "no/where.idx", "nowhere.txt"):
+        assert fact in refused
