@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
-from megatron_epp.mcore.arguments.consequences import CONFLICTS, IDLE, IMPLIED
-from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -42,7 +42,7 @@ def document() -> str:
     """The whole file."""
     training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
     everyday = {ROWS[setting].training for setting in EVERYDAY}
-    refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in CONFLICTS]
+    refused = [(code(row.flag), allowed(row.allowed), row.advice) for row in OF_DOCUMENTS]
     parts = [
         HEAD,
         "## Training\n",

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args, token_multiple
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.arguments.layout import token_multiple
 from tests.support.mcore.megatron_flags import arguments
 
 

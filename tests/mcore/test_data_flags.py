@@ -9,7 +9,7 @@ from megatron.core.datasets import gpt_dataset
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import ArgumentError, consequences
+from megatron_epp.mcore.arguments import ArgumentError, conflicts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
@@ -17,7 +17,7 @@ from megatron_epp.plan import Segment
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import write_pair
 
-FLAGS = (*consequences.IMPLIED, *consequences.IDLE, consequences.EOD)
+FLAGS = (*conflicts.IMPLIED, *conflicts.IDLE, conflicts.EOD)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from argparse import Namespace
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +13,14 @@ import torch
 
 from megatron_epp.losses import NextToken, Rows, load_loss
 from megatron_epp.losses.loss import checked_loss
-from megatron_epp.mcore.arguments.losses import loss_problems
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.plan import EppError
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, Cell, common_flags
 from scripts.parity.runs import compare
 from tests.support.mcore import matrix
 from tests.support.mcore.forked import launch
+from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.parity_figures import check_closeness
 
 OWN = "tests.support.mcore.own_losses"
@@ -195,15 +196,19 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_flags_that_do_not_go_together_are_refused(name):
     changes, said = PROBLEMS[name]
-    usual = {"epp_samples": None, "epp_loss": None, "epp_schedule": "elastic", "epp_vocab_parallel": "off"}
-    usual["untie_embeddings_and_output_weights"] = False
-    (problem,) = loss_problems(Namespace(**usual | changes))
-    assert said in problem
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        prepare_epp_args(with_flags(changes))
+
+
+def with_flags(changes):
+    args = arguments()
+    vars(args).update({"untie_embeddings_and_output_weights": False} | changes)
+    return args
 
 
 def test_routers_may_have_losses_beside_a_loss_that_is_divided_by_tokens():
-    given = {"epp_samples": ["a"], "epp_loss": f"{OWN}:dapo", "epp_schedule": "elastic", "epp_vocab_parallel": "off"}
-    assert list(loss_problems(Namespace(**given, num_experts=4, moe_aux_loss_coeff=[0.01]))) == []
+    given = {"epp_samples": ["a"], "epp_loss": f"{OWN}:dapo", "num_experts": 4, "moe_aux_loss_coeff": [0.01]}
+    prepare_epp_args(with_flags(given))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import shlex
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -20,9 +19,10 @@ from megatron.core import package_info
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import check_weight_shards, prepare_epp_args
-from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
+from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refusals import problems_of
 from scripts.megatron_state.found import State, states
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
 from tests.support.mcore.forked import job
@@ -93,8 +93,9 @@ def test_flags_that_are_said_to_be_refused_are(plans: str, given: str) -> None:
     model = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0 --num-experts 4 --epp"
     args = parser().parse_args(shlex.split(f"{model} {given}"))
     args.rank, args.world_size = 0, 8
+    args.epp_microbatches = "plan" if plans == "documents" else "user"
     with pytest.raises(ArgumentError) as refusal:
-        (prepare_epp_args if plans == "documents" else check_user_microbatches)(args)
+        prepare_epp_args(args)
     for flag in flags(given):
         assert flag.partition(" ")[0] in str(refusal.value)
 
@@ -103,19 +104,16 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
     """In a configuration Megatron says the number of tensor-parallel ranks where nothing is asked for."""
     for settings, refused in (
         ({"tensor_parallel_num_weight_shards": 2}, ""),
-        ({"tensor_parallel_num_weight_shards": 4}, "--tensor-parallel-num-weight-shards 4 on 2 tensor-parallel ranks"),
-        ({"gtp_weight_remat_size": 3}, "--tensor-parallel-num-weight-shards 6 on 2 tensor-parallel ranks"),
+        ({"tensor_parallel_num_weight_shards": 4}, "tensor_parallel_num_weight_shards=4 on 2 tensor-parallel ranks"),
+        ({"gtp_weight_remat_size": 3}, "tensor_parallel_num_weight_shards=6 on 2 tensor-parallel ranks"),
         (
             {"expert_tensor_parallel_size": 1, "expert_tensor_parallel_num_weight_shards": 2},
-            "--expert-tensor-parallel-num-weight-shards 2 on 1 tensor-parallel ranks",
+            "expert_tensor_parallel_num_weight_shards=2 on 1 tensor-parallel ranks",
         ),
     ):
-        given = argparse.Namespace(tensor_model_parallel_size=2, **settings)
-        if refused:
-            with pytest.raises(ArgumentError, match=re.escape(refused)):
-                check_weight_shards(given)
-        else:
-            check_weight_shards(given)
+        problems = [*problems_of(argparse.Namespace(tensor_model_parallel_size=2, **settings), Door.MODEL)]
+        assert len(problems) == bool(refused)
+        assert refused in "".join(problems)
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
         "documents",
         f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
         2,
-        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "give one"),
+        ("--num-layers-per-virtual-pipeline-stage=1", "--num-virtual-stages-per-pipeline-rank=2", "No more than one"),
     ),
     (
         "documents",
@@ -142,6 +142,13 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
         ("--num-virtual-stages-per-pipeline-rank 2", f"{PP} 2 or more"),
     ),
     ("documents", f"--epp-layout 3,2 {PP} 2", 2, ("--epp-layout 3,2", "5", "4")),
+    ("documents", f"{PP} 2 --pipeline-model-parallel-layout 'Et|tt|tL'", 2, ("num_stages=3", f"{PP}=2", "divisible")),
+    (
+        "documents",
+        f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --decoder-first-pipeline-num-layers 2",
+        2,
+        ("use --num-virtual-stages-per-pipeline-rank",),
+    ),
     ("documents", "--epp-slices 100", 1, ("--seq-length 32", "100 slices", "raise it to 100", "--epp-slices")),
     ("documents", "--max-position-embeddings 8", 1, ("--max-position-embeddings 8", "--seq-length 32", "raise")),
     # what plans cannot honour, at every door
@@ -200,7 +207,7 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
     ("user", "--min-lr 1", 1, ("--min-lr 1.0", "--lr 0.001", "lower")),
     ("documents", "--wandb-project a", 1, ("--wandb-project", "--wandb-exp-name", "add it")),
     ("documents", "--overlap-param-gather", 1, ("--overlap-param-gather only supported with distributed optimizer",)),
-    ("documents", "--weight-decay-incr-style linear", 1, ("requires args.start_weight_decay is not None",)),
+    ("documents", "--weight-decay-incr-style linear", 1, ("requires --start-weight-decay is not None",)),
 ]
 
 

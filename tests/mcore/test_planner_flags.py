@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError

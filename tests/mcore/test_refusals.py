@@ -9,8 +9,10 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.mcore.arguments.consequences import CONFLICTS, ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install, patching
@@ -50,7 +52,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.flag)
+@pytest.mark.parametrize("conflict", OF_DOCUMENTS, ids=lambda conflict: conflict.flag)
 def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to_do(conflict):
     value = WRONG.get(conflict.flag, True)
     with pytest.raises(ArgumentError) as refusal:

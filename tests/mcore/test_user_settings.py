@@ -16,7 +16,8 @@ import torch
 
 from megatron_epp import wrap
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.microbatches import check_order
+from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.iteration import reduction
 from megatron_epp.mcore.iteration.reduction import Reduction
@@ -145,12 +146,12 @@ def test_router_replay_is_refused_by_the_names_that_frameworks_give_it_unless_th
     names = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
     for name in names:
         assert f"{name}=True {order}" in refused({name: True}, {})
-    check_order(Namespace(**dict.fromkeys(names, True)), "given")
+    refuse(Namespace(**dict.fromkeys(names, True), epp_order="given"), Door.MODEL)
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
     assert f"ENABLE_ROUTING_REPLAY=1 in the environment {order}" in refused({}, {})
-    check_order(Namespace(), "given")
+    refuse(Namespace(epp_order="given"), Door.MODEL)
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "0")
-    check_order(Namespace(), "planned")
+    refuse(Namespace(epp_order="planned"), Door.MODEL)
 
 
 def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.command import world_of
-from megatron_epp.mcore.arguments.consequences import CONFLICTS
+from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.plan.errors import EppError
 
 _OURS = ["-m", "megatron_epp.run"]
@@ -90,7 +90,7 @@ class StockLaunch:
         args = argparse.Namespace(**self.flags)
         return [
             f"{conflict.flag}: {conflict.advice}"
-            for conflict in CONFLICTS
+            for conflict in OF_DOCUMENTS
             if conflict.flag not in _CHANGED and conflict.is_given(args)
         ]
 
@@ -136,7 +136,7 @@ def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
 
 def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
     """Yield the flags that need another value than the command gives, with the value that they need."""
-    args, conflicts = argparse.Namespace(**launch.flags), {conflict.flag: conflict for conflict in CONFLICTS}
+    args, conflicts = argparse.Namespace(**launch.flags), {conflict.flag: conflict for conflict in OF_DOCUMENTS}
     return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
 
 

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.plan.reading import MOST_LAYERS, brief, nearest, nearest_number
@@ -152,6 +152,10 @@ class Flag:
         """True for a flag that takes no value."""
         return self.read is SWITCH
 
+    def is_given(self, value: object) -> bool:
+        """Return True for a value that is not the default."""
+        return value not in (None, False, self.default)
+
     @property
     def is_ours(self) -> bool:
         """True for a flag that this package adds to a training run."""
@@ -166,20 +170,3 @@ class Flag:
     def short_dest(self) -> str:
         """Name in the arguments of a command."""
         return self.short.split(" ")[0].removeprefix("--").replace("-", "_")
-
-
-class MegatronFlag(NamedTuple):
-    """A flag of Megatron that a plan cannot honour, or that has no effect; and the values at which it asks for nothing."""
-
-    flag: str
-    allowed: tuple[Any, ...] = (None, False)
-    advice: str = "leave it out"
-    dest: str = ""
-
-    @property
-    def attribute(self) -> str:
-        return self.dest or self.flag[2:].replace("-", "_")
-
-    def is_given(self, args: object) -> bool:
-        """Return True if this Megatron has the flag and its value asks for something."""
-        return hasattr(args, self.attribute) and getattr(args, self.attribute) not in self.allowed

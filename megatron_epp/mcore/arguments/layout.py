@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from megatron_epp.cost.library import even_layers
+from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
@@ -61,12 +62,31 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
     return Layout(halves, Placement(args.epp_placement, ranks, chunks))
 
 
+def token_multiple(args: argparse.Namespace) -> int:
+    """Multiple to which chunks' token counts are padded: the number of ranks that share a chunk's tokens."""
+    return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def placement_of(args: argparse.Namespace) -> Placement:
+    """Return the placement of the pipeline's stages on ranks, from validated arguments."""
+    ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    return Placement(args.epp_placement, ranks, chunks)
+
+
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
     """Return the pattern of a hybrid model's layers, whose flag older releases name differently; None for another model."""
     return next((pattern for name in HYBRID_PATTERNS if (pattern := getattr(args, name, None))), None)
 
 
-def layout_problems(args: argparse.Namespace) -> Iterator[str]:
+def readable_layout(args: argparse.Namespace) -> Layout | None:
+    """Return the layout that `--epp-layout` asks for; None if it is not given, or wrong (see `layout_problems`)."""
+    try:
+        return asked_layout(args)
+    except EppError:
+        return None
+
+
+def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None:
         return
@@ -129,15 +149,6 @@ def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
     """Replace ``auto`` or ``balanced`` by the layout that was found, which has as many stages on a rank."""
     args.epp_layout = layers_text(layout.halves).replace(" ", "")
     apply_layout(args)
-
-
-def asked_chunks(args: argparse.Namespace) -> int | None:
-    """Return the number of stages on a rank by `--epp-layout`; None if it is not given, or wrong (see `layout_problems`)."""
-    try:
-        layout = asked_layout(args)
-    except EppError:
-        return None
-    return None if layout is None else layout.placement.num_chunks
 
 
 def _megatron_layout(layout: Layout, predictions: int) -> str:

@@ -1,193 +1,169 @@
-"""Checks before start-up that processes, sequences, layers and experts divide over ranks, and that all layers can run."""
+"""Rules about sizes: processes, batches and layers divide over replicas, ranks and stages; before Megatron completes flags.
+
+What Megatron asserts about them in words that say as much is left to it (`start.validate`).
+"""
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from collections.abc import Generator, Iterator
 
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
-from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.layout import FLAG as LAYOUT
-from megatron_epp.mcore.arguments.layout import asked_chunks, hybrid_pattern
-from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.layout import FLAG, hybrid_pattern, readable_layout, token_multiple
 
-_REFUSED_LAYERS = {
-    "M": "state-space (Mamba)",
-    "G": "gated delta net",
-    "D": "sparse attention (DSA)",
-    "/": "multi-token prediction",
-}
-"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
-_BETWEEN_STAGES = "|"
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
 
 
-def check_layout(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError`, with flags and numbers, if a run's processes or sequences do not divide evenly over replicas."""
-    replica = world_of(vars(args))
-    names = [f"{_flag(name)} {getattr(args, name)}" for name in REPLICA_SIZES]
-    if args.world_size % replica != 0:
-        raise ArgumentError(
-            f"the run has {args.world_size} processes, but {' x '.join(names)} takes {replica} for each replica: start a "
-            f"multiple of {replica}, or lower one of them"
+def flag_of(attribute: str) -> str:
+    """Return the flag of Megatron's with this destination."""
+    return f"--{attribute.replace('_', '-')}"
+
+
+def replicas_of(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield which processes and sequences do not divide over replicas."""
+    replica, processes = world_of(vars(args)), args.world_size
+    if processes % replica:
+        names = " x ".join(f"{flag_of(name)} {getattr(args, name)}" for name in REPLICA_SIZES)
+        yield (
+            f"the run has {processes} processes, but {names} takes {replica} for each replica: start a multiple of {replica}, "
+            "or lower one of them"
         )
-    replicas = args.world_size // replica
+        return
+    replicas = processes // replica
     for name in ("global_batch_size", "eval_global_batch_size"):
         batch = getattr(args, name, None)
-        if batch is None or (batch > 0 and batch % replicas == 0):
-            continue
-        raise ArgumentError(
-            f"{_flag(name)} {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
-            f"{replica} each): make it a multiple of {replicas}"
+        if batch is not None and (batch <= 0 or batch % replicas):
+            yield (
+                f"{flag_of(name)} {batch} does not divide over {replicas} data-parallel replicas ({processes} processes, "
+                f"{replica} each): make it a multiple of {replicas}"
+            )
+
+
+def shares(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield why tokens or heads cannot be divided over the ranks that share a chunk."""
+    multiple, slices = token_multiple(args), args.epp_slices or 1
+    if args.seq_length is not None and args.seq_length < multiple * slices:
+        yield (
+            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: "
+            f"raise it to {multiple * slices}, or lower --epp-slices"
+        )
+    ranks, heads, tensor_ranks = args.context_parallel_size, args.num_attention_heads, args.tensor_model_parallel_size
+    if ranks > 1 and args.epp_schedule == "stock":
+        yield (
+            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
+            "--context-parallel-size: use --epp-schedule whole"
+        )
+    if heads is not None and heads % (tensor_ranks * ranks):
+        yield (
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
+            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
         )
 
 
-def check_pattern(pattern: str | None) -> None:
-    """Raise `ArgumentError` for a hybrid model with layers of other kinds than `KINDS`, or with the default layers (None)."""
-    known = {kind.symbol: kind.name for kind in KINDS if kind.symbol}
-    can = ", ".join(f"{name} ({symbol})" for symbol, name in known.items())
-    if pattern is None:
-        raise ArgumentError(f"--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; layers of {can} can run")
-    others = sorted(set(pattern) - {*known, _BETWEEN_STAGES}, key=pattern.index)
-    refused = [f"{_REFUSED_LAYERS.get(symbol, 'unknown')} ({symbol})" for symbol in others]
-    if refused:
-        raise ArgumentError(
-            f"--epp cannot run {', '.join(refused)} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on "
-            f"keys, values and latents, and no other state yet; layers of {can} can run"
-        )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def check_stages(args: argparse.Namespace) -> None:
-    """Refuse flags that describe no valid pipeline, or one that the requested schedule cannot run, before Megatron uses them.
-
-    Raises:
-        ArgumentError: with the names of the flags.
-    """
-    flags = {
-        flag: value
-        for flag in (_PER_STAGE, _PER_RANK, _LAYOUT)
-        if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None
-    }
-    if len(flags) > 1:
-        raise ArgumentError(f"{' and '.join(flags)} each say how many stages a rank has: give one of them")
-    if hybrid_pattern(args):
-        return  # there the pattern says it, and Megatron checks it
-    flag, value = next(iter(flags.items()), ("", None))
-    if getattr(args, "epp_layout", None) is None:
-        chunks = _chunks_per_rank(args, flag, value)
+def stages(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield why flags describe no valid pipeline, or one that the requested schedule cannot run."""
+    names = (flag[2:].replace("-", "_") for flag in (_PER_STAGE, _PER_RANK, _LAYOUT))
+    flags = [(flag_of(name), value) for name in names if (value := getattr(args, name, None)) is not None]
+    if hybrid_pattern(args) or (len(flags) > 1 and args.epp_layout is None):
+        return  # Megatron refuses two flags, and checks a pattern
+    if args.epp_layout is None:
+        flag, value = flags[0] if flags else ("", 1)
+        chunks = yield from _stages_of_layers(args, flag, value)
     else:
-        layout_chunks, (flag, value) = asked_chunks(args), (LAYOUT, args.epp_layout)
-        if layout_chunks is None:
-            return
-        chunks = layout_chunks
+        layout = readable_layout(args)
+        flag, value, chunks = FLAG, args.epp_layout, None if layout is None else layout.placement.num_chunks
+    if chunks is None:
+        return
     ranks = args.pipeline_model_parallel_size
     if chunks > 1 and ranks < 2:
-        raise ArgumentError(
+        yield (
             f"{flag} {value} puts {chunks} stages on a rank, which needs --pipeline-model-parallel-size 2 or more, not {ranks}"
         )
     if args.epp_placement == "v" and chunks < 2:
-        raise ArgumentError(f"--epp-placement v needs several stages on a rank: add {_PER_RANK} 2, or leave it out")
+        yield f"--epp-placement v needs several stages on a rank: add {_PER_RANK} 2, or leave it out"
     if chunks > 1 and args.epp_schedule != "elastic":
-        _check_stock(args)
+        yield from _of_interleaved(args)
 
 
-def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
-    ranks = args.pipeline_model_parallel_size
+def _stages_of_layers(args: Namespace, flag: str, value: int | str) -> Generator[str, None, int | None]:
+    """Yield why layers do not divide over stages; return the number of stages on a rank, None if they do not.
+
+    Args:
+        flag: of Megatron's that says how many stages a rank has; empty for one.
+    """
+    layers, ranks = args.num_layers, args.pipeline_model_parallel_size
     if flag == _LAYOUT:
-        return _check_layout(str(value), args.num_layers, ranks)
-    if value is not None and int(value) < 1:
-        raise ArgumentError(f"{flag} is {value}; it must be at least 1")
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if first is not None or last is not None:
-        return _check_uneven(args, flag, value)
-    total, summands = args.num_layers, f"--num-layers {args.num_layers}"
-    if total is None:
-        return int(value or 1) if flag == _PER_RANK else 1
-    for extra, name in (
-        (args.account_for_embedding_in_pipeline_split, "--account-for-embedding-in-pipeline-split"),
-        (args.account_for_loss_in_pipeline_split, "--account-for-loss-in-pipeline-split"),
-    ):
-        total, summands = total + bool(extra), summands + f" and 1 for {name}" * bool(extra)
-    if flag == _PER_STAGE:
-        if total % (ranks * int(value or 1)):
-            raise _indivisible(summands, f"{ranks} in stages of {flag} {value}", ranks * int(value or 1))
-        return total // ranks // int(value or 1)
-    chunks = int(value or 1)
-    if total % (ranks * chunks):
-        raise _indivisible(summands, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks), ranks * chunks)
-    return chunks
-
-
-def _indivisible(what: str, over: str, multiple: int) -> ArgumentError:
-    return ArgumentError(
-        f"{what} cannot be shared evenly by --pipeline-model-parallel-size {over}: make it a multiple of {multiple}, or give "
-        f"--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or {_LAYOUT}"
-    )
-
-
-def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
-    """Check layer counts given separately for the first or the last rank. Returns the number of stages per rank."""
-    if flag == _PER_STAGE:
-        raise ArgumentError(
-            f"{flag} {value} needs as many layers on every rank: with --decoder-first-pipeline-num-layers or "
-            f"--decoder-last-pipeline-num-layers use {_PER_RANK}"
+        counts = _layers_of_stages(str(value))
+        if layers is not None and sum(counts) != layers:
+            yield f"{flag} {value} has {sum(counts)} layers but --num-layers is {layers}"
+        return len(counts) // ranks
+    if (per := int(value)) < 1:
+        yield f"{flag} is {value}; it must be at least 1"
+        return None
+    if any(getattr(args, name) is not None for name in _ENDS):
+        if flag != _PER_STAGE:  # which Megatron refuses
+            yield from _of_ends(args, flag, per)
+        return per
+    if layers is None:
+        return per if flag == _PER_RANK else 1
+    extras = [f" and 1 for {flag_of(name)}" for name in _EXTRAS if getattr(args, name)]
+    if (layers + len(extras)) % (ranks * per):
+        over = {_PER_STAGE: f"{ranks} in stages of {flag} {per}", _PER_RANK: f"{ranks} x {flag} {per}"}.get(flag, str(ranks))
+        yield (
+            f"--num-layers {layers}{''.join(extras)} cannot be shared evenly by --pipeline-model-parallel-size {over}: make it "
+            f"a multiple of {ranks * per}, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, "
+            f"or {_LAYOUT}"
         )
-    chunks = int(value or 1)
-    ranks, rest = args.pipeline_model_parallel_size, args.num_layers
-    parts = []
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        own = getattr(args, name)
-        if own is not None:
-            parts.append((f"--{name.replace('_', '-')} {own}", own))
-            ranks, rest = ranks - 1, (rest or 0) - own
-    if ranks > 0:
-        if rest % ranks:
-            raise ArgumentError(f"{rest} of --num-layers {args.num_layers} are left for {ranks} ranks, who cannot share them")
-        parts.append((f"{rest // ranks} of --num-layers {args.num_layers} for every other rank", rest // ranks))
-    for layers, count in parts:
-        if count % chunks:
-            raise ArgumentError(f"{layers} cannot be shared evenly by {flag} {chunks}")
-    return chunks
+        return None
+    return (layers + len(extras)) // ranks // per if flag == _PER_STAGE else per
 
 
-def _check_layout(layout: str, num_layers: int | None, ranks: int) -> int:
-    """Check a `--pipeline-model-parallel-layout`. Returns the number of stages per rank."""
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _layers_of_stages(layout: str) -> list[int]:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    if len(stages) % ranks:
-        raise ArgumentError(
-            f"{_LAYOUT} {layout} has {len(stages)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}"
-        )
-    layers = sum(stage.count(LayerType.decoder) for stage in stages)
-    if num_layers is not None and layers != num_layers:
-        raise ArgumentError(f"{_LAYOUT} {layout} has {layers} layers but --num-layers is {num_layers}")
-    return len(stages) // ranks
+    return [stage.count(LayerType.decoder) for stage in PipelineParallelLayerLayout.parse_str_to_list(layout)]
 
 
-def _check_stock(args: argparse.Namespace) -> None:
-    """Refuse what Megatron's interleaved schedule cannot run; Megatron uses it where a rank has several stages."""
-    schedule = f"--epp-schedule {args.epp_schedule}"
+def _of_ends(args: Namespace, flag: str, chunks: int) -> Iterator[str]:
+    """Yield why layers that are counted separately for the first or the last rank cannot be shared."""
+    ranks, others = args.pipeline_model_parallel_size, args.num_layers or 0
+    counts = {}
+    for name in _ENDS:
+        if (layers := getattr(args, name)) is not None:
+            counts[f"{flag_of(name)} {layers}"] = layers
+            ranks, others = ranks - 1, others - layers
+    if ranks > 0 and others % ranks:
+        yield f"{others} of --num-layers {args.num_layers} are left for {ranks} ranks, who cannot share them"
+        return
+    if ranks > 0:
+        counts[f"{others // ranks} of --num-layers {args.num_layers} for every other rank"] = others // ranks
+    yield from (f"{layers} cannot be shared evenly by {flag} {chunks}" for layers, count in counts.items() if count % chunks)
+
+
+def _of_interleaved(args: Namespace) -> Iterator[str]:
+    """Yield what Megatron's interleaved schedule cannot run; Megatron uses it where a rank has several stages."""
+    schedule, ranks = f"--epp-schedule {args.epp_schedule}", args.pipeline_model_parallel_size
+    replicas = args.world_size // (ranks * args.tensor_model_parallel_size * args.context_parallel_size)
     if args.epp_placement != "looped":
-        raise ArgumentError(
+        yield (
             f"{schedule} runs Megatron's own pipeline, which is looped: leave out --epp-placement {args.epp_placement}, or use "
             "--epp-schedule elastic"
         )
     if args.epp_schedule == "packed":
-        raise ArgumentError(
+        yield (
             f"{schedule} makes another number of microbatches of every batch, which Megatron's interleaved pipeline cannot "
             "run: leave out the flags that put several stages on a rank"
         )
-    ranks = args.pipeline_model_parallel_size
-    replicas = args.world_size // (ranks * args.tensor_model_parallel_size * args.context_parallel_size)
-    if args.global_batch_size is not None and args.global_batch_size % (ranks * max(1, replicas)):
-        raise ArgumentError(
+    elif args.global_batch_size is not None and args.global_batch_size % (ranks * max(1, replicas)):
+        yield (
             f"{schedule} runs Megatron's interleaved pipeline, which for each of {replicas} replicas wants a multiple of "
             f"--pipeline-model-parallel-size {ranks} documents: make --global-batch-size {args.global_batch_size} a multiple "
             f"of {ranks * replicas}"

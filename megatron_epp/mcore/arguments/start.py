@@ -1,4 +1,4 @@
-"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before: a row for each."""
+"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import io
 import linecache
 import logging
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
-from megatron_epp.mcore.features import has_user_microbatches
+from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
+from megatron_epp.mcore.arguments.refusals import Rule, problems_of
+from megatron_epp.mcore.arguments.sizes import flag_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
@@ -27,69 +29,45 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
 
 
-class Rule(NamedTuple):
-    """Check of flags, which are refused if it is True of them.
-
-    Attributes:
-        is_broken: the check.
-        text: of the refusal, in which ``{name}`` stands for a flag's value.
-        of_loop: Megatron's training loop makes it, which a script with its own microbatches may not run.
-    """
-
-    is_broken: Callable[[Namespace], Any]
-    text: str
-    of_loop: bool = False
-
-
-def _warm_up_is_long(args: Namespace) -> bool:
-    decay = args.lr_decay_iters or args.train_iters
-    return bool(decay) and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay
+def _of_megatron(args: Namespace, _: Door) -> Iterator[str]:
+    if args.save and not args.save_interval:
+        yield f"--save {args.save} needs --save-interval: add it (in iterations), or leave out --save"
+    if args.lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}: lower it"
+    context, most = args.seq_length, args.max_position_embeddings
+    if context and most and most < context:
+        yield f"--max-position-embeddings {most} is below --seq-length {context}: raise it"
+    if context and not most and not args.use_checkpoint_args:
+        yield f"--max-position-embeddings is missing: set it to --seq-length {context}, or more"
+    every, retained = args.save_interval, args.save_retain_interval
+    if every and retained and retained % every:
+        yield f"--save-retain-interval {retained} is no multiple of --save-interval {every}: make it one"
+    if args.wandb_project and not args.wandb_exp_name:
+        yield "--wandb-project needs --wandb-exp-name: add it"
 
 
-RULES = (
-    Rule(
-        lambda a: a.save and not a.save_interval,
-        "--save {save} needs --save-interval: add it (in iterations), or leave out --save",
-    ),
-    Rule(
-        lambda a: a.eval_iters and not a.eval_interval,
-        "--eval-iters {eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0",
-        of_loop=True,
-    ),
-    Rule(
-        lambda a: not a.train_iters and not a.train_samples and not a.skip_train,
-        "--train-iters is missing: say for how many iterations to train",
-        of_loop=True,
-    ),
-    Rule(lambda a: a.lr is None and not a.skip_train, "--lr is missing: pass a learning rate, as --lr 1e-4", of_loop=True),
-    Rule(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}: lower it"),
-    Rule(
-        _warm_up_is_long,
-        "--lr-warmup-iters {lr_warmup_iters} is not below --lr-decay-iters {lr_decay_iters}, by default --train-iters "
-        "{train_iters}: lower it",
-        of_loop=True,
-    ),
-    Rule(
-        lambda a: a.lr_decay_style == "WSD" and not (a.lr_wsd_decay_iters or a.lr_wsd_decay_samples),
-        "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it",
-        of_loop=True,
-    ),
-    Rule(
-        lambda a: a.seq_length and a.max_position_embeddings and a.max_position_embeddings < a.seq_length,
-        "--max-position-embeddings {max_position_embeddings} is below --seq-length {seq_length}: raise it",
-    ),
-    Rule(
-        lambda a: a.seq_length and not a.max_position_embeddings and not a.use_checkpoint_args,
-        "--max-position-embeddings is missing: set it to --seq-length {seq_length}, or more",
-    ),
-    Rule(
-        lambda a: a.save_interval and a.save_retain_interval and a.save_retain_interval % a.save_interval,
-        "--save-retain-interval {save_retain_interval} is no multiple of --save-interval {save_interval}: make it one",
-    ),
-    Rule(lambda a: a.seed <= 0, "--seed {seed} must be 1 or more", of_loop=True),
-    Rule(lambda a: a.wandb_project and not a.wandb_exp_name, "--wandb-project needs --wandb-exp-name: add it"),
-)
-"""Combinations of flags that end in an assertion of Megatron's without a text, or after the model is built."""
+def _of_megatrons_loop(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield what Megatron's training loop asks for, which a script with its own microbatches may not run."""
+    if args.eval_iters and not args.eval_interval:
+        yield f"--eval-iters {args.eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0"
+    if not args.train_iters and not args.train_samples and not args.skip_train:
+        yield "--train-iters is missing: say for how many iterations to train"
+    if args.lr is None and not args.skip_train:
+        yield "--lr is missing: pass a learning rate, as --lr 1e-4"
+    warm_up, decay = args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
+    if decay and args.lr_warmup_fraction is None and warm_up >= decay:
+        yield (
+            f"--lr-warmup-iters {warm_up} is not below --lr-decay-iters {args.lr_decay_iters}, by default --train-iters "
+            f"{args.train_iters}: lower it"
+        )
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it"
+    if args.seed <= 0:
+        yield f"--seed {args.seed} must be 1 or more"
+
+
+START = (Rule(_of_megatron, Door.FLAGS), Rule(_of_megatrons_loop))
+"""What else is asked of flags before a run starts, but not before one is only described."""
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
@@ -103,8 +81,9 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     Raises:
         ArgumentError: the message has a line per problem.
     """
-    is_user = has_user_microbatches(args)
-    of_flags = (check_user_microbatches if is_user else prepare_epp_args, _broken_rules)
+    door = door_of(args)
+    is_user = door is Door.USER
+    of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START, ()))
     of_files = (_written_folders,) if is_user else (_check_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
@@ -119,18 +98,14 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
         args.eval_interval = args.train_iters  # it divides by the interval also where nothing is evaluated
 
 
-def _broken_rules(args: Namespace) -> Iterator[str]:
-    rules = (rule for rule in RULES if not (rule.of_loop and has_user_microbatches(args)))
-    return (rule.text.format_map(vars(args)) for rule in rules if rule.is_broken(args))
-
-
 @contextlib.contextmanager
 def refusals_of_megatron() -> Iterator[None]:
     """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"Megatron refuses these flags: {_asserted(error) or one_line(error)}") from None
+        text = re.sub(r"\bargs\.(\w+)", lambda name: flag_of(name[1]), _asserted(error) or one_line(error))
+        raise ArgumentError(f"Megatron refuses these flags: {text}") from None
 
 
 def _asserted(error: Exception) -> str:
@@ -188,7 +163,7 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
     for name in ("vocab_file", "merge_file"):
         path = getattr(args, name)
         if path and not _is_remote(path) and not Path(path).is_file():
-            yield f"--{name.replace('_', '-')}: there is no file {path}"
+            yield f"{flag_of(name)}: there is no file {path}"
 
 
 def _written_folders(args: Namespace) -> Iterator[str]:
@@ -199,7 +174,7 @@ def _written_folders(args: Namespace) -> Iterator[str]:
             continue
         path = Path(folder).absolute()
         nearest = next(existing for existing in (path, *path.parents) if existing.exists())
-        flag = f"--{name.replace('_', '-')} {folder}"
+        flag = f"{flag_of(name)} {folder}"
         if not nearest.is_dir():
             yield f"{flag}: {nearest} is a file, not a folder; choose another folder"
         elif not os.access(nearest, os.W_OK | os.X_OK):
@@ -220,7 +195,7 @@ def _checkpoint(args: Namespace) -> Iterator[str]:
         missing = f"--load: {_without_checkpoint(load)}"
         for flag in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(args, flag):
-                yield f"{missing}; --{flag.replace('_', '-')} needs one"
+                yield f"{missing}; {flag_of(flag)} needs one"
                 return
         if load != args.save:  # a run that goes on from its own checkpoints has none when it begins
             logger.warning("%s: training begins with new weights", missing)
@@ -248,7 +223,7 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
         own = {name: value for name in _MODEL if (value := getattr(args, name)) is not None}  # layers may follow from a pattern
         other = [name for name, value in own.items() if hasattr(then, name) and getattr(then, name) != value]
         if other:
-            words = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}, not {getattr(then, name)}" for name in other)
+            words = ", ".join(f"{flag_of(name)} {getattr(args, name)}, not {getattr(then, name)}" for name in other)
             yield f"the checkpoint in {folder} is of another model: this run has {words}"
     if args.finetune or args.no_load_optim or args.skip_train:
         return
@@ -311,7 +286,7 @@ def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | Non
         if name not in saved or saved[name] == value or (name.endswith("_steps") and not size * total):
             continue
         other = [flag for flag in flags if then is not None and getattr(then, flag, None) != getattr(args, flag)]
-        yield from (f"--{flag.replace('_', '-')} {getattr(args, flag)}, not {getattr(then, flag, None)}" for flag in other)
+        yield from (f"{flag_of(flag)} {getattr(args, flag)}, not {getattr(then, flag, None)}" for flag in other)
         if not other:
             yield f"{name} {value}, not {saved[name]}"
 

@@ -6,6 +6,8 @@ from it. Flags of one command alone, such as ``--json``, stay with the command.
 
 from __future__ import annotations
 
+import argparse
+
 from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
@@ -414,6 +416,7 @@ FIELDS: Names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if 
 """The name of each setting for a script that calls `megatron_epp.wrap`: a keyword of that, or a field of its configuration."""
 
 
-def called(attribute: str, names: Names) -> str:
-    """Return the name of a setting of Megatron's, for who calls settings by these names: a flag, or a configuration's field."""
-    return f"--{attribute.replace('_', '-')}" if names is TRAINING else attribute
+def names_of(args: argparse.Namespace) -> Names:
+    """Return the names of settings for who started a run: flags, or what `megatron_epp.wrap` is given."""
+    names: Names = getattr(args, "epp_names", TRAINING)
+    return names

@@ -1,31 +1,13 @@
-"""Vocabulary parallelism over pipeline ranks: whether a run has it, how rows are divided, and what it cannot honour."""
+"""Vocabulary parallelism over pipeline ranks: whether a run has it, and how rows are divided."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Iterator
 from itertools import pairwise
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.flag import MegatronFlag
-
-logger = logging.getLogger(__name__)
 
 FLAG = "--epp-vocab-parallel"
-_CONFLICTS = (
-    MegatronFlag("--fp16", advice="use --bf16: small probabilities would leave the range of fp16"),
-    MegatronFlag("--init-model-with-meta-device", advice="leave it out: the first weights are divided over ranks"),
-    MegatronFlag("--logits-save-top-k", advice="leave it out: no rank has all logits of a token"),
-    MegatronFlag("--fp8-output-proj", advice="leave it out: shards multiply in the type of the weights"),
-    MegatronFlag("--label-smoothing", (None, 0, 0.0), "set it to 0"),
-    MegatronFlag("--hybrid-layer-pattern", advice="train a GPTModel"),
-    MegatronFlag("--hybrid-override-pattern", advice="train a GPTModel"),
-    MegatronFlag("--mtp-num-layers", advice="leave it out: its predictions need the whole output layer on one rank"),
-    MegatronFlag("--defer-embedding-wgrad-compute", advice="leave it out: T defers it"),
-)
-
-
 _MULTIPLES = (64, 8)
 """Numbers of rows by whose multiples a large vocabulary is divided, since matrix products are faster then."""
 _EVENNESS = 64
@@ -61,42 +43,7 @@ def vocabulary_shares(args: argparse.Namespace) -> tuple[float, ...]:
     return tuple(len(rows) / entries for rows in vocabulary_rows(entries, args.pipeline_model_parallel_size))
 
 
-def vocabulary_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what cannot be honoured with vocabulary parallelism, one line each, with the flag to change.
-
-    Where a run leaves the choice to us, it has none then, which a log line says.
-    """
-    if args.epp_vocab_parallel == "auto" and (problems := [*_problems(args)]):
-        if args.rank == 0:
-            logger.info("%s auto: the output layer stays on the last stage, since %s", FLAG, problems[0])
-        args.epp_vocab_parallel = "off"
-    if args.epp_vocab_parallel == "on":
-        yield from _problems(args)
-
-
 def settle_vocabulary(args: argparse.Namespace, *, shards: bool) -> None:
     """Replace ``auto`` by a decision: divide the output layer if `shards`. Any other setting stays as it is."""
     if args.epp_vocab_parallel == "auto":
         args.epp_vocab_parallel = "on" if shards else "off"
-
-
-def _problems(args: argparse.Namespace) -> Iterator[str]:
-    ranks = args.pipeline_model_parallel_size
-    if getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
-        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", FLAG)
-    if ranks < 2:
-        yield f"{FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
-    if args.epp_schedule != "elastic":
-        yield f"{FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    for conflict in _CONFLICTS:
-        if conflict.is_given(args):
-            yield f"{FLAG} on does not go with {conflict.flag} {getattr(args, conflict.attribute)} ({conflict.advice})"
-    entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
-    if entries is not None and entries // args.tensor_model_parallel_size < ranks:
-        yield (
-            f"{FLAG} on divides a vocabulary of {entries} entries over {args.tensor_model_parallel_size} x {ranks} ranks, some "
-            "of which would have none: leave it out"
-        )
-    for flag in ("--save", "--load"):
-        if getattr(args, flag[2:], None) and (kind := getattr(args, "ckpt_format", "torch_dist")) != "torch_dist":
-            yield f"{FLAG} on with {flag} needs --ckpt-format torch_dist, not {kind}, which cannot divide a weight over stages"

@@ -21,10 +21,10 @@ from megatron_epp.cost.learning import (
     with_microbatches,
     with_static,
 )
-from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.mcore.arguments.microbatches import advice
+from megatron_epp.mcore.arguments.layout import token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead

@@ -21,9 +21,8 @@ from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import hold, new_run_id
-from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
-from megatron_epp.mcore.arguments.microbatches import names_of
-from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.arguments.layout import placement_of, token_multiple
+from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.reduction import process_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.consequences import check_conflicts, check_weight_shards
-from megatron_epp.mcore.arguments.microbatches import CONFLICTS, check_order, check_routers, check_settings
+from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.table import FIELDS, TABLE
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
@@ -45,7 +46,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
             installed Megatron takes other arguments. A release that is not tested causes a warning.
     """
     flags = flags_of("wrap", settings)
-    check_settings(flags, names=FIELDS)
+    refuse(argparse.Namespace(**flags), Door.WRAP)
     return Schedule(lambda models: arguments_of(models, flags | {"epp_microbatches": "user"}), shape_of)
 
 
@@ -156,11 +157,10 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
         EppError: the model's configuration asks for what a plan cannot honour.
     """
     config = get_model_config(models[0])
-    for settings in (config, *(getattr(model, "ddp_config", None) for model in models)):
-        check_conflicts(settings, CONFLICTS, names=FIELDS)
-    check_order(config, flags["epp_order"], names=FIELDS)
-    check_routers(config, names=FIELDS)
-    check_weight_shards(config, names=FIELDS)
+    ordered = copy.copy(config)
+    ordered.epp_order = flags["epp_order"]
+    for settings in (ordered, *(getattr(model, "ddp_config", None) for model in models)):
+        refuse(settings, Door.MODEL)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each_of_job(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
     return argparse.Namespace(

@@ -22,9 +22,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.consequences import placement_of
-from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS
-from megatron_epp.mcore.arguments.sizes import check_pattern
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
+from megatron_epp.mcore.arguments.refusals import pattern_problem
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks
@@ -54,7 +54,9 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     model = rest[0]
     vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
-        check_pattern(next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None))
+        pattern = next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None)
+        if problem := pattern_problem(pattern):
+            raise ArgumentError(problem)
     # In copies: Megatron's specs may be constants of a module, which models without plans use, too.
     call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
     model_chunks.check_stage(call.arguments["config"], args, vp_stage)

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.losses import numbers
+from megatron_epp.mcore.arguments.refusals import numbers
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention

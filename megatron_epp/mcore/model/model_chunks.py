@@ -24,8 +24,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_epp.mcore.arguments.consequences import placement_of
-from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, hybrid_pattern
+from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, hybrid_pattern, placement_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.consequences import placement_of
+from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
 from megatron_epp.plan import EppError

@@ -100,7 +100,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
     """Keep the embedding on one rank where --epp-placement puts the first and the last stage on it."""
     args = epp_args()
     if args is not None and args.epp_placement != "looped":
-        from megatron_epp.mcore.arguments.consequences import placement_of
+        from megatron_epp.mcore.arguments.layout import placement_of
 
         if placement_of(args).ends_share_rank:
             return pp_ranks[:1]

@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.consequences import token_multiple
+from megatron_epp.mcore.arguments.layout import token_multiple
 from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.model.core_attention import ChunkParams

@@ -20,7 +20,7 @@ import torch
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.mcore.arguments.microbatches import names_of
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.plan.reading import parse_json, read_text, whole

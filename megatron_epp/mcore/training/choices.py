@@ -13,8 +13,7 @@ from functools import partial
 
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import even_layers
-from megatron_epp.mcore.arguments.consequences import placement_of
-from megatron_epp.mcore.arguments.layout import asked_layout
+from megatron_epp.mcore.arguments.layout import asked_layout, placement_of
 from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
 from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named

@@ -20,8 +20,7 @@ from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
-from megatron_epp.mcore.arguments.consequences import token_multiple
-from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout
+from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
 from megatron_epp.mcore.costs.shape import flags_of_layout, for_run, optimizer_bytes, with_device_memory

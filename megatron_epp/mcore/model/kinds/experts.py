@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 from megatron_epp.planner.registry import begins_with_greedy
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 
 
 def _nothing(args: argparse.Namespace) -> Iterable[str]:

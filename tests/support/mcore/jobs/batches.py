@@ -140,7 +140,7 @@ def of_batches(executor, batches):
 def plans(args, costs, run, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
-    from megatron_epp.mcore.arguments.consequences import token_multiple
+    from megatron_epp.mcore.arguments.layout import token_multiple
     from megatron_epp.mcore.arguments.parser import options_from
     from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
     from megatron_epp.plan.kv_offload import slices_in
