@@ -28,9 +28,8 @@ class Door(enum.Flag):
     USER = enum.auto()
     MODEL = enum.auto()
     WRAP = enum.auto()
-    FLAGS = DOCUMENTS | USER
     MICROBATCHES = USER | MODEL
-    ALL = FLAGS | MODEL
+    ALL = DOCUMENTS | MICROBATCHES
 
     @property
     def has_flags(self) -> bool:
@@ -42,14 +41,13 @@ class Door(enum.Flag):
         """Begin of the refusal of settings that plans cannot honour."""
         return "--epp cannot honour" if self.has_flags else "a plan cannot honour"
 
-    def name_of(self, attribute: str, value: object = None) -> str:
-        """Format a setting, with its value if there is one.
+    def name_of(self, attribute: str) -> str:
+        """Return the name of a setting, of which parsed flags have this attribute."""
+        return f"--{attribute.replace('_', '-')}" if self.has_flags else attribute.removeprefix("epp_")
 
-        Args:
-            attribute: Megatron's or our own destination of its flag, as ``epp_slices``.
-        """
-        name = f"--{attribute.replace('_', '-')}" if self.has_flags else attribute.removeprefix("epp_")
-        return name if value is None else as_setting(name, value)
+    def with_value(self, attribute: str, value: object) -> str:
+        """Format a setting, of which parsed flags have this attribute, with its value."""
+        return as_setting(self.name_of(attribute), value)
 
 
 class MegatronFlag(NamedTuple):

@@ -152,9 +152,10 @@ class Flag:
         """True for a flag that takes no value."""
         return self.read is SWITCH
 
-    def is_given(self, value: object) -> bool:
-        """Return True for a value that is not the default."""
-        return value not in (None, False, self.default)
+    @property
+    def unset(self) -> object:
+        """Value in the arguments of a training run where the flag is not given."""
+        return False if self.is_switch else self.default
 
     @property
     def is_ours(self) -> bool:

@@ -42,7 +42,9 @@ def _forgotten(args: Namespace, _: Door) -> Iterator[str]:
     """Yield flags of ours without `--epp`, which would train Megatron's samples by its own schedule without a word."""
     words = {word.partition("=")[0] for word in sys.argv}  # a flag may be given its default, which the namespace does not show
     ours = (row for row in TABLE if row.is_ours and row.setting not in ("epp", "allow_unknown_megatron"))
-    idle = [row.training for row in ours if row.training in words or row.is_given(getattr(args, row.dest, None))]
+    idle = [
+        row.training for row in ours if row.training in words or getattr(args, row.dest, None) not in (None, False, row.default)
+    ]
     if idle:
         verb, them = ("do", "them") if len(idle) > 1 else ("does", "it")
         yield f"{', '.join(idle)} {verb} nothing without --epp: add it, or leave {them} out"
@@ -69,7 +71,7 @@ def _balancing(settings: Any, door: Door) -> Iterator[str]:
     """Yield a loss of routers that look at tokens of all replicas: then all would need to run the same plan."""
     balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
     if _OF_REPLICAS in ((balancing,) if isinstance(balancing, str) else balancing):
-        refused = door.name_of("moe_router_load_balancing_type", _OF_REPLICAS)
+        refused = door.with_value("moe_router_load_balancing_type", _OF_REPLICAS)
         yield (
             f"{door.cannot} {refused}: replicas have plans of their own, and their routers would wait for each other; use "
             "aux_loss or seq_aux_loss"
@@ -84,7 +86,7 @@ def _weight_shards(settings: Any, door: Door) -> Iterator[str]:
         shards = getattr(settings, f"{prefix}tensor_parallel_num_weight_shards", None) or ranks
         shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
         if shards > ranks:
-            refused = door.name_of(f"{prefix}tensor_parallel_num_weight_shards", shards)
+            refused = door.with_value(f"{prefix}tensor_parallel_num_weight_shards", shards)
             yield (
                 f"{door.cannot} {refused} on {ranks} tensor-parallel ranks: weights are gathered ahead in the order of the "
                 "first iteration, which recompute changes; leave it out"
@@ -112,15 +114,15 @@ _HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 def _without_effect(settings: Any, door: Door) -> Iterator[str]:
     """Yield settings of ours that need this package's data, layers or planners, or do not go with the order."""
     honoured = _HONOURED | (_HONOURED_BY_MEGATRON if door.has_flags else set())
-    honoured |= {"epp", "epp_costs"} if settings.epp_costs == "learn" else {"epp"}
+    honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
     values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
-    if clashes := [door.name_of(row.dest, value) for row, value in values if row.is_given(value)]:
+    if clashes := [door.with_value(row.dest, value) for row, value in values if value != row.unset]:
         who = "--epp-microbatches user" if door.has_flags else "a schedule of megatron_epp.wrap"
         yield f"{who} runs the script's own model and data: leave out {', '.join(clashes)}"
-    ways = ("epp_offload", "epp_host_memory_gb", "epp_split_weight_gradient")
-    uses = [door.name_of(name) for name in ways if getattr(settings, name) not in (None, False, "auto", "off")]
+    ways = {"epp_offload": "auto", "epp_host_memory_gb": None, "epp_split_weight_gradient": False}
+    uses = [door.name_of(name) for name, unset in ways.items() if getattr(settings, name) not in (unset, "off")]
     if settings.epp_order == GIVEN and uses:
-        yield f"{door.name_of('epp_order', GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}"
+        yield f"{door.with_value('epp_order', GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}"
 
 
 def advice(error: EppError, names: Names) -> str:
@@ -202,7 +204,7 @@ def _memory(settings: Any, door: Door) -> Iterator[str]:
     """Yield what does not go with offload."""
     host, has_host = door.name_of("epp_host_memory_gb"), settings.epp_host_memory_gb is not None
     if settings.epp_offload == "off" and has_host:
-        yield f"{host} needs {door.name_of('epp_offload', 'on')}: add that, or leave this out"
+        yield f"{host} needs {door.with_value('epp_offload', 'on')}: add that, or leave this out"
     if door is not Door.DOCUMENTS or not (settings.epp_offload == "on" or (has_host and settings.epp_offload != "off")):
         return
     flag, entry = "--epp-offload" if settings.epp_offload == "on" else host, PLANNERS.entry(settings.epp_planner)
@@ -253,10 +255,6 @@ def _optional(args: Namespace, _: Door) -> Iterator[str]:
     for attribute, target in OPTIONAL.items():
         if getattr(args, attribute):
             yield from resolve_name(target)(args)
-
-
-def _vocabulary(args: Namespace, _: Door) -> Iterable[str]:
-    return vocabulary_problems(args) if shards_vocabulary(args) else ()
 
 
 def vocabulary_problems(args: Namespace) -> Iterator[str]:
@@ -339,10 +337,10 @@ RULES = (
     Rule(stages),
     Rule(_batches),
     Rule(_samples),
-    Rule(_memory, Door.FLAGS | Door.WRAP),
+    Rule(_memory, Door.DOCUMENTS | Door.USER | Door.WRAP),
     Rule(_plans),
     Rule(_optional),
-    Rule(_vocabulary),
+    Rule(lambda args, _: vocabulary_problems(args) if shards_vocabulary(args) else ()),
     Rule(_layers),
 )
 

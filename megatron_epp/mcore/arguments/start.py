@@ -66,7 +66,10 @@ def _of_megatrons_loop(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--seed {args.seed} must be 1 or more"
 
 
-START = (Rule(_of_megatron, Door.FLAGS), Rule(_of_megatrons_loop))
+START = (
+    Rule(_of_megatron, Door.STOCK | Door.DOCUMENTS | Door.USER),
+    Rule(_of_megatrons_loop, Door.STOCK | Door.DOCUMENTS),
+)
 """What else is asked of flags before a run starts, but not before one is only described."""
 
 
