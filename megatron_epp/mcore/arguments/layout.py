@@ -56,8 +56,8 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
             raise EppError("it is neither auto, even, balanced, a file, nor layers of every stage in halves, such as 8,7.5,8.5")
         with naming_file(text):
             return Layout.from_json(parse_json(read_text(text), "the text"))
-    chunks, rest = divmod(len(halves), ranks)
-    if rest:
+    chunks, remainder = divmod(len(halves), ranks)
+    if remainder:
         raise EppError(f"it has {len(halves)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}")
     return Layout(halves, Placement(args.epp_placement, ranks, chunks))
 
