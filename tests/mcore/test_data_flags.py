@@ -34,9 +34,9 @@ def test_flags_and_defaults_are_megatrons(parsed, flag):
     assert default in flag.allowed
 
 
-def warned(caplog, **given):
+def warned(caplog, **flags):
     caplog.clear()
-    prepare_epp_args(arguments(**given))
+    prepare_epp_args(arguments(**flags))
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -58,22 +58,22 @@ def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
 
 def test_a_form_of_optimizer_state_that_loads_in_one_layout_only_is_told_before_it_is_saved(caplog):
     caplog.set_level(logging.INFO)
-    told = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
+    advice = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
     assert warned(caplog, save="runs", use_distributed_optimizer=True) == []
-    assert told in caplog.text
+    assert advice in caplog.text
     warned(caplog, save="runs")
-    assert told not in caplog.text
+    assert advice not in caplog.text
 
 
 def test_the_ranks_that_have_experts_are_told_as_a_bound_on_saved_optimizer_state(caplog):
     caplog.set_level(logging.INFO)
-    told = "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more"
+    bound = "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more"
     reshardable = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
     warned(caplog, save="runs", num_experts=4, expert_model_parallel_size=2, **reshardable)
-    assert told in caplog.text
+    assert bound in caplog.text
     caplog.clear()
     warned(caplog, save="runs", **reshardable)
-    assert told not in caplog.text
+    assert bound not in caplog.text
 
 
 def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
@@ -85,14 +85,14 @@ def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "flags",
     [{"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],
-    ids=lambda given: next(iter(given)),
+    ids=lambda flags: next(iter(flags)),
 )
-def test_other_data_sets_than_documents_are_refused(given):
-    (name,) = given
+def test_other_data_sets_than_documents_are_refused(flags):
+    (name,) = flags
     with pytest.raises(ArgumentError, match=f"--epp cannot honour --{name.replace('_', '-')} "):
-        prepare_epp_args(arguments(**given))
+        prepare_epp_args(arguments(**flags))
 
 
 def test_the_loss_is_masked_behind_ends_of_documents_where_megatron_masks_it(tmp_path):
@@ -110,9 +110,9 @@ def test_the_loss_is_masked_behind_ends_of_documents_where_megatron_masks_it(tmp
             assert torch.equal(arrays.position_ids, torch.arange(length))
 
 
-def checkpoint(**given):
-    made = {"epp": True, "epp_documents": "split", "seed": 1, "split": "99,1,0", "seq_length": 64, "rank": 0} | given
-    return argparse.Namespace(**{name: value for name, value in made.items() if value != "gone"})
+def checkpoint(**changes):
+    values = {"epp": True, "epp_documents": "split", "seed": 1, "split": "99,1,0", "seq_length": 64, "rank": 0} | changes
+    return argparse.Namespace(**{name: value for name, value in values.items() if value != "gone"})
 
 
 def test_a_run_that_changes_nothing_of_the_order_resumes_without_a_word(caplog):

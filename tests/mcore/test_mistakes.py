@@ -6,6 +6,7 @@ that is wrong, and what to do instead. Words between them may change.
 
 from __future__ import annotations
 
+import functools
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -34,6 +35,7 @@ MODEL |= {
     "data_path": "corpus",
     "eval_iters": 0,
 }
+megatron_parser = functools.cache(entry.megatron_parser)
 
 
 class Doors:
@@ -47,7 +49,7 @@ class Doors:
         words = [*PLAIN, *FLAGS, "--data-path", str(self.folder / "text"), *["--epp"] * is_planned]
         words += shlex.split(flags.replace("FOLDER", str(self.folder)))
         self.monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-        parser = entry.megatron_parser()
+        parser = entry.megatron_parser() if "--yaml-cfg" in words else megatron_parser()  # a file's values become its defaults
         if not is_planned:
             return refusal(lambda: arguments.validate_args(parser.parse_args(words)))
         return refusal(lambda: entry.check_start(entry.check(parser, words), processes, wants_files=True))

@@ -15,7 +15,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("flags", "says"),
     [
         (["--epp-plan-budget-ms", "9", "--epp-planner", "1f1b"], "--epp-plan-budget-ms is for --epp-planner greedy, not 1f1b"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
@@ -49,13 +49,13 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )
-def test_what_cannot_be_is_refused(given, says):
+def test_what_cannot_be_is_refused(flags, says):
     with pytest.raises(ArgumentError, match=says):
-        prepare_epp_args(arguments(*given))
+        prepare_epp_args(arguments(*flags))
 
 
 @pytest.mark.parametrize(
-    ("given", "megatron", "says"),
+    ("flags", "megatron", "says"),
     [
         ([], {"tensor_model_parallel_size": 1}, "does not go with --tensor-model-parallel-size 1: there is no exchange"),
         (["--epp-planner", "stp"], {}, "is for --epp-planner greedy, not stp; leave one of them out"),
@@ -65,13 +65,13 @@ def test_what_cannot_be_is_refused(given, says):
         ([], {"nvtx_ranges": True}, "does not go with --nvtx-ranges: its ranges"),
     ],
 )
-def test_what_keeps_two_actions_from_running_in_one_step_is_refused(given, megatron, says):
+def test_what_keeps_two_actions_from_running_in_one_step_is_refused(flags, megatron, says):
     with pytest.raises(ArgumentError, match=f"--epp-overlap-exchanges {says}"):
-        prepare_epp_args(arguments("--epp-overlap-exchanges", *given, **{"tensor_model_parallel_size": 2} | megatron))
+        prepare_epp_args(arguments("--epp-overlap-exchanges", *flags, **{"tensor_model_parallel_size": 2} | megatron))
     prepare_epp_args(arguments("--epp-overlap-exchanges", tensor_model_parallel_size=2, timing_log_level=1))
 
 
-@pytest.mark.parametrize("flag", [action for action in FLAGS if action.type in (int, float)], ids=lambda one: one.dest)
+@pytest.mark.parametrize("flag", [action for action in FLAGS if action.type in (int, float)], ids=lambda action: action.dest)
 def test_no_flag_takes_what_is_no_finite_number(flag):
     """Nor one below zero, or so large that it means none."""
     values = ["nan", "inf", "-1", "1e300"] if flag.type is float else ["-1", "0", "9" * 30]
@@ -90,7 +90,7 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "flags",
     [
         [],
         ["--epp-plan-budget-ms", "500"],
@@ -101,8 +101,8 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
         ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-modes", "full"],
     ],
 )
-def test_others_are_not(given):
-    prepare_epp_args(arguments(*given))
+def test_others_are_not(flags):
+    prepare_epp_args(arguments(*flags))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -119,7 +119,7 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("given", "megatron", "says"),
+    ("flags", "megatron", "says"),
     [
         ([], {"num_experts": None}, "--expert-model-parallel-size 4 is for a model with --num-experts"),
         ([], {"num_experts": 6}, "--num-experts 6 cannot be shared evenly by --expert-model-parallel-size 4: .* multiple of 4"),
@@ -133,9 +133,9 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
         (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
     ],
 )
-def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
+def test_experts_that_cannot_be_trained_are_refused(flags, megatron, says):
     with pytest.raises(EppError, match=says):
-        prepare_epp_args(arguments(*given, **(EXPERTS | megatron)))
+        prepare_epp_args(arguments(*flags, **(EXPERTS | megatron)))
 
 
 @pytest.mark.parametrize(

@@ -239,5 +239,5 @@ def test_a_run_that_begins_without_the_checkpoint_that_it_names_says_so(
     asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert asked.problems(f"--load {tmp_path / 'nowhere'}") == []
-    (record,) = (one for one in caplog.records if "new weights" in one.getMessage())
+    (record,) = (record for record in caplog.records if "new weights" in record.getMessage())
     assert record.getMessage() == f"--load: there is no folder {tmp_path / 'nowhere'}: training begins with new weights"

@@ -32,8 +32,8 @@ Import = Callable[..., ModuleType]
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
     """Imports the user's script, whose functions are known, with replacements in its text."""
-    for name, found in fingerprints_of(TEXT).items():
-        monkeypatch.setitem(fingerprints.SCRIPTS, name, {found: "tests"})
+    for name, digest in fingerprints_of(TEXT).items():
+        monkeypatch.setitem(fingerprints.SCRIPTS, name, {digest: "tests"})
 
     def load(*replacements: tuple[str, str]) -> ModuleType:
         text = TEXT
@@ -128,7 +128,7 @@ class Step:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("name", "value", "beginning"),
     [
         ("loss_func", other_loss, f"loss_func = other_loss ({__file__}:"),
         (
@@ -137,7 +137,7 @@ class Step:
             "loss_func, which forward_step uses, is an object of class functools.part",
         ),
         ("loss_func", Step(), "loss_func, which forward_step uses, is an object of class "),
-        ("partial", lambda function, *given: function, "partial = <lambda> ("),
+        ("partial", lambda function, *values: function, "partial = <lambda> ("),
         ("partial", Step, "partial, which forward_step uses, is the class "),
         ("torch", types.SimpleNamespace(), "torch, which loss_func uses, is an object of class types.SimpleNamespace"),
         (
@@ -149,12 +149,14 @@ class Step:
         ("BlendedMegatronDatasetBuilder", Step, "BlendedMegatronDatasetBuilder, which train_valid_test_datasets_provider uses"),
     ],
 )
-def test_what_is_put_in_the_place_of_something_that_it_uses_is_named(script: Import, name: str, value: Any, found: str) -> None:
+def test_what_is_put_in_the_place_of_something_that_it_uses_is_named(
+    script: Import, name: str, value: Any, beginning: str
+) -> None:
     module = script()
     setattr(module, name, value)
     reported = changes(module)
     assert reported
-    assert all(change.startswith(found) for change in reported)
+    assert all(change.startswith(beginning) for change in reported)
 
 
 def test_a_patched_function_of_a_package_is_noticed(script: Import, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,28 +169,28 @@ def test_a_patched_function_of_a_package_is_noticed(script: Import, monkeypatch:
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def wrapper(*given: Any) -> Any:
-        output, loss = function(*given)
+    def wrapper(*values: Any) -> Any:
+        output, loss = function(*values)
         return 2 * output, loss
 
     return wrapper
 
 
 @pytest.mark.parametrize(
-    ("wrap", "found"),
+    ("wrap", "subject"),
     [
         (doubled, f"forward_step = doubled.<locals>.wrapper ({__file__}:"),
         (lambda step: functools.partial(step, scale=2), "a functools.partial that binds scale"),
         (lambda step: functools.partial(step, None), "a functools.partial that binds argument 1"),
-        (lambda step: lambda *given: step(*given), "forward_step = <lambda>.<locals>.<lambda> ("),
+        (lambda step: lambda *values: step(*values), "forward_step = <lambda>.<locals>.<lambda> ("),
         (lambda step: Step(), "forward_step is an object of class "),
         (lambda step: Step().method, "forward_step = Step.method ("),
         (lambda step: functools.lru_cache(step), "is not Megatron's own (fingerprint "),
     ],
 )
-def test_a_wrapped_forward_step_is_refused(script: Import, wrap: Callable[..., Any], found: str) -> None:
+def test_a_wrapped_forward_step_is_refused(script: Import, wrap: Callable[..., Any], subject: str) -> None:
     (change,) = changes_of(FORWARD_STEP, wrap(script().forward_step))
-    assert found in change
+    assert subject in change
 
 
 def test_partials_that_megatron_makes_are_taken(script: Import) -> None:
@@ -333,5 +335,5 @@ CLONE = Path(os.environ.get("MEGATRON_LM", ""))
 def test_the_scripts_of_a_clone_are_known(name: str) -> None:
     if not (CLONE / name).exists():
         pytest.skip(f"needs a release of Megatron-LM that has {name} in MEGATRON_LM")
-    found = fingerprints_of((CLONE / name).read_text())
-    assert {name: one for name, one in found.items() if one not in fingerprints.SCRIPTS.get(name, {})} == {}
+    digests = fingerprints_of((CLONE / name).read_text())
+    assert {name: value for name, value in digests.items() if value not in fingerprints.SCRIPTS.get(name, {})} == {}

@@ -36,17 +36,17 @@ def write(tmp_path):
 
 def in_megatrons_layout(args, usual):
     """Return the unusual settings as a file has them: fields of the model's config in a section of their own."""
-    given = {key: value for key, value in vars(args).items() if value != getattr(usual, key)}
-    model = {key: given.pop(key) for key in list(given) if key in FIELDS}
-    return given | {"language_model": model}
+    settings = {key: value for key, value in vars(args).items() if value != getattr(usual, key)}
+    model = {key: settings.pop(key) for key in list(settings) if key in FIELDS}
+    return settings | {"language_model": model}
 
 
 def test_a_file_means_what_its_flags_mean_and_flags_beside_it_win(parser, write):
-    usual, given = parser.parse_args([]), parser.parse_args([*map(str, MODEL), "--epp-slices", "3", "--data-path", "a", "b"])
-    path = write(in_megatrons_layout(given, usual))
+    usual, parsed = parser.parse_args([]), parser.parse_args([*map(str, MODEL), "--epp-slices", "3", "--data-path", "a", "b"])
+    path = write(in_megatrons_layout(parsed, usual))
     yaml_cfg.take_defaults(parser, path)
     read = parser.parse_args(["--yaml-cfg", path, "--lr", "0.5"])
-    assert vars(read) == vars(given) | {"lr": 0.5, "epp_yaml_cfg": path}
+    assert vars(read) == vars(parsed) | {"lr": 0.5, "epp_yaml_cfg": path}
     assert read.epp_lookahead == usual.epp_lookahead
 
 
@@ -102,8 +102,8 @@ def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(monkeypatc
 def test_it_trains_with_plans(parser, write, tmp_path):
     prefix = write_pair(tmp_path / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
     ours = ["--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0, "--train-iters", 2]
-    given = parser.parse_args([*map(str, (*MODEL, *ours))])
-    path = write(in_megatrons_layout(given, parser.parse_args([])))
+    parsed = parser.parse_args([*map(str, (*MODEL, *ours))])
+    path = write(in_megatrons_layout(parsed, parser.parse_args([])))
     by_file = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", "--yaml-cfg", path, "--epp")
     by_flags = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *MODEL, *ours, "--epp")
     losses = [re.findall(r"lm loss: (\S+)", run.output) for run in (by_file, by_flags)]

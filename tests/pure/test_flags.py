@@ -25,13 +25,13 @@ GIVEN = [
 ]
 
 
-def training(*given, **megatron):
-    args = add_epp_args(argparse.ArgumentParser()).parse_args(given)
+def training(*flags, **megatron):
+    args = add_epp_args(argparse.ArgumentParser()).parse_args(flags)
     return options_from(argparse.Namespace(**vars(args), **megatron), training=True)
 
 
-def command_line(*given):
-    return options_from(cli._parser().parse([*BATCH, *given]))
+def command_line(*flags):
+    return options_from(cli._parser().parse([*BATCH, *flags]))
 
 
 def test_without_flags_both_doors_have_the_defaults():

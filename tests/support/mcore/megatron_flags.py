@@ -47,7 +47,7 @@ def arguments(*epp, **megatron):
     return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))
 
 
-def data_arguments(**given):
+def data_arguments(**changes):
     """Megatron's parsed arguments as far as the documents of a run are concerned."""
     defaults = {
         "data_path": None,
@@ -72,4 +72,4 @@ def data_arguments(**given):
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    return argparse.Namespace(**(defaults | given))
+    return argparse.Namespace(**(defaults | changes))
