@@ -9,7 +9,7 @@ from megatron.core.datasets import gpt_dataset
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import ArgumentError, conflicts
+from megatron_epp.mcore.arguments import conflicts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
@@ -82,17 +82,6 @@ def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
     (line,) = warned(caplog, **saved, overlap_grad_reduce=True)
     assert "saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable" in line
     assert warned(caplog, **saved, overlap_grad_reduce=True, rank=1) == []
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [{"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],
-    ids=lambda flags: next(iter(flags)),
-)
-def test_other_data_sets_than_documents_are_refused(flags):
-    (name,) = flags
-    with pytest.raises(ArgumentError, match=f"--epp cannot honour --{name.replace('_', '-')} "):
-        prepare_epp_args(arguments(**flags))
 
 
 def test_the_loss_is_masked_behind_ends_of_documents_where_megatron_masks_it(tmp_path):

@@ -112,6 +112,8 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
     ("launcher", {"megatron": {"pipeline_model_parallel_size": 4}}, 6, ("6 processes", f"{PP} 4", "multiple of 4")),
     ("documents", f"{PP} 3", 3, (f"{LAYERS} 4", f"{PP} 3", "multiple of 3", "--decoder-first-pipeline-num-layers")),
     ("launcher", {"megatron": {"pipeline_model_parallel_size": 3}}, 3, (f"{LAYERS} 4", f"{PP} 3", "multiple of 3")),
+    ("documents", "--eval-global-batch-size 6", 4, ("--eval-global-batch-size 6", "4 data-parallel replicas", "multiple of 4")),
+    ("documents", f"{PP} 0", 1, (f"{PP} is 0", "a whole number from 1")),
     ("documents", f"{BATCH} 6", 4, (f"{BATCH} 6", "4 data-parallel replicas", "multiple of 4")),
     (
         "documents",

@@ -110,7 +110,6 @@ def test_switches_values_and_lists_reach_megatron_as_given(parser):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("num_layer=3", "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"),
         ("epp.plcement=v", "epp.plcement is not a flag"),
         ("num_layers=four", "argument --num-layers: invalid int value: 'four'"),
         ("position_embedding_type=ropes", "argument --position-embedding-type: invalid choice: 'ropes'"),
@@ -127,11 +126,6 @@ def test_a_mistake_is_refused_with_what_would_do(parser, override, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["micro_batch_size=4", "attention_dropout=0.1"], "--micro-batch-size 4 (set it to 1"),
-        (
-            ["pipeline_model_parallel_size=3"],
-            "the run has 2 processes, but --tensor-model-parallel-size 1 x --pipeline-model-parallel-size 3",
-        ),
         (["num_layers=null", "hidden_size=null"], "there is no model, hidden_size, num_layers missing: include one"),
         (["cluster=h900"], "there is no file h900, and there is no such name among the shipped clusters"),
         (["epp.enabled=maybe"], "epp.enabled is 'maybe'; give true or false"),

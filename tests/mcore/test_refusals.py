@@ -81,49 +81,11 @@ def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrap
     assert maybe_wrap(len) == (len, None)
 
 
-def test_one_problem_of_every_kind_is_told_at_once():
-    flags = [
-        "--epp-trace",
-        3,
-        "--epp-host-memory-gb",
-        4,
-        "--epp-offload",
-        "off",
-        "--expert-model-parallel-size",
-        2,
-        "--tp-comm-overlap",
-    ]
-    with pytest.raises(ArgumentError) as refusal:
-        prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, *flags, processes=6))
-    problems = str(refusal.value).splitlines()
-    assert [problem.split()[0] for problem in problems] == [
-        "--epp",
-        "the",
-        "--epp-host-memory-gb",
-        "--epp-trace",
-        "--expert-model-parallel-size",
-    ]
-    assert "6 processes" in problems[1]
-
-
 def test_a_model_that_megatron_cannot_save_is_refused_before_it_trains():
     flags = ["--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--save", "somewhere"]
     with pytest.raises(ArgumentError, match="model that Megatron cannot save: add --untie"):
         prepare_epp_args(arguments(*flags, processes=2))
     prepare_epp_args(arguments(*flags, "--untie-embeddings-and-output-weights", processes=2))
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes", "message"),
-    [
-        (["--eval-global-batch-size", 6], 4, "--eval-global-batch-size 6 does not divide over 4 data-parallel replicas"),
-        (["--pipeline-model-parallel-size", 0], 8, "--pipeline-model-parallel-size is 0; it must be a whole number from 1"),
-    ],
-    ids=["evaluation", "size"],
-)
-def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, message):
-    with pytest.raises(EppError, match=re.escape(message)):
-        prepare_epp_args(arguments(*flags, processes=processes))
 
 
 def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
