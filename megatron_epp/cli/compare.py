@@ -1,4 +1,4 @@
-"""The command that sets planners side by side, over one batch or several, each with its best packing size and layers."""
+"""The command that sets planners side by side, over one batch or several, each with its best packing size."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, problem_of, tell_sharing
-from megatron_epp.cli.layout import BALANCED, EVEN, Chosen, balanced_at, chosen_layout, latents_to_try
+from megatron_epp.cli.layout import BALANCED, Chosen, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.schedules import ALL, layout_for, usual
+from megatron_epp.cli.schedules import ALL, layout_at, usual
 from megatron_epp.cli.terminal import (
     EXACT_PLANNER_LOG,
     Command,
@@ -30,7 +30,6 @@ from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
@@ -47,8 +46,6 @@ example: 512 documents like Wikipedia's on eight stages, and a picture of all pl
 one planner of a paper against ours
   megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
 """
-BEST = "best"
-"""Value of ``--layout`` with which each planner gets the faster of even and balanced layers; costs of stages have their own."""
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
 _MOST_SIZES = 5
@@ -59,7 +56,7 @@ _MOST_ACTIONS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch, with the size and the layers that are best for it.
+    """Result of one planner for one batch, with the size that is best for it.
 
     Attributes:
         planner: its name.
@@ -67,8 +64,6 @@ class Entry:
         refusal: why there is none.
         planning_ms: processor time.
         note: what the exact planner says of its plan.
-        layers: which layers the stages have: even, balanced, or the given ones.
-        latents: slices hand on latents.
         size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
     """
 
@@ -77,9 +72,7 @@ class Entry:
     refusal: str
     planning_ms: float
     note: str = ""
-    layers: str = BALANCED
     size: int | None = None
-    latents: bool = False
 
     @property
     def makespan_us(self) -> float:
@@ -98,11 +91,6 @@ def add_arguments(parser: Parser) -> None:
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
         f"placements with layers of their own (default: {', '.join(usual())})",
     )
-    for action in parser._actions:
-        if action.dest == "layout":
-            action.help = str(action.help).replace(
-                "(default", f"; {BEST}: the faster of even and balanced, by planner (default"
-            )
     below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
     add_output(parser, below, type=picture_or_page)
 
@@ -123,72 +111,48 @@ def compare(args: argparse.Namespace) -> str:
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
-    choices = [_with(args, latents=choice) for choice in latents_to_try(args)]
-    layouts = _layouts(choices[-1], [lengths for _, lengths in batches], names)  # with latents more of them fit
     tell_sharing(args)
-    tokens = [length for _, lengths in batches for length in lengths]
-    total, tables = len(names) * len(batches), []
-    entries: list[Entry] = []
-    with progress("planning", lambda: f"{len(entries)} of {total} plans, each with its best size and layers"):
-        for _, lengths in batches:
+    settle_latents(args, [lengths for _, lengths in batches], names)
+    chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
+    longest = max(max(lengths) for _, lengths in batches)
+    tables: list[tuple[str, tuple[int, ...], list[Entry]]] = [(name, lengths, []) for name, lengths in batches]
+    total = len(names) * len(batches)
+    with progress(
+        "planning", lambda: f"{sum(len(entries) for *_, entries in tables)} of {total} plans, each with its best size"
+    ):
+        for _, lengths, entries in tables:
             for name in names:
-                ours = next(
-                    (entry for entry in entries[len(entries) // len(names) * len(names) :] if entry.planner == "greedy"), None
-                )
-                each = [_best(kind, lengths, tokens, layouts, name, ours) for kind in choices]
-                entries.append(min(each, key=lambda entry: entry.makespan_us))
+                entries.append(_best(args, lengths, longest, chosen, name, entries))
     if ALL in (args.planner or ()):
-        entries = _ranked(entries, len(names))
+        for *_, entries in tables:
+            entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
     if args.output:
-        _draw(args.output, [(entry.planner, entry.plan) for entry in entries if entry.plan is not None])
-    for number, (name, lengths) in enumerate(batches):
-        tables.append((name, lengths, entries[number * len(names) : (number + 1) * len(names)]))
+        _draw(args.output, [(entry.planner, entry.plan) for entry in tables[0][2] if entry.plan is not None])
     if args.json:
-        return json.dumps([_row(*table, entry) for table in tables for entry in table[2]], indent=1)
+        common = {"layers": args.layout or BALANCED, "latents": args.latents == "on"}
+        return json.dumps([_row(*table, entry) | common for table in tables for entry in table[2]], indent=1)
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
-    used = {entry.layers for entry in entries if entry.plan is not None}
-    lines = [line for kind, chosen in layouts.items() if kind in used for line in chosen.lines()]
-    return "\n\n".join(texts + ["\n".join(lines)] * bool(lines))
-
-
-def _layouts(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], names: Sequence[str]) -> dict[str, Chosen]:
-    """Return the layouts to try, by name: the given one, balanced layers, or even and balanced ones."""
-    if args.layout != BEST:
-        return {args.layout or BALANCED: chosen_layout(args, batches, names)}
-    return {kind: chosen_layout(_with(args, layout=kind), batches, names) for kind in (EVEN, BALANCED)}
-
-
-def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**vars(args) | changes)
+    if any(entry.plan is not None for *_, entries in tables for entry in entries) and (lines := chosen.lines()):
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts)
 
 
 def _best(
-    args: argparse.Namespace,
-    lengths: tuple[int, ...],
-    tokens: list[int],
-    layouts: Mapping[str, Chosen],
-    name: str,
-    ours: Entry | None = None,
+    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str, before: Sequence[Entry] = ()
 ) -> Entry:
-    """Plan one batch with one planner: with its best layers and, with these, its best size, under the same caps.
-
-    If nothing can be planned, the refusal is the one for the size and layers that are tried first.
+    """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size.
 
     Args:
-        args, lengths, tokens, name: as in `_entry`.
-        ours: the greedy planner's best entry, where it is known: the exact planner takes long, and begins with that entry.
+        args, lengths, longest, chosen, name: as in `_entry`.
+        before: entries of the batch: the exact planner takes long, and has only the size that is best for the greedy one.
     """
     entry = PLANNERS.entry(name)
     if entry is not None and entry.begins_with_greedy and name != "greedy":
-        like = ours or _best(args, lengths, tokens, layouts, "greedy")
-        return _entry(args, lengths, tokens, layouts[like.layers].layout, name, like.layers, like.size)
-    tried = [_entry(args, lengths, tokens, chosen.layout, name, kind) for kind, chosen in layouts.items()]
-    first = min(tried, key=lambda entry: entry.makespan_us)
-    tried += [
-        _entry(args, lengths, tokens, layouts[first.layers].layout, name, first.layers, size)
-        for size in sizes_of(args, lengths, layouts[first.layers].layout.placement.num_ranks, name)
-    ]
-    return min((first, *tried), key=lambda entry: entry.makespan_us)
+        greedy = next((other for other in before if other.planner == "greedy"), None)
+        size = (greedy or _best(args, lengths, longest, chosen, "greedy")).size
+        return _entry(args, lengths, longest, chosen, name, size)
+    sizes = (None, *sizes_of(args, lengths, chosen.layout.placement.num_ranks, name))
+    return min((_entry(args, lengths, longest, chosen, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
 
 
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
@@ -230,26 +194,19 @@ def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
 
 
 def _entry(
-    args: argparse.Namespace,
-    lengths: tuple[int, ...],
-    tokens: list[int],
-    layout: Layout,
-    name: str,
-    kind: str,
-    size: int | None = None,
+    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str, size: int | None
 ) -> Entry:
     """Plan one batch with one planner.
 
     Args:
-        layout: of one stage per rank, or as given; a planner that needs another placement has even or balanced layers at that.
+        longest: tokens of the longest sequence of all batches.
+        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
         size: of its rows or chunks; None for the flags' size.
     """
     start_s = time.process_time()
     known = PLANNERS.entry(name)
     try:
-        own = layout_for(name, layout)
-        if own != layout and kind == BALANCED:
-            own = balanced_at(args, own, lengths)
+        layout = layout_at(args, chosen, name, lengths)
         options = options_from(args, planner=name)
         if size is not None:
             options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
@@ -257,30 +214,22 @@ def _entry(
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with latest_message(EXACT_PLANNER_LOG) as latest:
-            planned, refusal = plan(problem_of(args, lengths, own.placement), costs_of(args, tokens, own), options), ""
+            problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout, longest)
+            planned, refusal = plan(problem, costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
     note = "" if planned is None else latest()
     if size is None:
         row = args.context or round_up(max(lengths), args.token_multiple)
         size = row if name in _IN_ROWS else args.chunk_tokens
-    return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, kind, size, args.latents == "on")
-
-
-def _ranked(entries: list[Entry], count: int) -> list[Entry]:
-    """Sort the entries of each batch by makespan; those without a plan go last."""
-
-    batches = (entries[start : start + count] for start in range(0, len(entries), count))
-    return [*chain.from_iterable(sorted(batch, key=lambda entry: entry.makespan_us) for batch in batches)]
+    return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, size)
 
 
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
-    settings = [(entry.layers, "own" if entry.size is None else f"{entry.size:,}") for entry in entries]
-    lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("layers", "size"), settings))
+    sizes = [("own" if entry.size is None else f"{entry.size:,}",) for entry in entries]
+    lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("size",), sizes))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
-    if relaying := [entry.planner for entry in entries if entry.plan is not None and entry.latents]:
-        lines.append(f"latents are cached in {', '.join(relaying)}, keys and values in the others; the faster of both each")
     planned = [entry.planner for entry in entries if entry.plan is not None]
     known = {name: entry for name in planned if (entry := PLANNERS.entry(name)) is not None}
     if splits := [name for name, entry in known.items() if entry.splits_weight]:
@@ -301,9 +250,7 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         "tokens": sum(lengths),
         "planner": entry.planner,
         "planning_ms": entry.planning_ms,
-        "layers": entry.layers,
         "size": entry.size,
-        "latents": entry.latents,
     } | ({"note": entry.note} if entry.note else {})
     if entry.plan is None:
         return row | {"refusal": entry.refusal}

@@ -76,8 +76,11 @@ def pipeline_ranks(args: argparse.Namespace) -> int:
     return args.stages or _STAGES
 
 
-def latents_to_try(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the values of ``--latents`` that the flags leave open, keys and values first.
+def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None) -> None:
+    """Settle ``--latents auto`` in parsed flags by plans for batches.
+
+    Args:
+        batches, planners: as in `chosen_layout`.
 
     Raises:
         EppError: ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
@@ -87,22 +90,17 @@ def latents_to_try(args: argparse.Namespace) -> tuple[str, ...]:
         raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
     if args.latents == "on" and is_fixed:
         raise EppError(f"--costs {args.costs} has costs of a pipeline, which know what slices hand on: leave --latents out")
+    if args.latents not in ("on", "off") and (not has_latents or is_fixed):
+        args.latents = "off"
     if args.latents in ("on", "off"):
-        return (args.latents,)
-    return ("off", "on") if has_latents and not is_fixed else ("off",)
-
-
-def settle_latents(args: argparse.Namespace, lengths: tuple[int, ...]) -> None:
-    """Settle ``--latents auto`` in parsed flags by plans for a batch. Raises `EppError` as `latents_to_try` does."""
-    args.latents, *more = latents_to_try(args)
-    if not more:
         return
 
     def trial(choice: str) -> LatentsTrial:
         settings = argparse.Namespace(**vars(args) | {"latents": choice})
-        layout = chosen_layout(settings, [lengths]).layout
-        problem, costs = problem_of(settings, lengths, layout.placement), costs_of(settings, lengths, layout)
-        return LatentsTrial([problem], costs, options_from(args, planner="greedy"))
+        layout = chosen_layout(settings, batches, planners).layout
+        problems = [problem_of(settings, lengths, layout.placement) for lengths in batches]
+        costs = costs_of(settings, [*chain.from_iterable(batches)], layout)
+        return LatentsTrial(problems, costs, options_from(args, planner="greedy"))
 
     with progress("planning with latents, and with keys and values"):
         choice = choose_latents(trial)

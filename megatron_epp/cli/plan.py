@@ -105,7 +105,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
     lengths = lengths_of(args)
     tell_sharing(args)
-    settle_latents(args, lengths)
+    settle_latents(args, [lengths])
     chosen = chosen_for(args, lengths)
     layout = chosen.layout
     problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cli.layout import BALANCED, Chosen, balanced_at, chosen_layout
@@ -43,15 +44,17 @@ def usual() -> list[str]:
     return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
 
 
+def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
+    """Return the chosen layout as a planner needs it (`layout_for`), balanced where the chosen one is."""
+    layout = layout_for(planner, chosen.layout)
+    return balanced_at(args, layout, lengths) if chosen.kind == BALANCED and layout != chosen.layout else layout
+
+
 def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
-    """Return a command's layout for its planner (`layout_for`), without the search's figures if it is another layout."""
+    """Return a command's layout for its planner, without the search's figures if it is another layout."""
     chosen = chosen_layout(args, [lengths])
-    layout = layout_for(args.planner, chosen.layout)
-    if layout == chosen.layout:
-        return chosen
-    if chosen.kind == BALANCED:
-        layout = balanced_at(args, layout, lengths)
-    return replace(chosen, layout=layout, choice=None)
+    layout = layout_at(args, chosen, args.planner, lengths)
+    return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -49,18 +49,17 @@ def test_costs_of_a_pipeline_know_what_slices_hand_on(tmp_path: Path, capsys: py
     assert "has costs of a pipeline, which know what slices hand on: leave --latents out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_every_planner_is_compared_with_the_better_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planners_are_compared_with_what_plans_faster(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", *LENGTHS, *MODEL, "--memory-cap-gb", "18", "--planner", "greedy", "--planner", "1f1b", "--json"]
-    rows = {}
-    for choice in ([], ["--latents", "on"], ["--latents", "off"]):
+    makespans_us = []
+    for choice in ([], ["--latents", "on"]):
         assert main([*words, *choice]) == 0
-        rows[" ".join(choice)] = {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
-    for name, best in rows[""].items():
-        each = [rows[choice][name].get("makespan_us", float("inf")) for choice in ("--latents on", "--latents off")]
-        assert best.get("makespan_us", float("inf")) == min(each)
-        assert best["latents"] == (each[0] < each[1])
-    assert rows[""]["greedy"]["latents"]
+        printed = capsys.readouterr()
+        rows = json.loads(printed.out)
+        assert all(row["latents"] for row in rows)
+        assert ("--latents on: slices hand on" in printed.err) == (not choice)
+        makespans_us.append([row.get("makespan_us") for row in rows])
+    assert makespans_us[0] == makespans_us[1]
 
 
 def test_advice_says_what_slices_hand_on(

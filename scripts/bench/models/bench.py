@@ -12,9 +12,11 @@ import io
 import json
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron_epp.cli.main import main as command
+from megatron_epp.cost.library import load_flags
 from scripts.bench.planner.report import table
 
 PLANNERS = {"greedy": "elastic", "1f1b": "1F1B, whole", "1f1b-packed": "1F1B, packed", "seq1f1b": "Seq1F1B"}
@@ -51,26 +53,19 @@ CASES = (
 
 
 def compared(case: Case, lengths: str, cluster: str, batch: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of every planner, by its name."""
-    words = [
-        "compare",
-        "--json",
-        "--layout",
-        "best",
-        "--model",
-        case.model,
-        "--cluster",
-        cluster,
-        "--lengths",
-        lengths,
-        *case.flags.split(),
-    ]
+    """Return the best figures of every planner, by its name: those with the least makespan."""
+    words = ["compare", "--json", "--model", case.model, "--cluster", cluster, "--lengths", lengths, *case.flags.split()]
     words += ["--context", str(case.context), "--batch-size", str(batch)]
     words += [word for name in PLANNERS for word in ("--planner", name)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        if command(words):
-            raise SystemExit(f"no comparison of {case.model} on {lengths}")
-    return {row["planner"]: row for row in json.loads(printed.getvalue())}
+    rows: list[dict[str, Any]] = []
+    choices = ("off", "on") if load_flags(case.model).get("multi_latent_attention") else ("off",)
+    for layout, latents in product(("even", "balanced"), choices):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            if command([*words, "--layout", layout, "--latents", latents]):
+                raise SystemExit(f"no comparison of {case.model} on {lengths}")
+        rows += json.loads(printed.getvalue())
+    rows.sort(key=lambda row: float(row.get("makespan_us", math.inf)), reverse=True)
+    return {row["planner"]: row for row in rows}
 
 
 def row_of(case: Case, lengths: str, found: dict[str, dict[str, Any]]) -> list[str]:
