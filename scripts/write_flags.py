@@ -20,9 +20,8 @@ HEAD = """\
 # Flags
 
 Training takes Megatron's own flags and the flags of the first two tables; in YAML they stand under `epp:` without the prefix
-(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first: `megatron-epp COMMAND --help` lists them,
-`--help-all` all of a command's. Commands also take training's names of their flags (`--epp-layout` for
-`--layout`), and older ones.
+(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first. Commands also take training's names of their
+flags (`--epp-layout` for `--layout`), and older ones.
 """
 REFUSED = """\
 ## Megatron's flags that --epp refuses
@@ -66,14 +65,13 @@ def document() -> str:
 
 
 def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[str]:
-    """The everyday flags of a command, then the others; flags that a command above has are named, not told again."""
-    for title, is_everyday in (("", True), ("With `--help-all`:\n", False)):
-        rows = rows_of(parser, lambda action, wanted=is_everyday: parser.is_everyday(action) == wanted)
-        if new := [row for row in rows if row not in above]:
-            yield from filter(None, (title, table(new)))
-        if again := [row for row in rows if row in above]:
-            yield f"And, as `megatron-epp {above[again[0]]}` does: {'; '.join(row[0] for row in again)}.\n"
-        above |= dict.fromkeys(new, command)
+    """The flags of a command; those that a command above has are named, not told again."""
+    rows = rows_of(parser)
+    if new := [row for row in rows if row not in above]:
+        yield table(new)
+    if again := [row for row in rows if row in above]:
+        yield f"And, as `megatron-epp {above[again[0]]}` does: {'; '.join(row[0] for row in again)}.\n"
+    above |= dict.fromkeys(new, command)
 
 
 def flags_in(flags: Iterable[MegatronFlag]) -> str:
@@ -95,8 +93,8 @@ def allowed(values: Iterable[object]) -> str:
     return ", ".join(code(words(value)) for value in said)
 
 
-def rows_of(parser: argparse.ArgumentParser, takes: Callable[[argparse.Action], bool]) -> list[Row]:
-    """A row per flag that is taken."""
+def rows_of(parser: argparse.ArgumentParser, takes: Callable[[argparse.Action], bool] = bool) -> list[Row]:
+    """A row per flag that is taken, by default every one."""
     shown = (action for action in parser._actions if not isinstance(action, argparse._HelpAction) and takes(action))
     return [row_of(action, parser) for action in shown if action.help != argparse.SUPPRESS]
 

@@ -244,19 +244,4 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
 
 
 _PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
-_EVERYDAY = (
-    "--devices",
-    "--cluster",
-    "--memory-cap-gb",
-    "--lengths",
-    "--context",
-    "--global-batch-size",
-    "--model",
-    "--tensor-parallel",
-    "--context-parallel",
-    "--stages",
-    "--costs",
-    "--all",
-    "--output",
-)
-COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)
+COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, problem_of, tell_sharing
+from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_sharing
 from megatron_epp.cli.layout import BALANCED, Chosen, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.schedules import ALL, layout_at, usual
@@ -269,4 +269,4 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
 
 
 _PURPOSE = "plan batches with several planners and print them side by side"
-COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE, (*EVERYDAY_PROBLEM, "--planner", "--output"))
+COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -361,5 +361,4 @@ def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 _PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"
-_EVERYDAY = ("--costs", "--json", "--profile", "--output", "--model", "--tensor-parallel", "--device", "--by-formula")
-COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)
+COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)

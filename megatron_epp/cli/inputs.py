@@ -36,20 +36,6 @@ from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.problem import check_amounts
 
-EVERYDAY_PROBLEM = (
-    "--lengths",
-    "--context",
-    "--batch-size",
-    "--stages",
-    "--layout",
-    "--memory-cap-gb",
-    "--offload",
-    "--model",
-    "--cluster",
-    "--costs",
-    "--tensor-parallel",
-)
-"""Flags of `add_problem` that ``--help`` lists."""
 _SHAPE = tuple(row.setting for row in SHAPE)
 SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
 """Settings of the flags that `add_shape` adds."""

@@ -45,30 +45,18 @@ class Name(NamedTuple):
         command: its own name.
         switch: that the name sets.
         purpose: of both together.
-        everyday: flags that ``--help`` lists.
     """
 
     command: str
     switch: str
     purpose: str
-    everyday: tuple[str, ...] = ("--help",)
 
 
 NAMES = {
     "check": Name("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
     "simulate": Name("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
-    "memory": Name(
-        "plan",
-        "memory",
-        "say what a batch takes on every rank, part by part, and the smallest cap that would do",
-        ("--lengths", "--context", "--stages", "--memory-cap-gb", "--offload", "--model", "--cluster", "--memory-out"),
-    ),
-    "profile": Name(
-        "doctor",
-        "profile",
-        "measure a model's parts on this machine and write a cost profile (needs torch)",
-        ("--output", "--model", "--tensor-parallel", "--device", "--tokens", "--prefixes", "--by-formula"),
-    ),
+    "memory": Name("plan", "memory", "say what a batch takes on every rank, part by part, and the smallest cap that would do"),
+    "profile": Name("doctor", "profile", "measure a model's parts on this machine and write a cost profile (needs torch)"),
 }
 """Short names of commands with a switch."""
 _LAST = """\
@@ -76,11 +64,11 @@ also:
   check, simulate  short for `show --proof` and `show --times`
   memory           short for `plan --memory`
   profile          short for `doctor --profile`
-  schedules        the planners that `plan --help-all` lists
+  schedules        list the planners that plans can follow, with their papers
   quickstart       demonstration: train a small GPT with Megatron's schedule and with plans
   emulate          demonstration: run a plan's ranks as processes, with timed waits for compute
 
-`megatron-epp COMMAND --help` lists a command's everyday options, `--help-all` all of them.
+`megatron-epp COMMAND --help` lists a command's options.
 """
 _HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
@@ -141,7 +129,7 @@ def _command(name: str) -> Command:
     if name in NAMES:
         short = NAMES[name]
         purpose = f"{short.purpose}: short for `{short.command} --{short.switch}`"
-        return replace(_command(short.command), name=name, purpose=purpose, example="", everyday=short.everyday)
+        return replace(_command(short.command), name=name, purpose=purpose, example="")
     command: Command = importlib.import_module(MODULES[name]).COMMAND
     return command
 
@@ -165,8 +153,6 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
             command.name,
             description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
             epilog=command.example,
-            everyday=command.everyday,
-            notes=command.notes,
         )
         added.set_defaults(run=command.run)
         command.add_arguments(added)

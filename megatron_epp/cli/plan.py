@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_epp.cli.alternatives import alternatives, kept_remedies, with_alternatives
-from megatron_epp.cli.inputs import EVERYDAY_PROBLEM, add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
+from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.schedules import chosen_for, planners_section
+from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import (
     ERROR,
     EXACT_PLANNER_LOG,
@@ -192,12 +192,4 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
 
 
 _PURPOSE = "make a plan for a batch of sequence lengths and print its summary"
-COMMAND = Command(
-    "plan",
-    _PURPOSE,
-    _add_plan,
-    _plan,
-    _EXAMPLE,
-    (*EVERYDAY_PROBLEM, "--output", "--memory"),
-    planners_section,
-)
+COMMAND = Command("plan", _PURPOSE, _add_plan, _plan, _EXAMPLE)

@@ -167,21 +167,6 @@ def run(args: Namespace) -> int:
 
 
 _PURPOSE = "make Megatron .bin/.idx files of folders, JSONL, Parquet, chats or single files (needs torch and Megatron)"
-_EVERYDAY = (
-    "--input",
-    "--output-prefix",
-    "--suffixes",
-    "--json-key",
-    "--append-eod",
-    "--overwrite",
-    "--tokenizer-type",
-    "--tokenizer-model",
-    "--vocab-file",
-    "--merge-file",
-    "--chat",
-    "--train-on",
-    "--chat-turns",
-)
 _EXAMPLE = """\
 example: a folder of text files, with the tokenizer of Llama 3
   megatron-epp prepare --input texts --output-prefix documents \\
@@ -190,4 +175,4 @@ conversations, of which the assistant's messages are trained
   megatron-epp prepare --chat --input chats.jsonl --output-prefix chats \\
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B-Instruct
 """
-COMMAND = Command("prepare", _PURPOSE, add_arguments, run, _EXAMPLE, _EVERYDAY)
+COMMAND = Command("prepare", _PURPOSE, add_arguments, run, _EXAMPLE)

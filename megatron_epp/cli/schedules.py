@@ -69,14 +69,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planners_section(is_all: bool) -> str:
-    """Format a section of help: the table of planners, or their names alone."""
-    if is_all:
-        return f"planners:\n{textwrap.indent(planners_text(), '  ')}"
-    names = textwrap.fill(", ".join(PLANNERS.entries()), help_width() - 2, initial_indent="  ", subsequent_indent="  ")
-    return f"planners (--help-all says what each does):\n{names}"
-
-
 def planners_text() -> str:
     """Format the table of planners."""
     entries, rows = PLANNERS.entries(), []
@@ -103,5 +95,5 @@ def _stages(entry: PlannerEntry) -> str:
     return entry.fixed.stages
 
 
-_PURPOSE = "list the planners that plans can follow, with their papers: a section of `plan --help-all`"
+_PURPOSE = "list the planners that plans can follow, with their papers"
 COMMAND = Command("schedules", _PURPOSE, add_arguments, run)

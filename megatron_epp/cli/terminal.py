@@ -1,7 +1,6 @@
 """Parser and output of all commands: errors are one line, and a line on stderr tells what takes long.
 
-Control characters in the text of files are printed as escapes, so no terminal obeys them. ``--help`` lists the everyday flags
-of a command, ``--help-all`` all of them.
+Control characters in the text of files are printed as escapes, so no terminal obeys them.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"
 _HELP_WIDTH = 100
 """Most characters of a line of help."""
+_FLAG_WIDTH = 20
+"""Characters of a flag before its text, if it is not longer."""
 
 
 def help_width() -> int:
@@ -49,20 +50,19 @@ def help_width() -> int:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help, and wraps long lines of descriptions; commands of examples, which are indented, stay as they are."""
+    """Formats help: a flag goes by one name, its text begins in its line and goes on below it, and long lines of descriptions
+    are wrapped; commands of examples, which are indented, stay as they are.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=help_width())
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = []
-        for line in text.splitlines():
-            lines += [line] if line.startswith(" ") or len(line) <= width else textwrap.wrap(line, width)
-        return "\n".join(indent + line for line in lines)
-
-
-class _EverydayFormatter(HelpFormatter):
-    """Formats help in which a flag goes by one name."""
+    def _format_action(self, action: argparse.Action) -> str:
+        names = self._format_action_invocation(action).ljust(_FLAG_WIDTH)
+        text = f"{names}  {self._expand_help(action) if action.help else ''}".rstrip()
+        indent = " " * self._current_indent
+        below = f"{indent}    "
+        return textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False) + "\n"
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -71,87 +71,32 @@ class _EverydayFormatter(HelpFormatter):
         value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(names)} {value}".rstrip()
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            lines += [line] if line.startswith(" ") or len(line) <= width else textwrap.wrap(line, width)
+        return "\n".join(indent + line for line in lines)
+
 
 def long_names(action: argparse.Action) -> list[str]:
     """Return the names of a flag that are words."""
     return [name for name in action.option_strings if name.startswith("--")]
 
 
-class _HelpAll(argparse._HelpAction):
-    """Prints help with all flags."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        parser._print_message(parser.format_help_all(), sys.stdout)
-        parser.exit()
-
-
 class Parser(SuggestingParser):
-    """Argument parser with one-line errors and two lengths of help. The parsers of its subcommands are of this class too."""
+    """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
 
-    def __init__(
-        self, *args: Any, everyday: Sequence[str] = (), notes: Callable[[bool], str] | None = None, **settings: Any
-    ) -> None:
-        """Make a parser.
-
-        Args:
-            everyday: flags that ``--help`` lists; all if it is empty.
-            notes: makes the text below the flags, given whether all of it is wanted.
-        """
+    def __init__(self, *args: Any, **settings: Any) -> None:
         defaults: dict[str, Any] = {"formatter_class": HelpFormatter, "add_help": False}
         super().__init__(*args, **defaults | settings)
-        self.everyday, self.notes = frozenset(everyday), notes
         self.set_defaults(parser=self)
 
     def add_help_flags(self) -> None:
-        """Add ``--help``, ``--help-all`` and ``--debug``, behind the command's own flags."""
-        self.add_argument("-h", "--help", action="help", help="print this help")
-        what = "print help with all options" if self.everyday else argparse.SUPPRESS
-        self.add_argument("--help-all", action=_HelpAll, help=what)
+        """Add ``--help`` and ``--debug`` behind the command's own flags, and list flags without a group last."""
+        self.add_argument("-h", "--help", "--help-all", action="help", help="print this help")
         self.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
-
-    def listed(self) -> list[argparse.Action]:
-        """Return the arguments that ``--help`` lists."""
-        shown = self._shown()
-        if not self.everyday:
-            return shown
-        return [
-            action
-            for action in shown
-            if not action.option_strings or isinstance(action, argparse._HelpAction) or self.is_everyday(action)
-        ]
-
-    def is_everyday(self, action: argparse.Action) -> bool:
-        """Return True for an argument that is listed for more than the sake of help."""
-        return not self.everyday or not action.option_strings or not self.everyday.isdisjoint(action.option_strings)
-
-    def format_help(self) -> str:
-        """Format the everyday flags, and the number of the others."""
-        listed = self.listed()
-        more = len(self._shown()) - len(listed)
-        return self._help(listed, False) + (f"\n{more} more options: {self.prog} --help-all\n" if self.everyday else "")
-
-    def format_help_all(self) -> str:
-        """Format all flags."""
-        return self._help(self._shown(), True)
-
-    def _shown(self) -> list[argparse.Action]:
-        return [action for action in self._actions if action.help != argparse.SUPPRESS]
-
-    def _help(self, actions: Sequence[argparse.Action], is_all: bool) -> str:
-        formatter = self._get_formatter() if is_all else _EverydayFormatter(self.prog)
-        formatter.add_usage(self.usage or self._usage(), (), ())
-        formatter.add_text(self.description)
-        last = self._optionals
-        for group in (*(group_of_flags for group_of_flags in self._action_groups if group_of_flags is not last), last):
-            if listed := [action for action in group._group_actions if action in actions]:
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(listed)
-                formatter.end_section()
-        if self.notes is not None:
-            formatter.add_text(self.notes(is_all))
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        self._action_groups.sort(key=lambda group: group is self._optionals)
+        self.usage = self.usage or self._usage()
 
     def _usage(self) -> str:
         """Name the arguments that a command needs."""
@@ -199,8 +144,6 @@ class Command:
         add_arguments: adds its flags to a parser.
         run: runs it and returns the exit code.
         example: text below its help.
-        everyday: flags that ``--help`` lists; all if it is empty.
-        notes: makes more text for its help, given whether all of it is wanted.
     """
 
     name: str
@@ -208,8 +151,6 @@ class Command:
     add_arguments: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int]
     example: str = ""
-    everyday: tuple[str, ...] = ()
-    notes: Callable[[bool], str] | None = None
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:

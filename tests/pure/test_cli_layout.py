@@ -76,7 +76,7 @@ def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(
     for command in ("plan", "memory", "compare", "advise"):
         parser = _parser([command])
         with pytest.raises(SystemExit):
-            parser.parse([command, "--help-all"])
+            parser.parse([command, "--help"])
         helped = capsys.readouterr().out
         assert "--stages" in helped
         assert name == "--stages" or f"{name} " not in helped
