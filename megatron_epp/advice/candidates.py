@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_epp.advice.judge import Misfit
@@ -41,31 +40,9 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
                 if len(known) < len(spread):
                     refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
                 shards = question.vocabulary[0] and pipeline > 1
-                configs += [replace(sizes, layers=question.layers(sizes, "even"), shards_vocabulary=shards) for sizes in known]
+                even = [replace(sizes, layers=question.even_layers(sizes), shards_vocabulary=shards) for sizes in known]
+                configs += [replace(sizes, latents=choice) for sizes in even for choice in question.open_latents]
     return configs, [Misfit(name, why) for name, why in refused.items()]
-
-
-def variants(question: Question, config: Configuration) -> Iterator[Configuration]:
-    """Yield configurations of the same parallel sizes: the vocabulary divided, layers balanced, and two stages on every
-    rank, placed looped and v, with layers even and balanced.
-    """
-    if config.pipeline < 2:
-        return
-    stages = _sizes(question, "virtual", [1, 2])
-    if 1 in stages:
-        for shards in question.vocabulary[1:]:
-            yield replace(config, shards_vocabulary=shards)
-        balanced = question.layers(config, "balanced")
-        if balanced != config.layers:
-            yield replace(config, layers=balanced)
-    num_layers = int(question.flags["num_layers"])
-    for virtual in stages:
-        if virtual == 1 or config.pipeline * virtual > num_layers:
-            continue
-        for placement in ("looped", "v"):
-            several = replace(config, virtual=virtual, placement=placement)
-            for layers in dict.fromkeys(question.layers(several, partition) for partition in ("even", "balanced")):
-                yield replace(several, layers=layers)
 
 
 def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:

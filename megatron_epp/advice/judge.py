@@ -111,7 +111,8 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {format_gib(needed, cap)} of {format_gib(cap, needed)}, "
-        return Misfit(config.name, why + f"{format_gib(max(static))} of it for weights and optimizer", needed, config)
+        why += f"{format_gib(max(static))} of it for weights and optimizer"
+        return Misfit(config.name, why + ", without offload" * (not question.options.offload), needed, config)
     return None
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, profile_for
-from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
+from megatron_epp.cost.library import Cluster, even_layers, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
@@ -34,6 +34,7 @@ class Configuration:
         placement: of the stages if a rank has several, a value of ``--epp-placement``.
         layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
         shards_vocabulary: the output layer is divided over the pipeline ranks.
+        latents: what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say.
     """
 
     tensor: int
@@ -46,6 +47,7 @@ class Configuration:
     placement: Literal["looped", "v"] = "looped"
     layers: tuple[float, ...] = ()
     shards_vocabulary: bool = False
+    latents: str = ""
 
     @property
     def devices(self) -> int:
@@ -84,6 +86,18 @@ class Configuration:
         placement = Placement(self.placement, self.pipeline, self.virtual)
         return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
 
+    def with_layout(self, layout: Layout) -> Configuration:
+        """Return the configuration with the stages and pipeline ranks of a layout."""
+        placement = layout.placement
+        return replace(
+            self,
+            pipeline=placement.num_ranks,
+            virtual=placement.num_chunks,
+            placement=placement.kind,
+            layers=layout.layers,
+            shards_vocabulary=layout.shards_vocabulary,
+        )
+
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of replicas that share experts; tensor- and context-parallel ranks share them first."""
@@ -98,6 +112,7 @@ class Configuration:
         words += [f"ETP {self.expert_tensor}"] * (self.expert_tensor > 1)
         words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
         words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1 or self.shards_vocabulary)
+        words += [f"latents {self.latents}"] * bool(self.latents)
         return " ".join(words)
 
     @property
@@ -175,7 +190,9 @@ class Question:
 
     def shape(self, config: Configuration) -> ModelShape:
         """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
-        return shape_of(self.flags | config.settings(self.flags) | self._expert_sizes(config) | {"seq_length": self.context})
+        latents = {"epp_latents": config.latents} if config.latents else {}
+        sizes = config.settings(self.flags) | self._expert_sizes(config)
+        return shape_of(self.flags | sizes | latents | {"seq_length": self.context})
 
     def _expert_sizes(self, config: Configuration) -> dict[str, int]:
         """Sizes of expert parallelism as Megatron's flags; a model's own are replaced by those that are not said, too."""
@@ -207,33 +224,29 @@ class Question:
         """Planning problem of the replica that has the sequences at these positions of the batch."""
         return self.problem(config, tuple(self.lengths[at] for at in share))
 
-    def layers(self, config: Configuration, partition: str) -> tuple[int, ...]:
-        """Layers of every stage, ``even`` or ``balanced``. Raises `EppError` if there are more stages than layers."""
-        num_layers = int(self.flags["num_layers"])
-        if partition == "even":
-            return even_layers(num_layers, config.num_stages)
-        return balanced_layers(
-            self.profile(config),
-            num_layers,
-            config.num_stages,
-            self.lengths,
-            config.rank_of,
-            shards_vocabulary=config.shards_vocabulary,
+    @property
+    def open_latents(self) -> tuple[str, ...]:
+        """Values of ``--epp-latents`` to choose from; one empty value where there is no choice."""
+        is_open = self.flags.get("multi_latent_attention") and self.flags.get("epp_latents") not in ("on", "off")
+        return ("off", "on") if is_open else ("",)
+
+    def even_layers(self, config: Configuration) -> tuple[int, ...]:
+        """Layers of every stage. Raises `EppError` if there are more stages than layers."""
+        return even_layers(int(self.flags["num_layers"]), config.num_stages)
+
+    def sample(self, config: Configuration, share: Iterable[int]) -> Sample:
+        """Return the input of the search for a layout, with the other sizes of a configuration and a replica's share."""
+        ranks, chunks = config.pipeline, self.fixed.get("virtual")
+        kinds: list[Literal["looped", "v"]] = ["looped", "v"] if chunks == 2 else ["looped"]
+        return Sample(
+            problems=(self.problem_of(config, share),),
+            costs_of=lambda layout: self.costs(config.with_layout(layout)),
+            num_layers=int(self.flags["num_layers"]),
+            options=self.options,
+            halves=self.profile(config).attention is not None,
+            placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
+            vocabulary=self.vocabulary,
         )
-
-    def sample(self, config: Configuration, shares: Sequence[Iterable[int]]) -> Sample:
-        """Return the input of the search for layers of the stages, with the other sizes of a configuration."""
-
-        def costs_of(layout: Layout) -> PipelineCosts:
-            ranks, chunks = layout.placement.num_ranks, layout.placement.num_chunks
-            shards = layout.shards_vocabulary
-            return self.costs(replace(config, pipeline=ranks, virtual=chunks, layers=layout.layers, shards_vocabulary=shards))
-
-        plain = replace(config, virtual=1, placement="looped")
-        problems = tuple(self.problem_of(plain, share) for share in shares)
-        halves, placements = self.profile(plain).attention is not None, (Placement("looped", config.pipeline, 1),)
-        vocabulary = self.vocabulary if config.pipeline > 1 else (False,)
-        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves, placements, vocabulary)
 
     def reduction_us(self, config: Configuration) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).

@@ -65,9 +65,8 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
     if question.documents != "split":
         ours["documents"] = question.documents
     if question.flags.get("multi_latent_attention"):
-        ours["latents"] = question.flags.get("epp_latents", "auto")
-    if question.options.offload:
-        ours["offload"] = "on"
+        ours["latents"] = config.latents or question.flags.get("epp_latents", "auto")
+    ours["offload"] = "on" if question.options.offload else "off"
     if question.options.split_weight:
         ours["split_weight_gradient"] = True
     if (file := question.costs_files.get(config.sharing)) is not None:

@@ -36,7 +36,6 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     parts = [
         _asked(advice),
         fits + f"{sum(misfit.config is not None for misfit in advice.refused)} do not fit.",
-        *([_wrapped(advice.of_offload)] if advice.of_offload else []),
         "\n".join(_table(advice, show)),
         _wrapped(
             f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
@@ -80,7 +79,9 @@ def _asked(advice: Advice) -> str:
 def _table(advice: Advice, show: int) -> list[str]:
     several = any(entry.config.virtual > 1 for entry in advice.best[:show])
     experts = any(entry.config.expert > 1 for entry in advice.best[:show])
-    header = ["TP", "CP", "PP", "DP", *["EP"] * experts, *["VPP"] * several, "layers", "tokens/s", "per device", "step"]
+    latents = any(entry.config.latents for entry in advice.best[:show])
+    header = ["TP", "CP", "PP", "DP", *["EP"] * experts, *["VPP"] * several, *["latents"] * latents]
+    header += ["layers", "tokens/s", "per device", "step"]
     header += ["bubble", "recompute", "exchange", "waiting", "reduce", "peak memory"]
     rows = []
     for entry in advice.best[:show]:
@@ -93,6 +94,7 @@ def _table(advice: Advice, show: int) -> list[str]:
             [
                 *map(str, sizes),
                 *[stages] * several,
+                *[config.latents] * latents,
                 config.layers_text,
                 f"{rate:,.0f}",
                 f"{rate / config.devices:,.0f}",
@@ -190,7 +192,6 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "cluster": question.cluster.name,
         "cap_bytes": question.cap_bytes,
         "offload": question.options.offload,
-        "of_offload": advice.of_offload,
         "context": question.context,
         "sequences": len(question.lengths),
         "tokens": question.tokens,

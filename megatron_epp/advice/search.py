@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
-from megatron_epp.advice.candidates import candidates, variants
+from megatron_epp.advice.candidates import candidates
 from megatron_epp.advice.judge import Judged, Misfit, Plain, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
@@ -14,18 +14,14 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.layouts.search import choose
 from megatron_epp.planner.service.replica_balance import Share
 
-VARIED = 6
-"""Number of configurations whose variants are evaluated: the ones with the best rough plans."""
-SEARCHED = 2
-"""Number of parallel sizes for which the layers of the stages are searched."""
+SEARCHED = 6
+"""Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
 PLANNED = 12
 """Number of configurations that are evaluated exactly."""
 TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
 CLOSE = 0.02
 """Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
-LIMITED = 0.05
-"""Share of the best's step in recompute from which memory limits it, so that offload is tried where that is left open."""
 _NEAR = 8
 """Number of refused configurations among which the one nearest to fitting is searched."""
 
@@ -40,7 +36,6 @@ class Advice:
         slower: configurations ruled out by a rough plan, the best first.
         refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
         plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
-        of_offload: what trying offload has shown; empty where it was not tried.
     """
 
     question: Question
@@ -48,7 +43,6 @@ class Advice:
     slower: tuple[Judged, ...]
     refused: tuple[Misfit, ...]
     plain: Plain | None
-    of_offload: str = ""
 
     @property
     def plain_is_as_good(self) -> bool:
@@ -62,70 +56,24 @@ class NothingFitsError(InfeasibleError):
     """No configuration fits. The message names the smallest changes with which one would fit."""
 
 
-def advise(question: Question, say: Callable[[str], None] = lambda _: None, *, may_offload: bool = False) -> Advice:
-    """Search for the best, deterministically. With latent attention both are searched, slices that hand on latents and slices
-    that hand on keys and values, unless the flags say which.
+def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
+    """Search for the best, deterministically.
 
-    Args:
-        may_offload: search with offload too, where nothing fits without or where recompute takes `LIMITED` of the best's step.
+    Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
 
     Raises:
         NothingFitsError: no configuration can run.
     """
-    if not question.flags.get("multi_latent_attention") or question.flags.get("epp_latents") in ("on", "off"):
-        return _with_offload(question, say, may_offload)
-    best_by_latents = list[Advice]()
-    for choice in ("off", "on"):
-        asked = replace(question, flags=question.flags | {"epp_latents": choice})
-        try:
-            best_by_latents.append(_with_offload(asked, partial(_tell, say, f"latents {choice}: "), may_offload))
-        except NothingFitsError:
-            if choice == "on" and not best_by_latents:  # they take less memory: no change with keys and values would be smaller
-                raise
-    return min(best_by_latents, key=lambda advice: advice.best[0].parts.step_us)
-
-
-def _tell(say: Callable[[str], None], where: str, so_far: str) -> None:
-    say(where + so_far)
-
-
-def _with_offload(question: Question, say: Callable[[str], None], may_offload: bool) -> Advice:
-    """Search without offload, and with it where it may help; arguments as in `advise`."""
-    if not may_offload or question.options.offload or not question.cluster.rates.host_bytes:
-        return _advise(question, say)
-    offloaded = replace(question, options=replace(question.options, offload=True))
-
-    tell = partial(_tell, say, "with offload: ")
-    try:
-        advice = _advise(question, say)
-    except NothingFitsError as error:
-        if not error.least_cap_bytes:
-            raise
-        try:
-            return replace(_advise(offloaded, tell), of_offload="Without offload nothing fits, so all this is with it.")
-        except NothingFitsError:
-            raise error.with_context(after=". With offload nothing was found to fit either.") from None
-    best = advice.best[0].parts
-    if best.recompute_us < LIMITED * best.step_us:
-        return advice
-    with_offload = _advise(offloaded, tell)
-    spared = 1 - with_offload.best[0].parts.step_us / best.step_us
-    limited = f"Memory limits plans without offload: {best.recompute_us / best.step_us:.0%} of the best's step is recompute."
-    if spared <= CLOSE:
-        return replace(advice, of_offload=f"{limited} Offload was tried and saves no more than {CLOSE:.0%}, so it is off.")
-    return replace(with_offload, of_offload=f"{limited} All this is with offload, which saves {spared:.0%} of that step.")
-
-
-def _advise(question: Question, say: Callable[[str], None]) -> Advice:
     configs, refused = candidates(question)
-    search = _Search(question, say)
+    search = _Search(replace(question, options=replace(question.options, offload=False)), say)
     search.look_at(configs, "configurations")
-    for entry in sorted(search.entries, key=_speed)[:VARIED]:
-        search.look_at(variants(question, entry.config), "variants")
-    search.search_layers()
-    search.plan_best()
+    if question.options.offload and not search.entries:
+        search = _Search(question, say)
+        search.look_at(configs, "configurations with offload")
+    search.search_layouts()
+    search.plan_best(question)
     if not search.exact:
-        raise _nothing_fits(question, [*refused, *search.refused])
+        raise _nothing_fits(search.question, [*refused, *search.refused])
     best = min(filter(None, search.plains), key=lambda plain: (plain.step_us, plain.config), default=None)
     planned = {entry.config for entry in search.exact}
     slower = [entry for entry in search.entries if entry.config not in planned]
@@ -167,31 +115,27 @@ class _Search:
             if config.virtual == 1:
                 self.plains.append(plain(self.question, config, shares))
 
-    def search_layers(self) -> None:
-        """Search for the layers of the stages, one on each rank, for the best sizes, and evaluate what is found."""
-        sizes = dict.fromkeys(
-            replace(entry.config, virtual=1, placement="looped", layers=(), shards_vocabulary=False)
-            for entry in sorted(self.entries, key=_speed)
-            if entry.config.pipeline > 1 and self.question.fixed.get("virtual", 1) == 1
-        )
-        known = {entry.config for entry in self.entries}
-        for number, config in enumerate(list(sizes)[:SEARCHED]):
-            self.say(f"layers of {number} of {min(SEARCHED, len(sizes))} configurations searched")
-            try:
-                choice = choose(self.question.sample(config, self._shares[config.data]))
-            except InfeasibleError:
-                continue
-            searched = replace(config, layers=choice.layout.layers, shards_vocabulary=choice.layout.shards_vocabulary)
-            self.look_at([searched] if searched not in known else [], "searched configurations")
+    def search_layouts(self) -> None:
+        """Search for the layout of the best configurations, as `--layout auto` does, and evaluate what is found."""
+        known, num_layers = {entry.config for entry in self.entries}, int(self.question.flags["num_layers"])
+        chunks = self.question.fixed.get("virtual", 1)
+        ranked = [entry.config for entry in sorted(self.entries, key=_speed)]
+        best = [config for config in ranked if 2 <= config.pipeline <= num_layers // chunks][:SEARCHED]
+        for number, config in enumerate(best):
+            self.say(f"layouts of {number} of {len(best)} configurations searched")
+            with suppress(InfeasibleError):
+                sample = self.question.sample(config, self._shares[config.data][0])
+                searched = config.with_layout(choose(sample).layout)
+                self.look_at([searched] if searched not in known else [], "searched layouts")
 
-    def plan_best(self) -> None:
-        """Evaluate the best configurations exactly; if one does not fit, the next replaces it."""
+    def plan_best(self, question: Question) -> None:
+        """Evaluate the best configurations exactly, with the question's offload; if one does not fit, the next replaces it."""
         for entry in sorted(self.entries, key=_speed):
             if len(self.exact) == PLANNED:
                 break
             self.say(f"{len(self.exact)} of {PLANNED} configurations planned")
             try:
-                self.exact.append(exactly(self.question, entry.config))
+                self.exact.append(exactly(question, entry.config))
             except InfeasibleError as error:
                 self.entries.remove(entry)
                 self._refuse(entry.config, error)

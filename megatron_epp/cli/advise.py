@@ -97,7 +97,7 @@ def add_arguments(parser: Parser) -> None:
     add(
         plans,
         "offload",
-        help="on and off as in training; auto: where nothing fits without, or where it pays (default: auto)",
+        help="as in training; auto: left to the plans, where the cluster has a link to host memory (default: auto)",
     )
     add(plans, "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     check_devices(question)
     where = [""]
     with progress("advising", lambda: where[0]):
-        advice = advise(question, lambda so_far: where.__setitem__(0, so_far), may_offload=args.offload == AUTO)
-    question, best = advice.question, advice.best[0]
+        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
+    best = advice.best[0]
     if args.json:
         settings: dict[str, Any] = {
             "megatron": megatron_settings(question, best.config),
@@ -148,8 +148,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     """Return the flags with which `plan` makes the plan of an evaluated configuration.
 
     Args:
-        args: parsed flags of `advise`.
-        question: the question that these flags ask, with the offload of the best configuration.
+        args: parsed flags of `advise`, of which `question_of` made the question.
         best: the evaluated configuration, whose replicas share no experts.
     """
     config = best.config
@@ -173,7 +172,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "data_parallel": config.data,
         "token_multiple": config.tensor * config.context,
         "vocab_parallel": "on" if config.shards_vocabulary else None,
-        "latents": question.flags.get("epp_latents"),
+        "latents": config.latents or question.flags.get("epp_latents"),
         "offload": "on" if question.options.offload else None,
         "split_weight": question.options.split_weight,
         "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),
@@ -204,6 +203,7 @@ def question_of(args: argparse.Namespace) -> Question:
     for name, ranks in (("expert", args.expert_parallel), ("expert-tensor", args.expert_tensor_parallel)):
         if flags.get("num_experts") is None and (ranks or 1) > 1:
             raise EppError(f"--{name}-parallel {ranks} is for a model with --experts: leave it out")
+    may_offload = args.offload == "on" or (args.offload == AUTO and bool(cluster.rates.host_bytes))
     asked = Question(
         flags=flags,
         cluster=cluster,
@@ -214,7 +214,7 @@ def question_of(args: argparse.Namespace) -> Question:
         fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
         documents=args.documents,
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
-        options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight, seed=args.seed),
+        options=Options(context=context, offload=may_offload, split_weight=args.split_weight, seed=args.seed),
     )
     measured, files = {}, {}
     for name in args.costs or ():

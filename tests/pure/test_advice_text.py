@@ -179,9 +179,3 @@ def test_of_equally_simple_ones_the_fastest_leads():
     uneven = entry(Configuration(1, 1, 2, 2, layers=(5, 3)))
     even = entry(CONFIG, bubble_us=19.0)
     assert _simplest_first([uneven, even])[0] is even
-
-
-def test_what_trying_offload_has_shown_is_told():
-    tried = replace(advice(), of_offload="Offload was tried.")
-    assert "Offload was tried." in as_text(tried, 1, everything=False)
-    assert as_json(tried)["of_offload"] == "Offload was tried."

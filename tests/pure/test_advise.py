@@ -11,6 +11,8 @@ from megatron_epp.advice.judge import misfit
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
+from megatron_epp.cli import main as cli
+from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
@@ -63,9 +65,9 @@ def fits(asked: Question) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_searches():
-    """Few variants, and few plans of the best."""
+    """Few layouts, and few plans of the best."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, count in {"VARIED": 2, "SEARCHED": 1, "PLANNED": 4}.items():
+        for name, count in {"SEARCHED": 2, "PLANNED": 4}.items():
             patch.setattr(search, name, count)
         yield
 
@@ -323,47 +325,29 @@ def test_impossible_questions_are_refused(flags, message, capsys):
 TWO = {"devices": 2, "fixed": {"context": 1, "tensor": 2}}
 
 
-def test_where_nothing_fits_offload_is_tried_and_that_is_said():
+def offloading(asked: Question) -> Question:
+    return replace(asked, options=replace(asked.options, offload=True))
+
+
+def test_where_nothing_fits_without_offload_all_is_planned_with_it():
     asked = question(cap_bytes=5 << 30, **TWO)
-    with pytest.raises(NothingFitsError) as without:
+    with pytest.raises(NothingFitsError, match="without offload"):
         advise(asked)
-    assert "offload" not in str(without.value)
-    found = advise(asked, may_offload=True)
-    assert found.question.options.offload
-    assert "Without offload nothing fits, so all this is with it." in as_text(found, 3, everything=False)
-    assert as_json(found)["offload"] is True
-    with pytest.raises(NothingFitsError, match=r"\. With offload nothing was found to fit either\."):
-        advise(question(cap_bytes=3 << 30, **TWO), may_offload=True)
+    best = advise(offloading(asked)).best[0]
+    assert best.peak_bytes <= 5 << 30
+    assert any(best.plan.copies)
+    with pytest.raises(NothingFitsError):
+        advise(offloading(question(cap_bytes=3 << 30, **TWO)))
 
 
-def test_where_memory_limits_the_best_offload_is_tried_and_kept_only_if_it_pays(monkeypatch):
-    tight, offloads = question((CONTEXT, *web_lengths(15, 1, CONTEXT)), cap_bytes=8 << 30, **TWO), []
-
-    def counted(asked, say):
-        offloads.append(asked.options.offload)
-        return search._advise_once(asked, say)
-
-    monkeypatch.setattr(search, "_advise_once", search._advise, raising=False)
-    monkeypatch.setattr(search, "_advise", counted)
-    found = advise(tight, may_offload=True)
-    assert offloads == [False, True]
-    assert not found.question.options.offload
-    assert found.of_offload.startswith("Memory limits plans without offload: 12% of the best's step is recompute. Offload was ")
-    assert found.of_offload.endswith("tried and saves no more than 2%, so it is off.")
-    monkeypatch.setattr(search, "CLOSE", 0.0)
-    kept = advise(tight, may_offload=True)
-    assert kept.question.options.offload
-    assert "All this is with offload, which saves " in kept.of_offload
-    offloads.clear()
-    assert advise(question(**TWO), may_offload=True).of_offload == ""  # ample memory
-    hostless = replace(tight, cluster=replace(NODES_OF_TWO, rates=replace(H100, host_bytes=0.0)))
-    assert advise(hostless, may_offload=True).of_offload == ""
-    assert offloads == [False, False]
+def test_where_memory_limits_plans_the_best_may_offload():
+    tight = question((CONTEXT, *web_lengths(15, 1, CONTEXT)), cap_bytes=8 << 30, **TWO)
+    without, with_offload = advise(tight).best[0], advise(offloading(tight)).best[0]
+    assert without.parts.recompute_us > 0.05 * without.parts.step_us
+    assert with_offload.parts.step_us < without.parts.step_us
 
 
-def test_offload_is_left_open_unless_the_flag_says_it(monkeypatch):
-    asked = []
-    monkeypatch.setattr("megatron_epp.cli.advise.advise", lambda _, __, may_offload: asked.append(may_offload) or 1 / 0)
-    for flags in ([], ["--offload", "off"], ["--offload"]):
-        main(["advise", *SMALL, "--devices", "2", "--lengths", "900", "--global-batch-size", "2", *flags])
-    assert asked == [True, False, False]
+def test_offload_is_left_to_the_plans_where_there_is_a_link_unless_the_flag_says_it():
+    command = ["advise", "--devices", "2", "--lengths", "900", "--global-batch-size", "2"]
+    for flags, may_offload in (([], True), (["--offload", "off"], False), (["--offload"], True)):
+        assert question_of(cli._parser(["advise"]).parse([*command, *flags])).options.offload == may_offload

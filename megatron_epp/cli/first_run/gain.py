@@ -66,7 +66,7 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
     data = max(1, launch.devices // (tensor * context * pipeline))
     sharing = int(flags.get("expert_tensor_parallel_size") or tensor)
     config = Configuration(tensor, context, pipeline, data, expert, sharing if flags.get("num_experts") else 1)
-    return replace(config, layers=question.layers(config, "even"))
+    return replace(config, layers=question.even_layers(config))
 
 
 def evaluate(question: Question, config: Configuration) -> Gain:

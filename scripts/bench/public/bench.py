@@ -196,5 +196,7 @@ def main() -> None:
         if args.json:
             print(json.dumps(asdict(found) | {"measured_rate": found.measured_rate, "planned_rate": found.planned_rate}))
             continue
-        advice = None if args.no_advice else advise(question_of(one), may_offload=True)
+        advice = (
+            None if args.no_advice else advise(replace(question_of(one), options=Options(context=one.tokens, offload=True)))
+        )
         print("\n".join(lines(one, found, advice)))
