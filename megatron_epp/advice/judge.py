@@ -15,7 +15,7 @@ from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.least import is_told_by_one_order, least_decisions
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
-from megatron_epp.report.facts import busy_us
+from megatron_epp.report.text import busy_us
 
 PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
 """Megatron's own 1F1B: planners, and the largest length of a microbatch in contexts."""

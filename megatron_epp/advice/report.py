@@ -12,7 +12,7 @@ from megatron_epp.advice.question import Question
 from megatron_epp.advice.search import CLOSE, TIE, Advice
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes, format_gib
-from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import format_us, table
 
 _NOTICED = 0.005
 """Share of the best step's time that a part must take longer to be named as the reason."""

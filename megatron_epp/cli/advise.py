@@ -42,7 +42,7 @@ from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options
-from megatron_epp.report.table import format_us
+from megatron_epp.report.text import format_us
 
 _EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`

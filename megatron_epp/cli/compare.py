@@ -33,11 +33,10 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
-from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.text import comparison
+from megatron_epp.report.text import comparison, recompute_share
 
 _EXAMPLE = """\
 example: 512 documents like Wikipedia's on eight stages, and a picture of all plans

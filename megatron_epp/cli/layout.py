@@ -21,7 +21,7 @@ from megatron_epp.plan.reading import brief, naming_file, nearest, parse_json, r
 from megatron_epp.planner.latents import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
-from megatron_epp.report.table import format_us
+from megatron_epp.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
 KINDS = ("looped", "v")

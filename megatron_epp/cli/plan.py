@@ -43,11 +43,10 @@ from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.limits import smallest_cap
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.why import explain
-from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
+from megatron_epp.report.gantt import save_memory_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.table import format_us, table
-from megatron_epp.report.text import headline, summary
+from megatron_epp.report.text import curves, format_us, headline, memory_figures, peak_lines, peak_table, summary, table
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -182,7 +181,7 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
         caps = {
             name: {"cap_bytes": plan.cap_bytes[0], "makespan_us": plan.predicted.makespan_us} for name, plan in smallest.items()
         }
-        say(json.dumps({"refusal": refusal, "ranks": figures(account), "smallest_cap": caps}, indent=1))
+        say(json.dumps({"refusal": refusal, "ranks": memory_figures(account), "smallest_cap": caps}, indent=1))
         return
     rows = [
         [name, format_gib(plan.cap_bytes[0], decimals=4), format_us(plan.predicted.makespan_us)]

@@ -22,7 +22,7 @@ from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.writing import write_text
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from megatron_epp.cli.layout import BALANCED, Chosen, balanced_at, chosen_layout
 from megatron_epp.cli.terminal import Command, Parser, help_width, say
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.registry import PLANNERS, PlannerEntry
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 ALL = "all"
 _LEGEND = """\

@@ -21,8 +21,7 @@ from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.table import format_us, table
-from megatron_epp.report.text import against
+from megatron_epp.report.text import against, format_us, table
 from megatron_epp.report.trace import save_trace
 
 _EXAMPLE = """\

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO
 
 from megatron_epp.launch.flags import SuggestingParser
 from megatron_epp.plan.reading import printable
-from megatron_epp.report.table import clip
+from megatron_epp.report.text import clip
 
 PROGRAM = "megatron-epp"
 ERROR = 2

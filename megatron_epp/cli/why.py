@@ -11,8 +11,7 @@ from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner.candidates import Candidate
 from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
 from megatron_epp.planner.why import Explanation, Walk, changes
-from megatron_epp.report import facts
-from megatron_epp.report.table import format_cap, format_us, table
+from megatron_epp.report.text import format_cap, format_us, recompute_share, table
 
 CUTS = ("even time", "equal length", "equal length in turns")
 """Words for the values of the setting `cut` (`Cuts.chunkers`)."""
@@ -35,7 +34,7 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
         text = _changes(best.recipe, explanation.improved)
         lines.append(f"  local search{text and f' from {text}'}: {format_us(best.makespan_us)} -> {format_us(took_us)}")
     lines += ["", "what is left", *_left(explanation, took_us, bound_us)]
-    if facts.recompute_share(plan) and explanation.memory:
+    if recompute_share(plan) and explanation.memory:
         lines += ["", "recompute: where a rank is above its cap, the cheapest per byte saved of the chunks that are alive"]
         lines += _recompute(explanation)
     if not any(other.setting == "copies" for other in explanation.others):
@@ -47,7 +46,7 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
     plan, fastest = explanation.plan, explanation.walks[0].candidates[-1]
     yield f"  {took_us / bound_us - 1:.1%} above the bound of these {len(plan.chunks)} chunks, {format_us(bound_us)}"
     yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest found without memory caps"
-    waits, again = plan.predicted.bubble_fraction, facts.recompute_share(plan)
+    waits, again = plan.predicted.bubble_fraction, recompute_share(plan)
     yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
 
 

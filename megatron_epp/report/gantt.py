@@ -1,4 +1,4 @@
-"""Pictures of iterations: a plan and a run of it with its memory, or several plans below each other.
+"""Pictures: a plan and a run of it with its memory, several plans below each other, and the memory of a plan by its items.
 
 Colours are Okabe and Ito's (distinguishable with every kind of colour blindness). The hue shows the operation; the shade shows
 whether a chunk holds whole short sequences (light) or a slice of a long one (dark, one shade per sequence).
@@ -7,20 +7,29 @@ matplotlib is imported only when a picture is drawn (``pip install "megatron-epp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.operations import Track, operation, operations
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.plan.writing import replacing
-from megatron_epp.report import facts
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, tint
-from megatron_epp.report.measured import Box, Measured, far_from, measured_boxes, planned_boxes
-from megatron_epp.report.table import format_cap, format_us
+from megatron_epp.report.measured import COMPUTE, COPY, Box, Measured, far_from, measured_boxes, planned_boxes
+from megatron_epp.report.text import (
+    batch_text,
+    calibration,
+    format_cap,
+    format_us,
+    is_calibrated,
+    recompute_in_backward,
+    recompute_share,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +44,32 @@ _ALL_LANES_INCHES = 9.0
 """Height of the lanes of several plans together, as long as lanes stay legible."""
 _LANE_INCHES = (0.16, 0.3)
 """Least and largest height of a lane of several plans."""
+WIDTH_INCHES = 15.0
+DPI = 150
+_LANE = 0.84
+"""Height of a rank's lane; the lanes are 1 apart."""
+_COPY_LANE = 0.2
+_TEXT_POINTS = (8.0, 5.0)
+_MANY_SECONDS = 10
+"""Seconds of an iteration from which its time axis is in seconds."""
+_ROOMY_PIXELS = 10
+"""Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
+_BATCHED = 0.4
+"""Strength of the colour of chunks of whole sequences."""
+_SLICED = (1.0, 0.8, 0.9)
+"""Strengths of the colours of chunks with slices, used in turn for the long sequences."""
+_ODD = 0.86
+"""Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
+_MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
+_STATIC = ("#3B3B3B", "#5A5A5A", "#7A7A7A", "#989898", "#B5B5B5", "#CECECE", "#E2E2E2")
+"""Greys of static items, in their order."""
+_VARYING = (
+    *("#0072B2", "#56B4E9", "#9BD3F5", "#CFE9FA", "#009E73", "#F0E442", "#E69F00"),
+    *("#B8860B", "#D55E00", "#F7B58F", "#CC79A7", "#8E5BA6", "#D9C9E3"),
+)
+"""Colours of `Account.order`: Okabe and Ito's, with lighter ones for related items."""
+_OTHER = "#000000"
+"""Colour of items beyond these."""
 
 
 class _Row(NamedTuple):
@@ -59,13 +94,13 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
     timeline = simulate(plan)
     height = max(plan.num_ranks * min(0.45, max(0.26, 3.6 / plan.num_ranks)), 0.8)
     figures = f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}"
-    rows = [_Row(f"planned: {figures}{facts.calibration(plan)}", plan, planned_boxes(timeline), timeline.makespan_us, height)]
+    rows = [_Row(f"planned: {figures}{calibration(plan)}", plan, planned_boxes(timeline), timeline.makespan_us, height)]
     if measured is not None:
         rows.append(
             _Row(_measured_title(timeline, measured), plan, measured_boxes(plan, measured), measured.makespan_us, height)
         )
     title = (
-        f"{facts.batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
+        f"{batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
     own_axes = measured is not None and far_from(plan, measured)
@@ -106,15 +141,15 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
     pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
     differ = len(set(pipelines)) > 1
     for (name, plan), pipeline in zip(plans, pipelines, strict=True):
-        predicted, share = plan.predicted, facts.recompute_share(plan)
+        predicted, share = plan.predicted, recompute_share(plan)
         figures = [f"{name}: {format_us(predicted.makespan_us)}", f"bubble {predicted.bubble_fraction:.1%}"]
         figures += [f"recompute {share:.1%}"] * (share > 0)
         title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
         height = max(inches * plan.num_ranks, 0.6)
         rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, height))
-    formula = all(not facts.is_calibrated(plan) for _, plan in plans)
-    planned = f"as planned{facts.calibration(plans[0][1])}" if formula else "as planned"
-    title = ", ".join([facts.batch_text(plans[0][1]), *pipelines[: not differ], planned])
+    formula = all(not is_calibrated(plan) for _, plan in plans)
+    planned = f"as planned{calibration(plans[0][1])}" if formula else "as planned"
+    title = ", ".join([batch_text(plans[0][1]), *pipelines[: not differ], planned])
     return _figure_of(rows, title)[0]
 
 
@@ -216,3 +251,167 @@ def _draw_memory(axis: Axes, timeline: Timeline) -> None:
 
 def _rank_colour(rank: int, num_ranks: int) -> str:
     return _RANK_COLOURS[rank] if num_ranks <= len(_RANK_COLOURS) else tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / num_ranks))
+
+
+def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
+    """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward."""
+    recompute, shades = recompute_in_backward(plan), Shades(plan)
+    pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
+    edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0
+    copies = any(box.stream == COPY for box in boxes)
+    lane = _LANE - (_COPY_LANE if copies else 0.0)
+    for rank in range(plan.num_ranks):
+        top = rank - _LANE / 2
+        compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
+        _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
+        fronts = [
+            box._replace(end_us=box.start_us + recompute[box.action] * (box.end_us - box.start_us))
+            for box in compute
+            if box.action in recompute
+        ]
+        _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
+        covered = {front.action: front.end_us for front in fronts}
+        for box in compute:
+            free = box._replace(start_us=covered.get(box.action, box.start_us))
+            _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
+        if copies:
+            moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
+            colours = [operation(box.action.op).colour for box in moved]
+            _bars(axis, moved, colours, (top + lane, _COPY_LANE), f"rank {rank} {COPY}", edge)
+    axis.set_ylim(plan.num_ranks - 0.45, -0.55)
+    axis.set_yticks(range(plan.num_ranks), [f"rank {rank}" for rank in range(plan.num_ranks)])
+    axis.tick_params(axis="y", length=0, labelsize=9)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bars(axis: Axes, boxes: Sequence[Box], colours: Sequence[str], lane: tuple[float, float], label: str, edge: float) -> None:
+    spans = [(box.start_us / 1e3, (box.end_us - box.start_us) / 1e3) for box in boxes]
+    axis.broken_barh(spans, lane, facecolors=list(colours), edgecolor="white", linewidth=edge, label=f"_{label}")
+
+
+def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_us: float) -> None:
+    """Write the chunk (and the stage, if a rank has several) in a box, as large as fits, or not at all."""
+    one_stage = plan.num_stages == plan.num_ranks
+    label = "+".join(str(chunk) if one_stage else f"{stage}.{chunk}" for _, stage, chunk in box.actions)
+    width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
+    size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
+    if size is not None:
+        middle_ms = (box.start_us + box.end_us) / 2e3
+        axis.text(middle_ms, y, label, ha="center", va="center", fontsize=size, color=text_colour(colour), clip_on=True)
+
+
+def label_time(axis: Axes, longest_us: float) -> None:
+    """Label the time axis: ms, or s for an iteration of many seconds."""
+    unit = "ms"
+    if longest_us >= _MANY_SECONDS * 1e6:
+        unit = "s"
+        axis.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1e3:g}")
+    axis.set_xlabel(f"{unit} since the start of the iteration")
+
+
+def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
+    """Draw the legend below a picture of lanes: the operations of the plans, in the colours of their boxes."""
+    steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
+    present = {action.op for step in steps for action in step.actions}
+    kinds = {kind for plan in plans for kind in Shades(plan).kinds()}
+    entries = []
+    for kind in operations():
+        if kind.op in present:
+            shaded = [(tint(kind.colour, strength), f"{kind.text}, {text}") for strength, text in sorted(kinds, reverse=True)]
+            is_shaded = kind.track is Track.COMPUTE and len(kinds) > 1
+            entries += shaded if is_shaded else [(kind.colour, kind.text)]
+    if any(map(recompute_in_backward, plans)):
+        entries.append((operation(Op.R).colour, "recompute inside a backward"))
+    draw_entries(figure, entries, len(entries) if len(entries) < 6 else 4)
+
+
+def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
+    """Draw colours and their meanings below a picture."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, fontsize=9, frameon=False)
+
+
+class Shades:
+    """Colour of every action of a plan: hue by operation, strength by the kind of chunk."""
+
+    def __init__(self, plan: Plan) -> None:
+        slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
+        self._sliced = list(dict.fromkeys(s.sequence for s in slices if s is not None))
+        turn = {sequence: i % len(_SLICED) for i, sequence in enumerate(self._sliced)}
+        base = [_BATCHED if s is None else _SLICED[turn[s.sequence]] for s in slices]
+        self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
+        self._has_batched = any(s is None for s in slices)
+
+    def strength(self, chunk: int) -> float:
+        """Strength of the colours of a chunk's actions, for `tint`."""
+        return self._strength[chunk]
+
+    def colour(self, action: Action) -> str:
+        return tint(operation(action.op).colour, self.strength(action.chunk))
+
+    def kinds(self) -> list[tuple[float, str]]:
+        """Strength and meaning of the kinds of chunks that the plan has."""
+        kinds = [(_SLICED[0], "slice of a long sequence")] * bool(self._sliced)
+        return kinds + [(_BATCHED, "whole sequences")] * self._has_batched
+
+
+def tint(colour: str, strength: float) -> str:
+    """Mix ``#RRGGBB`` with white: strength 1 is the colour itself, 0 is white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels)
+
+
+def text_colour(background: str) -> str:
+    """Return black or white, whichever has more contrast with ``#RRGGBB``."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
+
+
+def item_colours(account: Account) -> dict[str, str]:
+    """Colours ``#RRGGBB`` of all items that any rank ever has, from the bottom of a picture to its top."""
+    names = account.items
+    static = [name for name in names if name in account.static[0]]
+    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=False))
+    return {name: colours.get(name, _OTHER) for name in names}
+
+
+def memory_picture(account: Account) -> Figure:
+    """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
+
+    Raises:
+        EppError: matplotlib is not installed.
+    """
+    plan, timeline = account.timeline.plan, account.timeline
+    height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
+    figure, axes = new_figure((_MEMORY_WIDTH_INCHES, plan.num_ranks * height + 1.8), _MEMORY_DPI, plan.num_ranks, sharey=True)
+    colours, peak = item_colours(account), max(timeline.peak_bytes)
+    size, unit = byte_unit(peak)
+    for rank, axis in enumerate(axes):
+        _draw_items(axis, account, rank, colours, size)
+        axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
+    note = draw_caps(axes, plan.cap_bytes, peak, size)
+    axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
+    label_time(axes[-1], timeline.makespan_us)
+    axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
+    draw_entries(figure, [(colour, name) for name, colour in colours.items()], min(4, len(colours)))
+    return figure
+
+
+def save_memory_picture(account: Account, path: str | Path) -> None:
+    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
+    save_picture(memory_picture(account), path)
+
+
+def _draw_items(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:
+    """Draw the items of a rank as areas, the first at the bottom; `colours` is by item, and the unit is `size` bytes."""
+    moments = {round(moment.time_us, 3): moment.items for moment in account.moments(rank)}
+    times_ms = [*(time_us / 1e3 for time_us in moments), account.timeline.makespan_us / 1e3]
+    items = [*moments.values()]
+    items.append(items[-1])
+    base = [0.0] * len(items)
+    for name, colour in colours.items():
+        top = [low + entry.get(name, 0) / size for low, entry in zip(base, items, strict=True)]
+        axis.fill_between(times_ms, base, top, step="post", facecolor=colour, linewidth=0, label=f"_{name}")
+        base = top

@@ -1,25 +1,148 @@
-"""Plans as text: one in a few lines, several for the same batch in a table, and one compared with its run."""
+"""Plans as text: one in a few lines, several for the same batch in a table, one compared with its run, its memory; and what
+their reports share: figures of a plan, numbers with units, aligned tables.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any
 
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Segment
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.kv_offload import host_peaks
+from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.text import to_grid
 from megatron_epp.plan.units import byte_unit, format_bytes
-from megatron_epp.report import facts
 from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
-from megatron_epp.report.table import clip, format_cap, format_us, table
 
 _KINDS = ("split", "hybrid", "batched")
 UNEVEN = 1.1
 """Smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line."""
+_COLUMNS = 8
+"""Number of ranks in one table."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def format_cap(cap_bytes: int, *others: float) -> str:
+    """Format a cap like `format_bytes`, or as ``unlimited`` for no cap."""
+    return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes, *others)
+
+
+def format_us(time_us: float) -> str:
+    """Format microseconds as ``812.5 us``, ``12.35 ms`` or ``3.210 s``."""
+    if time_us < 1e3:
+        return f"{time_us:.1f} us"
+    return f"{time_us / 1e3:.2f} ms" if time_us < 1e6 else f"{time_us / 1e6:.3f} s"
+
+
+def clip(line: str, width: int | None) -> str:
+    """Cut a line to `width` characters, the last of them ``…`` if text was cut."""
+    return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Lines of a table with aligned columns, two spaces apart.
+
+    Args:
+        header: name of each column.
+        rows: cells, as many per row as the header has.
+        left: columns that align left; the others hold numbers and align right.
+    """
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def busy_us(plan: Plan, rank: int) -> float:
+    """Compute time of a rank, recompute included."""
+    return sum(step.time_us for step in plan.ranks[rank])
+
+
+def bubble_fraction(plan: Plan, rank: int) -> float:
+    """Share of the makespan in which the rank does not compute, 0 to 1."""
+    makespan_us = plan.predicted.makespan_us
+    return 1.0 - busy_us(plan, rank) / makespan_us if makespan_us else 0.0
+
+
+def batch_text(plan: Plan) -> str:
+    """Describe the batch: ``6 sequences of 500 to 2,000 tokens``."""
+    count, least, most = len(plan.lengths), min(plan.lengths), max(plan.lengths)
+    return f"{count:,} sequence{'s' * (count != 1)} of {f'{least:,} to ' * (least < most)}{most:,} tokens"
+
+
+def is_calibrated(plan: Plan) -> bool:
+    """True if the plan's times come from measurements; False if from formulas over a model's shape and a device's rates."""
+    return not plan.costs.startswith("analytic")
+
+
+def calibration(plan: Plan) -> str:
+    """Addition to a plan's figures where its times are not calibrated; empty if they are."""
+    return "" if is_calibrated(plan) else " (times by formula, not calibrated)"
+
+
+def recompute_share(plan: Plan) -> float:
+    """Share of all ranks' compute time that is recompute, 0 to 1."""
+    total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))
+    return sum(map(sum, plan.recompute_us)) / total_us if total_us else 0.0
+
+
+def copies_us(plan: Plan) -> float:
+    """Time of all ranks' copies to and from the host in microseconds; they are overlapped with compute."""
+    return sum(copy.time_us for copies in plan.copies for copy in copies)
+
+
+def recompute_in_backward(plan: Plan) -> dict[Action, float]:
+    """Share of each backward's time that is recompute inside it, by action.
+
+    Backwards without recompute, or with a separate `R`, are omitted.
+    """
+    steps = {action: step for rank in plan.ranks for step in rank for action in step.actions}
+    shares = {}
+    for stage, row in enumerate(plan.recompute_us):
+        for chunk, again_us in enumerate(row):
+            backward = steps.get(Action(Op.B, stage, chunk))
+            if again_us > 0 and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
+                shares[Action(Op.B, stage, chunk)] = min(again_us / backward.time_us, 1.0)
+    return shares
+
+
+def offload_share(plan: Plan) -> float:
+    """Mean share of activations offloaded between forward and backward, over stages and chunks."""
+    shares = [share for row in plan.offload_share for share in row]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
+    """Peak host memory of each rank, in bytes.
+
+    Args:
+        timeline: of the plan; None to simulate it if it uses host memory.
+    """
+    if not plan.kv_offload and not any(plan.copies):
+        return [0] * plan.num_ranks
+    return list(host_peaks(timeline or simulate(plan)))
+
+
+def kv_offload_bytes(plan: Plan) -> int:
+    """Bytes of keys, values and their gradients that all ranks have in host memory (KV offload)."""
+    return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.kv_offload)
+
+
+def main_items(items: dict[str, int]) -> str:
+    """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
+    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
 
 
 def headline(plan: Plan) -> list[str]:
@@ -33,9 +156,9 @@ def headline(plan: Plan) -> list[str]:
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
         f"{plan.num_stages} stages on {plan.num_ranks} ranks, {_num_layers(plan)} layers{mode}",
-        f"{facts.batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
+        f"{batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
-        f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
+        f"bubble {predicted.bubble_fraction:.1%}, recompute {recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak, cap)} of {format_cap(cap, peak)}",
         *_memory_savings(plan),
         *(f"note: {printable(note)}" for note in plan.notes),
@@ -58,7 +181,7 @@ def _memory_savings(plan: Plan) -> list[str]:
         parts.append(f"recompute takes {took} of all ranks' time: {counts} of {passes:,} layer passes")
     if copied:
         parts.append(
-            f"offload copies {format_bytes(copied)} to host memory and back in {format_us(facts.copies_us(plan))}, "
+            f"offload copies {format_bytes(copied)} to host memory and back in {format_us(copies_us(plan))}, "
             "overlapped with compute"
         )
         if plan.host_links:
@@ -69,7 +192,7 @@ def _memory_savings(plan: Plan) -> list[str]:
         stages = "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
         parts.append(
             f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: "
-            f"{format_bytes(facts.kv_offload_bytes(plan))}, gradients included"
+            f"{format_bytes(kv_offload_bytes(plan))}, gradients included"
         )
     return ["; ".join(parts)] if parts else []
 
@@ -94,7 +217,7 @@ def rank_table(plan: Plan) -> list[str]:
         stages = plan.stages_of(rank)
         twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
         total = sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
-        busy, bubble = format_us(facts.busy_us(plan, rank)), f"{facts.bubble_fraction(plan, rank):.1%}"
+        busy, bubble = format_us(busy_us(plan, rank)), f"{bubble_fraction(plan, rank):.1%}"
         peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
         rows.append(
             [str(rank), " ".join(map(str, stages)), busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"]
@@ -104,7 +227,7 @@ def rank_table(plan: Plan) -> list[str]:
 
 def uneven_load(plan: Plan) -> list[str]:
     """One or two lines if one rank computes much longer than the others although every stage has equally many layers."""
-    busy = [facts.busy_us(plan, rank) for rank in range(plan.num_ranks)]
+    busy = [busy_us(plan, rank) for rank in range(plan.num_ranks)]
     most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
     if times < UNEVEN or len(set(plan.num_layers)) > 1 or plan.half_layers:
@@ -170,7 +293,7 @@ def comparison(
         peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True))
         ratio = predicted.makespan_us / best_us if best_us else 1.0
         figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
-        memory = [format_bytes(peak, cap), format_cap(cap, peak), f"{facts.recompute_share(plan):.1%}"]
+        memory = [format_bytes(peak, cap), format_cap(cap, peak), f"{recompute_share(plan):.1%}"]
         rows.append([name, *figures, *memory, str(len(plan.chunks)), *setting])
     return "\n".join(table(header, rows))
 
@@ -192,3 +315,108 @@ def against(plan: Plan, measured: Measured) -> str:
     rows = [[name, format_us(a), format_us(b), f"{b / a:.3f}" if a else ""] for name, a, b in times]
     rows.insert(1, ["bubble", f"{timeline.bubble_fraction:.1%}", f"{measured.bubble_fraction:.1%}", ""])
     return "\n".join(table(("", "planned", "measured", "ratio"), rows))
+
+
+def peak_table(account: Account) -> list[str]:
+    """Table with a column per rank: static items, items added at the peak, and headroom below the cap."""
+    plan = account.timeline.plan
+    peaks = [account.peak(rank) for rank in range(plan.num_ranks)]
+    size, unit = byte_unit(max(peak.num_bytes for peak in peaks))
+
+    def row(name: str, sizes: Sequence[int]) -> list[str]:
+        return [name, *(f"{num_bytes / size:.2f}" if num_bytes else "" for num_bytes in sizes)]
+
+    static, varying = [], []
+    for name in account.items:
+        sizes = [peak.items.get(name, 0) for peak in peaks]
+        if name in account.static[0]:
+            static.append(row(name, sizes))
+        elif any(sizes):
+            varying.append(row(name, sizes))
+    rule = ["-" * 6] * (1 + plan.num_ranks)
+    rows = [*static, rule, row("static, in all", plan.static_bytes), *varying, rule]
+    rows.append(row("peak", [peak.num_bytes for peak in peaks]))
+    rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in plan.cap_bytes)])
+    if not any(map(is_unlimited, plan.cap_bytes)):
+        room = (cap - peak.num_bytes for cap, peak in zip(plan.cap_bytes, peaks, strict=True))
+        rows.append(["headroom", *(f"{num_bytes / size:.2f}" for num_bytes in room)])
+    if any(hosts := host_peak_bytes(plan, account.timeline)):
+        rows.append(row("host memory, at its peak", hosts))
+    rows.append(["the peak is at", *(format_us(peak.time_us) for peak in peaks)])
+    header = [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))]
+    lines: list[str] = []
+    for first in range(1, len(header), _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        lines += [""] * bool(lines) + table((unit, *header[part]), [(cells[0], *cells[part]) for cells in rows])
+    return lines
+
+
+def peak_lines(account: Account) -> Iterator[str]:
+    """Yield a line per rank: the action at its peak, and the chunks that wait for their backward, by recompute modes."""
+    plan = account.timeline.plan
+    for rank in range(plan.num_ranks):
+        peak = account.peak(rank)
+        if peak.step is None:
+            yield f"rank {rank} needs no more than its static memory"
+            continue
+        alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in account.alive(rank, peak)]
+        groups = {text: _numbers([c for _, _, c in some]) for text, some in groupby(sorted(alive), key=lambda entry: entry[0])}
+        chunks_alive = "; ".join(f"{chunks} (recompute: {text})" for text, chunks in groups.items()) or "no chunk"
+        yield f"rank {rank} peaks while {peak.step.action} runs and keeps chunks {chunks_alive}"
+
+
+def curves(account: Account, width: int) -> list[str]:
+    """Draw live bytes over time as lines of text, per rank, up to the cap or, if the cap is far higher, to the highest peak."""
+    timeline, plan = account.timeline, account.timeline.plan
+    peak, cap = max(timeline.peak_bytes), max(plan.cap_bytes)
+    top, what = (cap, "the cap") if cap < 3 * peak else (peak, "the highest peak")
+    lines = [f"live bytes over {format_us(timeline.makespan_us)}; full height: {what}, {format_bytes(top)}"]
+    for rank in range(plan.num_ranks):
+        most = _most_per_column(timeline.live_bytes(rank), timeline.makespan_us, width)
+        marks = "".join(_BARS[min(len(_BARS) - 1, int(num_bytes / top * len(_BARS)))] for num_bytes in most)
+        lines.append(f"rank {rank:<2} {marks} {format_bytes(timeline.peak_bytes[rank])}")
+    return lines
+
+
+def memory_figures(account: Account) -> list[dict[str, Any]]:
+    """Return the figures of the memory report as data, one entry per rank."""
+    plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan, account.timeline)
+    rows = []
+    for rank in range(plan.num_ranks):
+        peak, cap = account.peak(rank), plan.cap_bytes[rank]
+        rows.append(
+            {
+                "rank": rank,
+                "stages": plan.stages_of(rank),
+                "static": {name: size for name, size in account.static[rank].items() if size},
+                "static_bytes": plan.static_bytes[rank],
+                "peak": peak.items,
+                "peak_bytes": peak.num_bytes,
+                "peak_us": peak.time_us,
+                "peak_action": None if peak.step is None else str(peak.step.action),
+                "alive": [list(pair) for pair in account.alive(rank, peak)],
+                "cap_bytes": cap,
+                "headroom_bytes": cap - peak.num_bytes,
+                "host_peak_bytes": hosts[rank],
+                "live_bytes": account.timeline.live_bytes(rank),
+            }
+        )
+    return rows
+
+
+def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:
+    most = [0] * width
+    ends = [*live[1:], (makespan_us, 0)]
+    for (start_us, num_bytes), (end_us, _) in zip(live, ends, strict=True):
+        first, last = (min(width - 1, int(time_us / (makespan_us or 1.0) * width)) for time_us in (start_us, end_us))
+        for column in range(first, last + 1):
+            most[column] = max(most[column], num_bytes)
+    return most
+
+
+def _numbers(chunks: Sequence[int]) -> str:
+    """Format numbers as ranges, such as ``0-3 5``."""
+    chunks = sorted(set(chunks))
+    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(chunks)) if b > a + 1), len(chunks)]
+    runs = [chunks[a:b] for a, b in pairwise(cuts)]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

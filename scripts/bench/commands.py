@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 HELP_S, COMMAND_S = 1.0, 5.0
 """Seconds of processor time, which others on the machine hardly lengthen: of help, and of a command without progress."""

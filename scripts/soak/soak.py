@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_epp.cli.train import quietly
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.report.gantt import new_figure, save_picture
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.soak.samples import Sample, growth_bytes, sampled, training_command
 
 LIMIT_KB = 1.0

@@ -16,7 +16,8 @@ from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.report.memory import item_colours, peak_table
+from megatron_epp.report.gantt import item_colours
+from megatron_epp.report.text import peak_table
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = analytic_profile(SHAPE, CPU)

@@ -71,7 +71,7 @@ from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import check, from_json, to_grid, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.report.memory import peak_table
+from megatron_epp.report.text import peak_table
 
 shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=1000)
 costs = analytic_costs(shape, H100, [4, 4], state_bytes_per_parameter=0.0)

@@ -11,8 +11,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.gantt import gantt, save_gantt
-from megatron_epp.report.lanes import Shades, text_colour, tint
+from megatron_epp.report.gantt import Shades, gantt, save_gantt, text_colour, tint
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.report.facts import main_items
-from megatron_epp.report.memory import figures, memory_picture, save_memory_picture
+from megatron_epp.report.gantt import memory_picture, save_memory_picture
 from megatron_epp.report.page.data import item_columns
+from megatron_epp.report.text import main_items, memory_figures
 from tests.support.plan.planner_cases import pipeline, problem
 
 
@@ -20,7 +20,7 @@ def account():
 
 def test_every_rank_has_its_peak_in_items_that_add_up_and_what_is_left_of_its_cap(account):
     made = account.timeline.plan
-    for rank, found in enumerate(figures(account)):
+    for rank, found in enumerate(memory_figures(account)):
         assert (found["rank"], found["stages"]) == (rank, [rank])
         assert found["peak_bytes"] == account.timeline.peak_bytes[rank] == sum(found["peak"].values())
         assert found["static_bytes"] == made.static_bytes[rank] == sum(found["static"].values())

@@ -14,9 +14,9 @@ from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report import facts
 from megatron_epp.report.page.data import Shown, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
+from megatron_epp.report.text import is_calibrated, recompute_in_backward
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
@@ -72,7 +72,7 @@ def test_reasons_lead_back_along_the_critical_path():
 def test_recompute_has_its_share_of_the_backward_and_its_modes():
     plan = sliced_plan(recompute=2)
     columns = plan_columns(Shown("p", plan))["planned"]
-    shares = facts.recompute_in_backward(plan)
+    shares = recompute_in_backward(plan)
     again = columns["recompute"]
     times = zip(again["box"], again["time_us"], strict=True)
     found = {actions_of(columns)[box]: time_us / columns["time_us"][box] for box, time_us in times}
@@ -118,8 +118,8 @@ def test_the_page_names_no_other_file_and_forbids_requests():
 
 
 def test_times_by_formula_are_called_uncalibrated():
-    assert not facts.is_calibrated(replace(sliced_plan(), costs="analytic:h100"))
-    assert facts.is_calibrated(replace(sliced_plan(), costs="measured:cpu"))
+    assert not is_calibrated(replace(sliced_plan(), costs="analytic:h100"))
+    assert is_calibrated(replace(sliced_plan(), costs="measured:cpu"))
 
 
 def test_nothing_to_show_is_told(tmp_path):

@@ -8,9 +8,17 @@ from megatron_epp.plan.action import Action
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.units import format_bytes
-from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, recompute_share
-from megatron_epp.report.table import clip, format_cap, format_us
-from megatron_epp.report.text import against, comparison, summary
+from megatron_epp.report.text import (
+    against,
+    bubble_fraction,
+    clip,
+    comparison,
+    format_cap,
+    format_us,
+    recompute_in_backward,
+    recompute_share,
+    summary,
+)
 from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, with_offload
 
 SMALL = """\

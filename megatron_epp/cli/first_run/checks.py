@@ -16,7 +16,7 @@ from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
-from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import format_us, table
 
 _WIDTHS = {"cuda": 16384, "cpu": 64}
 """fp32 values of a token in a message of the queue check: on GPUs the largest has about 60 MB."""

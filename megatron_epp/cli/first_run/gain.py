@@ -17,7 +17,7 @@ from megatron_epp.cli.terminal import progress
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner import Options
-from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import format_us, table
 
 _NOTICED = 1.03
 """Smallest gain that is not called a tie."""

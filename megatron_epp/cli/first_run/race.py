@@ -13,7 +13,7 @@ from megatron_epp.cli.first_run.training import tiny_training
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.runs import RecordedRun, TrainingError, launched, pipeline_size, train
 from megatron_epp.plan.units import format_bytes
-from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import format_us, table
 
 SCHEDULES = ("stock", "packed", "elastic")
 _ITERATIONS = {False: 10, True: 7}

@@ -15,7 +15,7 @@ from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import NO_TF32, count_gpus, has_room_for
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.report.parity import Deviation, deviation
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 _LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 31, 17, 9, 5)}
 """Tokens of the documents of a batch, in full and reduced."""

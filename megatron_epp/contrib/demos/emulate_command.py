@@ -14,7 +14,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.table import format_us
+from megatron_epp.report.text import format_us
 
 _EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side

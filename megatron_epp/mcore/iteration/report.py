@@ -26,8 +26,8 @@ from megatron_epp.plan.account import Account
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
-from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Measured
+from megatron_epp.report.text import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.out_of_memory import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark

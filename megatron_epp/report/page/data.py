@@ -17,11 +17,9 @@ from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.waits import ABSENT_US, Cause, Wait, critical_path, times_of, transfers_between, waits
-from megatron_epp.report import facts
-from megatron_epp.report.lanes import Shades
+from megatron_epp.report.gantt import Shades, item_colours
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes
-from megatron_epp.report.memory import item_colours
-from megatron_epp.report.text import headline
+from megatron_epp.report.text import headline, is_calibrated, recompute_in_backward, recompute_share
 
 PageColumns = dict[str, Any]
 
@@ -71,8 +69,8 @@ def plan_columns(shown: Shown) -> PageColumns:
         "name": shown.name,
         "digest": digest(plan)[:12],
         "headline": headline(plan),
-        "recompute_share": facts.recompute_share(plan),
-        "calibrated": facts.is_calibrated(plan),
+        "recompute_share": recompute_share(plan),
+        "calibrated": is_calibrated(plan),
         "num_ranks": plan.num_ranks,
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
@@ -185,7 +183,7 @@ def _reasons(graph: Graph, waits_of_steps: Sequence[Wait], ends: Sequence[float]
 def _recompute(plan: Plan, graph: Graph) -> PageColumns:
     """Columns of the boxes with recompute: their number, its time, and the modes of their layers."""
     boxes, times, modes = [], [], []
-    shares = facts.recompute_in_backward(plan)
+    shares = recompute_in_backward(plan)
     for number, step in enumerate(graph.steps):
         if share := shares.get(step.action):
             boxes.append(number)

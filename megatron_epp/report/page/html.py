@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.writing import write_text
-from megatron_epp.report import facts
 from megatron_epp.report.measured import far_from
 from megatron_epp.report.page.data import Shown, operation_columns, plan_columns
+from megatron_epp.report.text import batch_text
 
 SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
 """Scripts in the order in which they run, in one scope."""
@@ -27,7 +27,7 @@ def page(shown: Sequence[Shown]) -> str:
     """
     if not shown:
         raise PlanError("there is no plan to draw: no planner found one")
-    batches = list(dict.fromkeys(facts.batch_text(each.plan) for each in shown))
+    batches = list(dict.fromkeys(batch_text(each.plan) for each in shown))
     title = batches[0] if len(batches) == 1 else f"{len(batches)} batches"
     data = {
         "title": title,

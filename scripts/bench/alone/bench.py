@@ -36,7 +36,7 @@ from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.fidelity import Comparison, compare
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.table import format_us, table
+from megatron_epp.report.text import format_us, table
 from scripts.bench.alone.rank import STATE_BYTES, Model, Ran, one_rank, run
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_alone"

@@ -31,7 +31,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.upload import Uploader
 from scripts.bench.between.ranks import COLUMNS, report_times_ms

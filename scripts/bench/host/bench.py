@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.launch.runs import tiny_gpt, train
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.host.worker import COUNTS
 from scripts.random_documents import write_documents
 

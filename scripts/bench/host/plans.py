@@ -16,7 +16,7 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 MODEL, CLUSTER, STAGES, CAP_BYTES = "llama3-8b", "h100x8", 4, 72 << 30
 STATE_BYTES = 7.5

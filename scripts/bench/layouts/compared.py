@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_epp.report.rounds import Occupancy, Rounds, doubt
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 EVEN, AUTO, VOCABULARY = "even", "auto", "vocabulary"
 """Even layers, a searched layout, and one searched with the vocabulary over all ranks."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_epp.plan.layout import Layout, layers_text
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.layouts.bench import Run
 from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Ratio
 

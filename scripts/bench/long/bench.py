@@ -19,7 +19,7 @@ from megatron_epp.cost import OptimizerBytes, PipelineCosts, analytic_profile, o
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.facts import host_peak_bytes
+from megatron_epp.report.text import host_peak_bytes
 from scripts.bench.planner.report import table
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_long"

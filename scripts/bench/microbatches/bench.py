@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import machine
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from megatron_epp.runtime.links.processes import run_ranks
 from scripts.bench.microbatches.batches import batch
 from scripts.bench.microbatches.emulated import HEADER, compare, lines_of

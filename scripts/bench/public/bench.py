@@ -20,7 +20,7 @@ from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.public.rows import ROWS
 from scripts.bench.public.steps import compared as planned_step
 from scripts.bench.public.steps import rows_of

@@ -13,7 +13,7 @@ from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, UP, Row
 
 SLOW_HOST_US = 1080.0, 1480.0

@@ -20,7 +20,7 @@ from megatron_epp.plan import Plan
 from megatron_epp.plan.shape_classes import CallSize, call_size, token_class
 from megatron_epp.plan.sizing import heads_at_once, size_class
 from megatron_epp.planner import Options, plan
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.planner.suite import DRAWS, Case
 from scripts.bench.shapes.caches import LIBRARIES, Key, Library, as_they_are, fused_keys
 

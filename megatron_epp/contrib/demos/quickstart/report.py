@@ -10,7 +10,7 @@ from megatron_epp.contrib.demos.quickstart.parts import ELASTIC, WHOLE, LongDocu
 from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.rounds import Rounds, doubt
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 
 _Pairs = Sequence[tuple[float, float]]
 

@@ -28,7 +28,7 @@ from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.rounds import Rounds, doubt
-from megatron_epp.report.table import table
+from megatron_epp.report.text import table
 from scripts.bench.rl import engine as verl
 from scripts.bench.rl.demo import slices
 
