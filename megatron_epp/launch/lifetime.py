@@ -1,6 +1,8 @@
 """Lifetime of a run's processes and of their temporary files: both end with the process that started them, however it ends.
 
-Temporary files are in a folder that the launcher removes at its end, or the next launcher if this one was killed.
+Temporary files are in a folder that the launcher removes at its end, or the next launcher if this one was killed. A rank hands
+the text of a refusal to its launcher in the error file that torchrun gives each process; torchrun itself prints that text as
+the traceback of the rank, in the table at the end of its output.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -18,10 +21,11 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -31,6 +35,9 @@ FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
 _LOCK = "lock"
 _MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Longest path of a folder in which the paths of sockets are short enough for the system."""
+FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the path of the file."""
+_REFUSAL_KEY, _EXIT_CODE_KEY = "megatron_epp", "exit_code"
 
 
 def end_with_launcher() -> None:
@@ -157,3 +164,35 @@ def _sweep(parent: Path) -> None:
         with _if_abandoned(folder) as abandoned:
             if abandoned:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def hand_over(text: str, exit_code: int) -> bool:
+    """Write a refusal for the launcher. Return True if the launcher is this package's own, which repeats it at the end.
+
+    Args:
+        exit_code: with which the launcher is to end.
+    """
+    path = os.environ.get(FILE_VARIABLE)
+    if not path:
+        return False
+    about = {"py_callstack": text, "timestamp": str(int(time.time())), _REFUSAL_KEY: True, _EXIT_CODE_KEY: exit_code}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": about}}, file)
+    except OSError:
+        return False
+    return FOLDER_VARIABLE in os.environ
+
+
+class Refusal(NamedTuple):
+    """Refusal of a rank: its text, and the exit code for its launcher."""
+
+    text: str
+    exit_code: int
+
+
+def handed_over(message: str | Mapping[str, Any]) -> Refusal | None:
+    """Return the refusal from the message of torchrun's `ProcessFailure`; None if the rank failed otherwise."""
+    if isinstance(message, str) or not (about := message.get("extraInfo", {})).get(_REFUSAL_KEY):
+        return None
+    return Refusal(str(message["message"]), int(about.get(_EXIT_CODE_KEY, 1)))

@@ -12,9 +12,8 @@ import contextlib
 import os
 import sys
 
-from megatron_epp.launch.lifetime import launcher_folder
+from megatron_epp.launch.lifetime import handed_over, launcher_folder
 from megatron_epp.launch.machine import allocator_environment, version_of
-from megatron_epp.launch.refusal import handed_over
 from megatron_epp.launch.short_log import LOG_VARIABLE, divided
 from megatron_epp.plan.reading import one_line
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_epp.launch import lifetime, refusal
+from megatron_epp.launch import lifetime
 from megatron_epp.launch.flags import TrainingParser
 from megatron_epp.launch.settings import SettingsError
 from megatron_epp.mcore import cpu, features
@@ -53,7 +53,7 @@ def errors_in_one_line() -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}"
-        is_told = refusal.hand_over(text, error.exit_code)
+        is_told = lifetime.hand_over(text, error.exit_code)
         if not is_told and error.exit_code != 1:  # Python prints a text itself, and exits with 1
             sys.stderr.write(f"{text}\n")
         raise SystemExit(error.exit_code if is_told or error.exit_code != 1 else text) from None

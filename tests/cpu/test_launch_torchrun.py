@@ -10,7 +10,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_epp.launch import refusal, short_log, torchrun
+from megatron_epp.launch import lifetime, short_log, torchrun
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -79,8 +79,8 @@ def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monke
 
     def refuse(arguments):
         for rank, file in enumerate(files):
-            monkeypatch.setenv(refusal.FILE_VARIABLE, str(file))
-            assert refusal.hand_over(f"megatron_epp, rank {rank}: too few layers\nLower --stages.", 3)  # the rank is silent
+            monkeypatch.setenv(lifetime.FILE_VARIABLE, str(file))
+            assert lifetime.hand_over(f"megatron_epp, rank {rank}: too few layers\nLower --stages.", 3)  # the rank is silent
         failures = {rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate(files)}
         raise ChildFailedError("script", failures)
 
@@ -92,12 +92,12 @@ def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monke
 
 def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_prints_it_too(monkeypatch, tmp_path):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    monkeypatch.setenv(refusal.FILE_VARIABLE, str(tmp_path / "error.json"))
-    assert not refusal.hand_over("megatron_epp, rank 0: too few layers", 1)
+    monkeypatch.setenv(lifetime.FILE_VARIABLE, str(tmp_path / "error.json"))
+    assert not lifetime.hand_over("megatron_epp, rank 0: too few layers", 1)
     failed = ChildFailedError("script", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
     assert "megatron_epp, rank 0: too few layers" in str(failed).splitlines()[-2]
-    monkeypatch.delenv(refusal.FILE_VARIABLE)
-    assert not refusal.hand_over("without torchrun it is printed as well", 1)
+    monkeypatch.delenv(lifetime.FILE_VARIABLE)
+    assert not lifetime.hand_over("without torchrun it is printed as well", 1)
 
 
 # ---- the short form of the output ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.report.rounds import Occupancy
+from megatron_epp.contrib.demos.rounds import Occupancy
 from scripts.bench.layouts.compared import Measured, Ratio, Trained, ratio, verdict
 from scripts.bench.layouts.trained import Case, chosen_layers
 

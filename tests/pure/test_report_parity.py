@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_epp.report.parity import deviation
+from megatron_epp.cli.first_run.training import deviation
 
 
 def test_twice_as_far_as_megatrons_own_is_allowed_and_more_is_not():

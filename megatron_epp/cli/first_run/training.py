@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import NO_TF32, count_gpus, has_room_for
 from megatron_epp.launch.runs import tiny_gpt, train
-from megatron_epp.report.parity import Deviation, deviation
 from megatron_epp.report.text import table
 
 _LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 31, 17, 9, 5)}
@@ -24,6 +25,43 @@ _FP32_ALLOWED = 1e-5
 """Largest relative difference of a loss in fp32."""
 _BF16_FLOOR = 1e-4
 """Difference of a loss in bf16 that is near enough however near Megatron's own is."""
+TIMES = 2.0
+"""Largest distance from the reference, as a multiple of the distance of Megatron's own run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Largest relative differences from a reference over the iterations.
+
+    Attributes:
+        theirs: of Megatron's own run.
+        ours: of the run that is compared.
+        allowed: largest that passes.
+    """
+
+    theirs: float
+    ours: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        return self.ours <= self.allowed
+
+
+def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[float], floor: float) -> Deviation:
+    """Compare two runs with a reference, iteration by iteration.
+
+    Args:
+        floor: relative difference that passes, however near Megatron's own run is.
+    """
+    far = [max(_relative_difference(x, wanted) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
+    return Deviation(far[0], far[1], max(TIMES * far[0], floor))
+
+
+def _relative_difference(value: float, wanted: float) -> float:
+    """Return the relative difference of two values; infinite if one is not a number."""
+    difference = abs(value / wanted - 1)
+    return math.inf if math.isnan(difference) else difference
 
 
 def parity(setting: Setting) -> Outcome:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.contrib.demos.fidelity import Comparison, compare
 from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
@@ -34,7 +35,6 @@ from megatron_epp.plan import Action, EppError, Plan, load, save
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.fidelity import Comparison, compare
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.text import format_us, table
 from scripts.bench.alone.rank import STATE_BYTES, Model, Ran, one_rank, run

@@ -36,11 +36,11 @@ from typing import Any
 import torch
 
 from megatron_epp.cli.first_run.race import COUNTED, figures_of
+from megatron_epp.cli.first_run.training import TIMES, deviation
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.parity import TIMES, deviation
 from scripts.bench.gpu.loop import on_ranks
 from scripts.bench.gpu.ranks import ROWS, compare
 from scripts.bench.gpu.report import markdown

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_epp.report.rounds import Occupancy, Rounds, doubt
+from megatron_epp.contrib.demos.rounds import Occupancy, Rounds, doubt
 from megatron_epp.report.text import table
 
 EVEN, AUTO, VOCABULARY = "even", "auto", "vocabulary"

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.terminal import progress
+from megatron_epp.contrib.demos.rounds import OthersMeter
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.processor_time import OthersMeter
 from scripts.bench.layouts import compared, emulated
 from scripts.bench.layouts.trained import CASES, measure
 

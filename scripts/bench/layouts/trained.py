@@ -13,12 +13,11 @@ from typing import Any
 
 import yaml
 
+from megatron_epp.contrib.demos.fidelity import compare, traces
+from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, turns
 from megatron_epp.cost.library import even_layers
-from megatron_epp.launch.processor_time import OthersMeter
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.plan.layout import layers_text
-from megatron_epp.report.fidelity import compare, traces
-from megatron_epp.report.rounds import Occupancy, turns
 from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Measured, Trained
 from scripts.bench.microbatches.batches import batch
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_epp.contrib.demos.rounds import turns
 from megatron_epp.mcore.pinned import pin
-from megatron_epp.report.rounds import turns
 from megatron_epp.runtime.autograd.saved import SavedTensors
 
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 8, 512

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.contrib.demos.fidelity import compare
 from megatron_epp.contrib.demos.quickstart import documents
 from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE, Setting, cap_gb, known_costs
+from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, Rounds, turns
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.launch.processor_time import OthersMeter
 from megatron_epp.launch.runs import WARM_UP, RecordedRun, tiny_gpt
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.fidelity import compare
-from megatron_epp.report.rounds import Occupancy, Rounds, turns
 
 PARITY_CONTEXT, FEW = 1024, 3
 """Context and iterations of trainings that compare losses only."""

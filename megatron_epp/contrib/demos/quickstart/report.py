@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_epp.contrib.demos.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, SkewedDocuments
 from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE
+from megatron_epp.contrib.demos.rounds import Rounds, doubt
 from megatron_epp.plan.units import format_bytes
-from megatron_epp.report.rounds import Rounds, doubt
 from megatron_epp.report.text import table
 
 _Pairs = Sequence[tuple[float, float]]

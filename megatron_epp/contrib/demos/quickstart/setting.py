@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.terminal import progress
+from megatron_epp.contrib.demos.fidelity import traces
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.launch.runs import WARM_UP, RecordedRun, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.pinned import RECORD
 from megatron_epp.plan.plan import Plan
-from megatron_epp.report.fidelity import traces
 from megatron_epp.report.measured import Measured
 
 CAP_SHARE = 0.9

@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 
+from megatron_epp.contrib.demos.rounds import OthersMeter, Rounds, doubt
 from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import machine
-from megatron_epp.launch.processor_time import OthersMeter
 from megatron_epp.plan import Plan
 from megatron_epp.plan.serialize import from_json, save
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.rounds import Rounds, doubt
 from megatron_epp.report.text import table
 from scripts.bench.rl import engine as verl
 from scripts.bench.rl.demo import slices

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_epp.contrib.demos.rounds import turns
 from megatron_epp.mcore.pinned import pin
-from megatron_epp.report.rounds import turns
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from scripts.bench.rl import engine as verl
 from scripts.bench.rl.demo.imitation import CLIP_NEGATIVE, Imitation, by_budget

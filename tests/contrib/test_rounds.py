@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.report.rounds import Occupancy, Rounds, doubt, turns
+from megatron_epp.contrib.demos.rounds import Occupancy, Rounds, doubt, turns
 
 FAST, SLOW = Rounds((10.0, 9.0, 12.0)), Rounds((20.0, 19.0, 25.0))
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.contrib.demos.fidelity import RECOMPUTING, compare, traces
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Messages
 from megatron_epp.plan.serialize import to_json
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.fidelity import RECOMPUTING, compare, traces
 from megatron_epp.report.measured import Measured
 from tests.support.plan.report_plans import measured_run, sliced_plan
 

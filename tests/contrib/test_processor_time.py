@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch.processor_time import OthersMeter, ProcessorTime
+from megatron_epp.contrib.demos.rounds import OthersMeter, ProcessorTime
 
 TICKS = os.sysconf("SC_CLK_TCK")
 STOLEN_ONLY = "cpu  0 0 0 900 9 0 0 50 0 0\n"
