@@ -36,7 +36,7 @@ _LOCK = "lock"
 _MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Longest path of a folder in which the paths of sockets are short enough for the system."""
 FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the path of the file."""
+"""Environment variable with the path of the error file that torchrun gives a process."""
 _REFUSAL_KEY, _EXIT_CODE_KEY = "megatron_epp", "exit_code"
 
 
