@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 from megatron_epp.cli.plan import add_width, text_of
-from megatron_epp.cli.plan_files import load_sound, read
-from megatron_epp.cli.terminal import PAGE, PICTURES, Command, Parser, add_output, is_page, output, picture, progress, say
+from megatron_epp.cli.terminal import (
+    PAGE,
+    PICTURES,
+    PROGRAM,
+    Command,
+    Parser,
+    add_output,
+    is_page,
+    output,
+    picture,
+    progress,
+    say,
+    tell,
+)
 from megatron_epp.plan.check import check, report
+from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.reading import naming_file
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.reading import naming_file, read_text
+from megatron_epp.plan.serialize import from_json, load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
 from megatron_epp.plan.units import format_bytes
@@ -32,6 +54,8 @@ iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned
 in a script: go on with a sound plan only
   megatron-epp show plan.json --proof || exit 1
 """
+_READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")}
+"""Functions that read tables that other systems print, imported for a file that is no JSON."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -97,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prove(paths: list[str]) -> int:
     """Prove plans and print the results; return 1 if one has violations, or they do not match, else 0."""
-    tables = [read(path) for path in paths]
+    tables = [_read(path) for path in paths]
     plans, violations_of_plans = [table.plan for table in tables], [check(table.plan, table.launches) for table in tables]
     for path, (plan, rows, is_table), violations in zip(paths, tables, violations_of_plans, strict=True):
         say(f"{path}: {report(plan, violations)}", end="")
@@ -120,7 +144,7 @@ def _tell_times(paths: list[str]) -> int:
     """Simulate a plan and print the times and the peak of each rank."""
     if len(paths) > 1:
         raise EppError(f"there are several plans ({', '.join(paths)}): simulate one")
-    timeline = simulate(load_sound(paths[0]))
+    timeline = simulate(_load_sound(paths[0]))
     rows = []
     for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
         first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
@@ -171,12 +195,63 @@ def _of_folder(path: Path) -> list[Shown]:
 
 
 def _load(path: Path, measured_path: Path | None) -> Shown:
-    plan, measured = load_sound(str(path)), None
+    plan, measured = _load_sound(str(path)), None
     if measured_path is not None:
         measured = Measured.load(measured_path)
         with naming_file(measured_path, PlanError):
             measured_boxes(plan, measured)
     return Shown(path.stem, plan, measured)
+
+
+class _Proven(NamedTuple):
+    """Contents of a file to prove.
+
+    Attributes:
+        plan: of the file, or as which a table is read.
+        launches: that a table has itself; None if lowering adds them.
+        is_table: the file is a table of another system.
+    """
+
+    plan: Plan
+    launches: Rows | None = None
+    is_table: bool = False
+
+
+def _read(path: str) -> _Proven:
+    """Load a plan, or a table of another system as one."""
+    with naming_file(path, PlanError):
+        text = read_text(path)
+        if text[:1] == "{":  # most plans are large
+            return _Proven(from_json(text))
+        is_table, from_table, launches_of = (resolve_name(where) for where in _READERS.values())
+        if is_table(path, text):
+            return _Proven(from_table(text), launches_of(text), is_table=True)
+        if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
+            raise PlanError(
+                "neither a plan, which is JSON, nor a table: no line is a row of rank 0, such as `f0 b0`, `F0.1 BW0.1` or "
+                "`Rank 0: (F|0|0)`, and a table with a row of cells such as 0F0,0B0 for each rank is a .csv"
+            )
+        return _Proven(from_json(text))
+
+
+def _load_sound(path: str) -> Plan:
+    """Load a plan. Refuse one that deadlocks or contradicts itself in tables, chunks and actions; warn of other violations."""
+    plan = load(path)
+    if fault := next(_contradictions(plan), None):
+        raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
+    if violations := check(plan):
+        with naming_file(path, PlanError):
+            simulate(plan)
+        tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
+    return plan
+
+
+def _contradictions(plan: Plan) -> Iterator[Violation]:
+    columns = columns_of(plan)
+    yield from check_tables(plan, columns)
+    yield from check_tokens(plan)
+    yield from check_presence(plan, columns, listed(plan, columns))
+    yield from check_kv_offload(plan)
 
 
 _PURPOSE = "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.plan_files import add_plan_file
 from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.mcore.arguments.flag import AMOUNT
 from megatron_epp.plan.check import check
@@ -30,7 +29,7 @@ _LONGEST_US = 60e6
 
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
-    add_plan_file(parser)
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
     parser.add_argument(
         "--time-scale",
         type=AMOUNT,
