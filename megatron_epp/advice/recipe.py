@@ -53,32 +53,32 @@ def megatron_settings(question: Question, config: Configuration) -> dict[str, An
 
 def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
     """This package's flags for the configuration, without the prefix."""
-    ours: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if not is_unlimited(question.cap_bytes):
-        ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
+        settings["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if config.virtual > 1 and config.placement == "v":
-        ours["placement"] = "v"
+        settings["placement"] = "v"
     if not config.stages.is_whole:
-        ours["layout"] = layers_text(config.stages.halves).replace(" ", "")
+        settings["layout"] = layers_text(config.stages.halves).replace(" ", "")
     if config.shards_vocabulary:
-        ours["vocab_parallel"] = "on"
+        settings["vocab_parallel"] = "on"
     if question.documents != "split":
-        ours["documents"] = question.documents
+        settings["documents"] = question.documents
     if question.flags.get("multi_latent_attention"):
-        ours["latents"] = config.latents or question.flags.get("epp_latents", "auto")
-    ours["offload"] = "on" if question.options.offload else "off"
+        settings["latents"] = config.latents or question.flags.get("epp_latents", "auto")
+    settings["offload"] = "on" if question.options.offload else "off"
     if question.options.split_weight:
-        ours["split_weight_gradient"] = True
+        settings["split_weight_gradient"] = True
     if (file := question.costs_files.get(config.sharing)) is not None:
-        ours["costs"] = file
-    return ours
+        settings["costs"] = file
+    return settings
 
 
 def flags_text(question: Question, config: Configuration) -> str:
     """Format the flags for a command line, over several lines."""
-    ours = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
+    settings = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
     lines = [""]
-    for name, value in (megatron_settings(question, config) | {"epp": True} | ours).items():
+    for name, value in (megatron_settings(question, config) | {"epp": True} | settings).items():
         flag = shlex.join(_flag(name, value))
         if len(lines[-1]) + len(flag) > _WIDTH:
             lines.append("")

@@ -204,7 +204,7 @@ def question_of(args: argparse.Namespace) -> Question:
         if flags.get("num_experts") is None and (ranks or 1) > 1:
             raise EppError(f"--{name}-parallel {ranks} is for a model with --experts: leave it out")
     may_offload = args.offload == "on" or (args.offload == AUTO and bool(cluster.rates.host_bytes))
-    asked = Question(
+    question = Question(
         flags=flags,
         cluster=cluster,
         devices=args.devices,
@@ -218,9 +218,9 @@ def question_of(args: argparse.Namespace) -> Question:
     )
     measured, files = {}, {}
     for name in args.costs or ():
-        sizes, profile = _measured(name, asked)
+        sizes, profile = _measured(name, question)
         measured[sizes], files[sizes] = profile, str(find("profiles", name))
-    return replace(asked, measured=measured, costs_files=files)
+    return replace(question, measured=measured, costs_files=files)
 
 
 def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
@@ -232,13 +232,13 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
     with naming_file(f"--costs {name}: origin.shape"):
         tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
         sharing = whole(shape.get("expert_tensor_parallel") or (tensor if shape.get("num_experts") else 1), 1)
-    wanted = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
-    wanted["dense_layers"] = list(wanted["dense_layers"])  # as JSON has them
+    shape_here = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
+    shape_here["dense_layers"] = list(shape_here["dense_layers"])  # as JSON has them
     for key, value in shape.items():
-        if key not in _FREE and value != wanted.get(key, value):
+        if key not in _FREE and value != shape_here.get(key, value):
             raise EppError(
-                f"--costs {name} was measured with {key} {brief(value)}, and the model here has {wanted[key]}: measure it, or "
-                "give the model that was measured"
+                f"--costs {name} was measured with {key} {brief(value)}, and the model here has {shape_here[key]}: measure it, "
+                "or give the model that was measured"
             )
     return (tensor, context, expert, sharing), profile
 

@@ -33,10 +33,10 @@ def layout_for(planner: str, layout: Layout) -> Layout:
     if entry is None or entry.fixed is None:
         return layout
     placement = layout.placement
-    wanted = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
-    if wanted.placement.rank_of == placement.rank_of:
+    fixed_layout = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
+    if fixed_layout.placement.rank_of == placement.rank_of:
         return layout
-    return replace(wanted, shards_vocabulary=layout.shards_vocabulary and wanted.is_movable)
+    return replace(fixed_layout, shards_vocabulary=layout.shards_vocabulary and fixed_layout.is_movable)
 
 
 def usual() -> list[str]:

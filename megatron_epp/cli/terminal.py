@@ -283,13 +283,13 @@ def _write(stream: TextIO | None, text: str, flush: bool) -> None:
 
 
 def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
-    start, terminal, said = time.monotonic(), sys.stderr.isatty(), False
+    start, terminal, has_printed = time.monotonic(), sys.stderr.isatty(), False
     wait_s = PATIENCE_S
     while not done.wait(wait_s):
         parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
         sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
         sys.stderr.flush()
-        said, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
-    if said and terminal:
+        has_printed, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
+    if has_printed and terminal:
         sys.stderr.write("\r\033[K")
         sys.stderr.flush()

@@ -72,9 +72,9 @@ class Launch:
         for key, value in section.items():
             if key not in known:
                 raise SettingsError(f"launch.{key} is unknown{nearest(key, known)}; there are {', '.join(known)}")
-            wanted = _TYPES.get(key, int)
-            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-                raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
+            value_type = _TYPES.get(key, int)
+            if not isinstance(value, value_type) or (isinstance(value, bool) and value_type is not bool):
+                raise SettingsError(f"launch.{key} is {value!r}; it must be of type {value_type.__name__}")
             if isinstance(value, str) and not value.isprintable():
                 raise SettingsError(f"launch.{key} is {value!r}; it must have no control characters")
         launch = Launch(**section)
@@ -161,5 +161,5 @@ def save_run(folder: Path, settings: Settings, command: Sequence[str], environme
 
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and the packages that training uses; None for a package that is not installed."""
-    ours: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
-    return ours | {package: version_of(package) for package in PACKAGES}
+    python_and_package: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
+    return python_and_package | {package: version_of(package) for package in PACKAGES}

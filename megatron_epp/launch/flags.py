@@ -76,14 +76,14 @@ def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
     arguments, flags = list[str](), flags_of(parser)
     for name, value in (settings.get("megatron") or {}).items():
         arguments += _arguments("megatron", name, name, value, flags)
-    ours = settings.get("epp")
-    enabled = ours is not None and ours.get("enabled", True)
+    section = settings.get("epp")
+    enabled = section is not None and section.get("enabled", True)
     if not isinstance(enabled, bool):
         raise SettingsError(f"epp.enabled is {enabled!r}; give true or false")
-    if ours is None or not enabled:
+    if section is None or not enabled:
         return arguments
     arguments.append("--epp")
-    for name, value in ours.items():
+    for name, value in section.items():
         if name != "enabled":
             arguments += _arguments("epp", name, EPP_PREFIX + name, value, flags)
     return arguments

@@ -89,11 +89,11 @@ def serve(handle: int, module: str, name: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for the sender of jobs; this process ends with it
     jobs = Connection(handle)
-    ours = logging.getLogger("megatron_epp")
-    ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
+    package_logger = logging.getLogger("megatron_epp")
+    package_logger.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
     with lifetime.launcher_folder():
         getattr(importlib.import_module(module), name)()
-        ours.setLevel(logging.NOTSET)
+        package_logger.setLevel(logging.NOTSET)
         with contextlib.suppress(EOFError, OSError):
             while True:
                 jobs.send(_run(jobs, *jobs.recv()))

@@ -81,10 +81,10 @@ def _found(name: str, includer: Path | None) -> Path:
     path = locate(name, folder=Path() if includer is None else includer.parent)
     if path is not None:
         return path.resolve()
-    asked = "" if includer is None else f", which {includer} includes"
+    inclusion = "" if includer is None else f", which {includer} includes"
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in FOLDERS for p in (f / "recipes").glob("*.yaml"))
     hint = nearest(name, names)
-    raise SettingsError(f"{missing_file(name)}{asked}{hint}; shipped recipes are {', '.join(names) or 'none'}")
+    raise SettingsError(f"{missing_file(name)}{inclusion}{hint}; shipped recipes are {', '.join(names) or 'none'}")
 
 
 def read_settings(path: Path) -> Settings:

@@ -53,15 +53,15 @@ class ShortLog:
 
     def read(self, source: int) -> None:
         """Read output until all its writers have ended: all of it goes to the file, the short form to the terminal."""
-        rest = b""
+        unended_line = b""
         with open(self.path, "ab", buffering=0) as file, open(source, "rb", buffering=0) as output:
             while chunk := output.read(1 << 16):
                 file.write(chunk)
-                *lines, rest = (rest + chunk).split(b"\n")
+                *lines, unended_line = (unended_line + chunk).split(b"\n")
                 for line in lines:
                     self._take(line)
-        if rest:
-            self._take(rest)
+        if unended_line:
+            self._take(unended_line)
 
     def _take(self, line: bytes) -> None:
         self._tail.append(line)

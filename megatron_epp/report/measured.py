@@ -162,8 +162,8 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
 
 def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
     """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
-    if (mine := digest(plan)) != measured.plan_digest:
-        raise PlanError(f"the measurement is of plan {brief_text(measured.plan_digest[:12])}, this is plan {mine[:12]}")
+    if (plan_digest := digest(plan)) != measured.plan_digest:
+        raise PlanError(f"the measurement is of plan {brief_text(measured.plan_digest[:12])}, this is plan {plan_digest[:12]}")
     if len(measured.ranks) != plan.num_ranks:
         raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
     for event in (event for events in measured.ranks for event in events):
