@@ -68,14 +68,14 @@ def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Coun
     grad = torch.empty_like(output)
     with Counted(_EVEN_SHARE) as backward:
         stage.backward(context, output, grad, keep_weights=splits)
-    found = {"F": forward, "B-W" if splits else "B": backward}
+    counted = {"F": forward, "B-W" if splits else "B": backward}
     if splits:
-        with Counted(_EVEN_SHARE) as found["W"]:
+        with Counted(_EVEN_SHARE) as counted["W"]:
             stage.weight(context.chunk)
     if view is not None:
         for layer in range(1, NUM_LAYERS + 1):
             stage.relay.release(layer, view)
-    return found
+    return counted
 
 
 def _forward(stage: MegatronStage, chunk: Chunk, view: SliceView | None) -> tuple[ChunkContext, torch.Tensor, Counted]:

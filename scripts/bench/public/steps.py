@@ -149,7 +149,7 @@ def rows_of(steps: Sequence[Step]) -> Iterator[str]:
         )
     yield from table(header, lines, left=(0, 1, 5, 6))
     errors = [abs(step.error) for step in steps]
-    close = sum(one <= CLOSE for one in errors)
+    close = sum(error <= CLOSE for error in errors)
     yield f"Median error {median(errors):.1%}, largest {max(errors):.0%}, {close} of {len(errors)} within {CLOSE:.0%}."
 
 

@@ -90,7 +90,7 @@ class Found:
 
     @staticmethod
     def of(plans: Sequence[Plan]) -> Found:
-        return Found(max(one.predicted.makespan_us for one in plans), max(max(one.predicted.peak_bytes) for one in plans))
+        return Found(max(plan.predicted.makespan_us for plan in plans), max(max(plan.predicted.peak_bytes) for plan in plans))
 
 
 class Bench:
@@ -114,17 +114,17 @@ class Bench:
     def run(self) -> dict[str, Found]:
         """Return what every way takes."""
         shares = balanced(self.lengths, REPLICAS)
-        found = {}
+        results = {}
         for name, rule in RULES.items():
             rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
-            for told, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
-                found[name + told] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
+            for suffix, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
+                results[name + suffix] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
         rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
-        found["order"] = self._planned(rows, self.every_layer)
-        found["recompute"] = self._planned(rows, Options())
-        found["slices"] = self._sliced(())
-        found["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
-        return found
+        results["order"] = self._planned(rows, self.every_layer)
+        results["recompute"] = self._planned(rows, Options())
+        results["slices"] = self._sliced(())
+        results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
+        return results
 
     def _planned(self, rows: Sequence[Lengths], options: Options) -> Found:
         try:
@@ -168,8 +168,8 @@ def main() -> None:
     cases = (replace(CASES[0], samples=6),) if a.reduced else CASES
     figures = [(case, [Bench(case, seed).run() for seed in range(1 if a.reduced else a.draws)]) for case in cases]
     if a.json:
-        told = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
-        print(json.dumps([vars_of(case) | {"time_us": one} for (case, _), one in zip(figures, told, strict=True)]))
+        times_us = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
+        print(json.dumps([vars_of(case) | {"time_us": time_us} for (case, _), time_us in zip(figures, times_us, strict=True)]))
         return
     names = [name for name in figures[0][1][0] if name != "slices"]
     print(table(["model", "stages", "lengths", "slices", *names], [rows_of(case, draws) for case, draws in figures]))
