@@ -273,13 +273,13 @@ def _of_slices(
         num_slices: number of slices that the sequence is declared to have.
     """
     (segment,) = bytes_chunk(stage).segments
-    tokens, relay, left_bytes = segment.end, stage.relay, [0]
+    tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
 
     def cached() -> int:
-        """Return the relay's bytes; note the live bytes if it has grown, while what attention kept is still held."""
-        if last.runs and relay.num_bytes > begin_bytes:
+        """Return the KV cache's bytes; note the live bytes if it has grown, while what attention kept is still held."""
+        if last.runs and kv_cache.num_bytes > begin_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
-        return relay.num_bytes
+        return kv_cache.num_bytes
 
     cache_bytes = begin_bytes = 0
 
@@ -287,7 +287,7 @@ def _of_slices(
         nonlocal begin_bytes
         last.note(event)
         if event == "gradient in":
-            begin_bytes = relay.num_bytes  # a half after it has made its gradient before
+            begin_bytes = kv_cache.num_bytes  # a half after it has made its gradient before
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
@@ -298,9 +298,9 @@ def _of_slices(
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
-        cache_bytes = relay.num_bytes
+        cache_bytes = kv_cache.num_bytes
         backward(stage, *runs.pop(), keep_weights)
-        gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
+        gradient_bytes, most = kv_cache.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())

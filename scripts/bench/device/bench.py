@@ -135,7 +135,7 @@ def peaks(plan: Plan) -> Part:
     for _ in range(3):
         gc.collect()
         before = _begin()
-        with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
+        with SavedTensors(stage.parameters, lambda: stage.kv_cache.num_bytes) as saved:
             offload = ActivationOffload(saved, host) if any(plan.copies) else None
             Executor(plan, 0, {0: stage}, offload=offload, host=host).run()
         counted = saved.peak_bytes

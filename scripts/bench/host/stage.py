@@ -74,7 +74,7 @@ def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Coun
             stage.weight(context.chunk)
     if view is not None:
         for layer in range(1, NUM_LAYERS + 1):
-            stage.relay.release(layer, view)
+            stage.kv_cache.release(layer, view)
     return counted
 
 
@@ -82,7 +82,7 @@ def _forward(stage: MegatronStage, chunk: Chunk, view: SliceView | None) -> tupl
     stage.begin(lambda _: ChunkInputs())
     shape, dtype, device = stage.message(chunk.num_tokens)
     hidden = ReceiveLeaf().enter(torch.empty(shape, dtype=dtype, device=device))
-    context = ChunkContext(0, SegmentTable.build(chunk, chunk.num_tokens), stage.relay, view)
+    context = ChunkContext(0, SegmentTable.build(chunk, chunk.num_tokens), stage.kv_cache, view)
     with Counted(_EVEN_SHARE) as counted:
         output = stage.forward(context, hidden)
     return context, output, counted
