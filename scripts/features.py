@@ -23,7 +23,7 @@ FEATURES = {
     "half layers": (r"(^|_)hal(f|ves)|[a-z]Half|HalfLayer|first_mlp", r"half"),
     "shards": (r"shard", r"shard|vocabulary"),
     "split weights": (
-        r"^W$|(?i:split_w|splits_w|is_split|split_off|weight_(us|bytes|gradients?)$|_weight_us|spared|apart)",
+        r"^W$|(?i:split_w|splits_w|is_split|split_off|weight_(us|bytes|gradients?)$|_weight_us|saved_by_split|apart)",
         r"weight|split",
     ),
     "offload": (r"(?i:offload)", r"offload|copy_slots|copy_positions|copies"),

@@ -129,10 +129,10 @@ class PipelineCosts:
         return self._time_us(stage, "backward", work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
+        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `saved_by_split_us`."""
         return self._time_us(stage, "weight", work)
 
-    def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+    def saved_by_split_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time by which B is shorter if W is split off: the time of W, or less where the host bounds B without it."""
         if not self.stages[stage].line("backward").launch_us:
             return self.weight_us(stage, work)

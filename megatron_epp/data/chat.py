@@ -164,7 +164,7 @@ class ChatEncoder:
             count_fields(counts.fields, chat.messages[:count], self.roles, render, rendered_without, first)
             first = count
         for name in without_tools:
-            counts.fields.given[name + OF_LINES] += 1
+            counts.fields.present[name + OF_LINES] += 1
             counts.fields.lost[name + OF_LINES] += not re.search(rf"\b{re.escape(name)}\b", self.template)
         counts.fields.lost = +counts.fields.lost
         if len(samples) > 1:

@@ -91,7 +91,7 @@ class Executor:
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._run_pair, self.num_turns = None if streams_kv else run_pair, 0
-        self._together = {
+        self._pairs = {
             step.action: step.also[0]
             for step in plan.ranks[rank]
             if len(step.also) == 1 and not {action.op for action in step.actions} <= _BACKWARDS
@@ -171,7 +171,7 @@ class Executor:
 
     def _perform_step(self, action: Action) -> int:
         """Perform an action, with the other one of its step if the two can run together. Returns the number of actions."""
-        other = self._together.get(action)
+        other = self._pairs.get(action)
         if other is None or self._run_pair is None:
             self._perform(action)
             return 1

@@ -42,14 +42,14 @@ def test_short_chunks_take_as_long_as_launching_and_long_ones_as_the_device(name
 
 def test_a_backward_and_its_split_weight_gradient_are_launched_for_themselves():
     """Whole they are launched as long as apart where the host bounds both, and never faster apart."""
-    whole, weight, spared = (getattr(BOUND, f"{name}_us")(1, WORK) for name in ("backward", "weight", "spared"))
-    assert spared[:2] == pytest.approx(weight[:2])
-    assert (whole - spared + weight >= whole * (1 - 1e-12)).all()
+    whole, weight, saved = (getattr(BOUND, f"{name}_us")(1, WORK) for name in ("backward", "weight", "saved_by_split"))
+    assert saved[:2] == pytest.approx(weight[:2])
+    assert (whole - saved + weight >= whole * (1 - 1e-12)).all()
     mixed = BOUND.stages[1].changed(LAYER, weight=replace(BOUND.stages[1].layers.weight, launch_us=0.0))
     costs = replace(BOUND, stages=(mixed, mixed))
     # without its weight gradient the backward is launched as long as with it, so splitting it off spares nothing
-    assert costs.spared_us(0, WORK)[0] < costs.weight_us(0, WORK)[0]
-    assert (DEVICE.spared_us(1, WORK) == DEVICE.weight_us(1, WORK)).all()
+    assert costs.saved_by_split_us(0, WORK)[0] < costs.weight_us(0, WORK)[0]
+    assert (DEVICE.saved_by_split_us(1, WORK) == DEVICE.weight_us(1, WORK)).all()
 
 
 @pytest.mark.parametrize("mode", DEVICE.recompute_modes)
