@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "a batch in tokens advances the consumed samples too far",
         "mcore/iteration/document_schedule.py",
-        "batch.consumed_samples - count * session.replicas",
+        "batch.consumed_samples - count * run.replicas",
         "batch.consumed_samples - count",
         "tests/mcore/test_batch_tokens.py",
     ),
