@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import Line, ModeCosts, StageCosts
+from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, PREDICTION
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -52,7 +52,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs = costs.changed(ATTENTION, MLP, weight_bytes_per_token=of_half).changed(INPUT, weight_bytes_per_token=0.0)
         costs = costs.changed(HEAD, weight_bytes_per_token=deferred.weights - deferred.layers_weights)
         if deferred.weights <= deferred.layers_weights:
-            costs = costs.changed(INPUT, HEAD, weight=Line())
+            costs = costs.changed(INPUT, HEAD, weight=LinearTime())
     least = message_bytes(stage)
     costs = costs.changed(LAYER, ATTENTION, input_bytes_per_token=least)
     base = _held(stage, Recompute(full=layers))
@@ -76,7 +76,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
-    plain = at(ModeCosts(Line(), 0.0), "")
+    plain = at(ModeCosts(LinearTime(), 0.0), "")
     of_head = max(0.0, base.head - base.half * caches_half)
     costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(

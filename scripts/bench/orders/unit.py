@@ -14,7 +14,7 @@ from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.layout import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
-from megatron_epp.cost import BlockCosts, Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
 from megatron_epp.cost.kv_cache import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -48,7 +48,7 @@ def unit_costs(num_stages: int, share: float = 1.0, host_us_per_byte: float = ma
     }
     # No copy moves less than what recompute would keep.
     memory |= {"bytes_per_token": share, "input_bytes_per_token": 0.0 if math.isfinite(host_us_per_byte) else share}
-    times = {name: Line(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
+    times = {name: LinearTime(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
     stage = StageCosts((BlockCosts(kind=INPUT), BlockCosts(kind=LAYER, kv=NO_KV, **memory, **times)))
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0, host_us_per_byte=host_us_per_byte)
 
@@ -63,8 +63,8 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         before: share of what precedes attention in the rest.
     """
 
-    def pass_of(part: float, pairs: float, count: int) -> Line:
-        return Line(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
+    def pass_of(part: float, pairs: float, count: int) -> LinearTime:
+        return LinearTime(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
 
     def block(kind: str, part: float, pairs: float, **more: Any) -> BlockCosts:
         times = {"forward": pass_of(part, pairs, 1), "backward": pass_of(part, pairs, 2)}
