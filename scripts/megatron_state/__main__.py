@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scripts.megatron_state.found import states
 from scripts.megatron_state.known import DATA, PAGE, PLANS, known, page, rows_of, said, table
+from scripts.megatron_state.state import states
 
 
 def main() -> None:

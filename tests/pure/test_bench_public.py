@@ -7,13 +7,13 @@ import pytest
 
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.attention import CUDNN, speed_of
-from scripts.bench.public.bench import FOUND, QWEN3_8B, compared, lines, planned
+from scripts.bench.public.bench import PUBLISHED, QWEN3_8B, compared, lines, planned
 from scripts.bench.public.rows import EXPERTS, ROWS
 from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
 
-(TRL,) = FOUND
+(TRL,) = PUBLISHED
 SHORT = replace(TRL, tokens=1 << 16, step_s=3.0)
 
 

@@ -66,7 +66,7 @@ QWEN3_8B: dict[str, Any] = {
     "swiglu": True,
     "bf16": True,
 }
-FOUND = (
+PUBLISHED = (
     Measured(
         name="Qwen3-8B, 1M tokens, TRL",
         source="Hugging Face TRL, pull request 6846",
@@ -198,7 +198,7 @@ def main() -> None:
             print(json.dumps({"row": step.row.number, "name": step.row.name, "measured_s": step.row.measured_s} | figures))
     else:
         print("\n".join((*rows_of(steps), "")))
-    for measured in FOUND:
+    for measured in PUBLISHED:
         result = compared(measured)
         if args.json:
             print(json.dumps(asdict(result) | {"measured_rate": result.measured_rate, "planned_rate": result.planned_rate}))

@@ -82,15 +82,17 @@ CASES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SlowestReplica:
     """Time of the slowest replica, and the highest peak; an infinite time where nothing fits."""
 
     time_us: float
     peak_bytes: int
 
     @staticmethod
-    def of(plans: Sequence[Plan]) -> Found:
-        return Found(max(plan.predicted.makespan_us for plan in plans), max(max(plan.predicted.peak_bytes) for plan in plans))
+    def of(plans: Sequence[Plan]) -> SlowestReplica:
+        return SlowestReplica(
+            max(plan.predicted.makespan_us for plan in plans), max(max(plan.predicted.peak_bytes) for plan in plans)
+        )
 
 
 class Bench:
@@ -111,14 +113,16 @@ class Bench:
         self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
         self.every_layer = Options(recompute=max(layers))
 
-    def run(self) -> dict[str, Found]:
+    def run(self) -> dict[str, SlowestReplica]:
         """Return what every way takes."""
         shares = balanced(self.lengths, REPLICAS)
         results = {}
         for name, rule in RULES.items():
             rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
             for suffix, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
-                results[name + suffix] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
+                results[name + suffix] = SlowestReplica.of(
+                    [plan_as_given(row, self.problem, self.costs, options).plan for row in rows]
+                )
         rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
         results["order"] = self._planned(rows, self.every_layer)
         results["recompute"] = self._planned(rows, Options())
@@ -126,25 +130,25 @@ class Bench:
         results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
         return results
 
-    def _planned(self, rows: Sequence[Lengths], options: Options) -> Found:
+    def _planned(self, rows: Sequence[Lengths], options: Options) -> SlowestReplica:
         try:
-            return Found.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
+            return SlowestReplica.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
         except InfeasibleError as error:
-            return Found(math.inf, error.least_cap_bytes)
+            return SlowestReplica(math.inf, error.least_cap_bytes)
 
-    def _sliced(self, loss_groups: tuple[int, ...]) -> Found:
+    def _sliced(self, loss_groups: tuple[int, ...]) -> SlowestReplica:
         options = Options(context=self.case.budget)
         alone = tuple((replica,) for replica in range(REPLICAS))
         batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
         shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
-        return Found.of([plan(batch.part(share), self.costs, options) for share in shares])
+        return SlowestReplica.of([plan(batch.part(share), self.costs, options) for share in shares])
 
 
 def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
     return tuple(map(tuple, rows))
 
 
-def rows_of(case: Case, draws: Sequence[dict[str, Found]]) -> list[str]:
+def rows_of(case: Case, draws: Sequence[dict[str, SlowestReplica]]) -> list[str]:
     """Format a row: the mean time of slices, and of other ways the mean multiple of it; ``*`` where the cap is exceeded."""
     slices_s = fmean(draw["slices"].time_us for draw in draws) / 1e6
     cells = [case.model, str(case.stages), case.lengths, f"{slices_s:.1f} s"]

@@ -95,7 +95,7 @@ def calls(plan: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int
 
 
 @dataclass
-class Found:
+class CacheKeys:
     """Keys that a rank has looked up: of attention by library, with shapes as they are and in classes, and of fused layers."""
 
     before: list[Caches] = field(default_factory=lambda: [Caches(as_they_are(library)) for library in LIBRARIES])
@@ -111,9 +111,9 @@ class Found:
         self.chunks_by_tokens[tokens] += 1
 
 
-def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[Found]:
+def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKeys]:
     """Return what every rank has looked up in the course of some plans, one stage on each."""
-    counts = [Found() for _ in range(stages)]
+    counts = [CacheKeys() for _ in range(stages)]
     for batch_plan in plans:
         for stage, stage_counts in enumerate(counts):
             for call, tokens in calls(batch_plan, stage, shape):
@@ -121,7 +121,7 @@ def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[Found]:
     return counts
 
 
-def report(counts: list[Found]) -> str:
+def report(counts: list[CacheKeys]) -> str:
     """Return the table, each row of the rank that has most."""
     rows = []
     for number, library in enumerate(LIBRARIES):
