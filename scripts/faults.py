@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "a batch in tokens advances the consumed samples too far",
         "mcore/iteration/document_schedule.py",
-        "batch.consumed_samples - count * session.replicas",
+        "batch.consumed_samples - count * run.replicas",
         "batch.consumed_samples - count",
         "tests/mcore/test_batch_tokens.py",
     ),
@@ -212,21 +212,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Copy(Path(folder))
         for tests in dict.fromkeys(fault.tests for fault in faults):
-            found, output = tree.run(f"{PYTEST} {tests}", None)
-            if found is not None:
-                print(f"{tests} fails without a fault: {found}\n{output}")
+            failure, output = tree.run(f"{PYTEST} {tests}", None)
+            if failure is not None:
+                print(f"{tests} fails without a fault: {failure}\n{output}")
                 return 2
         for number, fault in enumerate(faults, start=1):
             start_s, path = time.monotonic(), f"{PACKAGE}/{fault.path}"
             tree.write(path, changed[fault.name].encode())
-            found, _ = tree.run(f"{PYTEST} {fault.tests}", LIMIT_S)
+            failure, _ = tree.run(f"{PYTEST} {fault.tests}", LIMIT_S)
             tree.write(path, sources[fault.path].encode())
-            if found is None:
+            if failure is None:
                 survivors.append(fault)
-            verdict = "survived" if found is None else "killed  "
+            verdict = "survived" if failure is None else "killed  "
             print(f"{number:3} {verdict} {time.monotonic() - start_s:4.0f} s  {fault.name}", flush=True)
-            if found is not None:
-                print(f"      {found[:110]}", flush=True)
+            if failure is not None:
+                print(f"      {failure[:110]}", flush=True)
     print(f"\nkilled {len(faults) - len(survivors)} of {len(faults)}")
     return int(bool(survivors))
 

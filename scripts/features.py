@@ -23,7 +23,7 @@ FEATURES = {
     "half layers": (r"(^|_)hal(f|ves)|[a-z]Half|HalfLayer|first_mlp", r"half"),
     "shards": (r"shard", r"shard|vocabulary"),
     "split weights": (
-        r"^W$|(?i:split_w|splits_w|is_split|split_off|weight_(us|bytes|gradients?)$|_weight_us|spared|apart)",
+        r"^W$|(?i:split_w|splits_w|is_split|split_off|weight_(us|bytes|gradients?)$|_weight_us|saved_by_split|apart)",
         r"weight|split",
     ),
     "offload": (r"(?i:offload)", r"offload|copy_slots|copy_positions|copies"),
@@ -50,8 +50,10 @@ def files_of(feature: str) -> Counter[str]:
     """Count the names of a feature in every file of the package that is not its own and has any."""
     pattern, own = map(re.compile, FEATURES[feature])
     paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-    found = {name: names_of(path.read_text()) for name, path in paths.items() if not own.search(name)}
-    return +Counter({name: sum(bool(pattern.search(one)) for one in names) for name, names in found.items()})
+    names_by_file = {name: names_of(path.read_text()) for name, path in paths.items() if not own.search(name)}
+    return +Counter(
+        {name: sum(bool(pattern.search(name_in_file)) for name_in_file in names) for name, names in names_by_file.items()}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"{'feature':15} {'files':>5} {'names':>6}   files by folder")
     for feature in FEATURES:
-        found = files_of(feature)
-        folders = Counter(name.split("/")[0] for name in found)
+        counts = files_of(feature)
+        folders = Counter(name.split("/")[0] for name in counts)
         by_folder = ", ".join(f"{folder} {count}" for folder, count in folders.most_common())
-        print(f"{feature:15} {len(found):5} {found.total():6}   {by_folder}")
+        print(f"{feature:15} {len(counts):5} {counts.total():6}   {by_folder}")
     return 0
 
 

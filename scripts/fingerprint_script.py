@@ -26,18 +26,18 @@ def fingerprints_of(text: str) -> dict[str, str]:
                 literals[node.targets[0].id] = digest(ascii(ast.literal_eval(node.value)))
             except ValueError:  # no literal
                 continue
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     waiting = [name for name in ROLES if name in functions]
     while waiting:
         name = waiting.pop(0)
-        if name in found:
+        if name in fingerprints:
             continue
         if name in functions:
-            found[name] = fingerprint(functions[name])
+            fingerprints[name] = fingerprint(functions[name])
             waiting += [node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)]
         elif name in literals:
-            found[name] = literals[name]
-    return found
+            fingerprints[name] = literals[name]
+    return fingerprints
 
 
 def main() -> None:
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("script", type=Path, nargs="+")
     for script in parser.parse_args().script:
         print(script)
-        for name, found in fingerprints_of(script.read_text()).items():
-            print(f"  {name:<36} {found}  {SCRIPTS.get(name, {}).get(found, 'unknown')}")
+        for name, function_digest in fingerprints_of(script.read_text()).items():
+            print(f"  {name:<36} {function_digest}  {SCRIPTS.get(name, {}).get(function_digest, 'unknown')}")
 
 
 if __name__ == "__main__":

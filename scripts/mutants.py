@@ -97,14 +97,14 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    mutants = []
     for node in _reachable(tree):
         for kind, changed in _changes(node):
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             text = changed if isinstance(changed, str) else _unparsed(changed)
-            found.append(Mutant(path, node.lineno, start, end, kind, text))
-    return found
+            mutants.append(Mutant(path, node.lineno, start, end, kind, text))
+    return mutants
 
 
 def _unparsed(node: ast.AST) -> str:
@@ -178,8 +178,8 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 def _has_text(node: ast.AST) -> bool:
     return any(
-        isinstance(one, ast.JoinedStr) or (isinstance(one, ast.Constant) and isinstance(one.value, str))
-        for one in ast.walk(node)
+        isinstance(child, ast.JoinedStr) or (isinstance(child, ast.Constant) and isinstance(child.value, str))
+        for child in ast.walk(node)
     )
 
 
@@ -264,15 +264,17 @@ def recorded() -> dict[str, Results]:
     if not RECORDED.exists():
         return {}
     return {
-        package: Results(kept["seed"], tuple(Result(**result) for result in kept["mutants"]))
-        for package, kept in json.loads(RECORDED.read_text()).items()
+        package: Results(results["seed"], tuple(Result(**result) for result in results["mutants"]))
+        for package, results in json.loads(RECORDED.read_text()).items()
     }
 
 
 def record(package: str, results: Results) -> None:
     """Keep the results of a package."""
-    kept = recorded() | {package: results}
-    RECORDED.write_text(json.dumps({name: asdict(kept[name]) for name in sorted(kept)}, indent=1) + "\n")
+    results_by_package = recorded() | {package: results}
+    RECORDED.write_text(
+        json.dumps({name: asdict(results_by_package[name]) for name in sorted(results_by_package)}, indent=1) + "\n"
+    )
 
 
 class Copy:
@@ -377,8 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--record keeps the results of whole packages: leave out --under")
     fell = []
     for package in args.packages or packages():
-        kept = recorded().get(package)
-        number = args.number or (len(kept.mutants) if kept else NUMBER)
+        before = recorded().get(package)
+        number = args.number or (len(before.mutants) if before else NUMBER)
         mutants = drawn(package, number, args.seed, args.under)
         if args.show:
             for name, mutant in mutants.items():
@@ -386,9 +388,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         results = results_of(package, mutants, args.seed, keeps=args.record)
         print(f"{package}: killed {results.killed} of {results.counted}, {results.share:.0%}")
-        if kept is not None and args.seed == kept.seed and not args.under:
-            print(f"    recorded: {kept.killed} of {kept.counted}, {kept.share:.0%}")
-            fell += [package] * (results.share < kept.share)
+        if before is not None and args.seed == before.seed and not args.under:
+            print(f"    recorded: {before.killed} of {before.counted}, {before.share:.0%}")
+            fell += [package] * (results.share < before.share)
     if fell:
         print(f"fewer were noticed than recorded: {', '.join(fell)}")
     return int(bool(fell))

@@ -25,16 +25,16 @@ def arguments(lines: Iterable[str]) -> Iterator[str]:
 
     As in pip, a setting of the command goes before one of all commands, and the environment before both.
     """
-    found: dict[str, dict[str, str]] = {}
+    settings: dict[str, dict[str, str]] = {}
     for line in lines:
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if name in FLAGS and section in (FILES, "install", ENVIRONMENT):
-            found.setdefault(name, {})[section] = str(ast.literal_eval(value))
-    for name, values in found.items():
+            settings.setdefault(name, {})[section] = str(ast.literal_eval(value))
+    for name, values in settings.items():
         chosen = next(values[section] for section in (ENVIRONMENT, "install", FILES) if section in values)
-        for one in chosen.split():
-            yield from (FLAGS[name], one)
+        for choice in chosen.split():
+            yield from (FLAGS[name], choice)
 
 
 def main() -> None:

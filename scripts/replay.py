@@ -56,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with ProcessPoolExecutor(args.jobs) as pool:
         seeds = range(args.start, args.start + args.first)
-        found = dict(zip(seeds, pool.map(digest_of, seeds, chunksize=5), strict=True))
-    plans = sum(not digest.startswith(("infeasible", "refused")) for digest in found.values())
-    print(f"{len(found)} cases: {plans} plans, {len(found) - plans} refusals")
+        digests = dict(zip(seeds, pool.map(digest_of, seeds, chunksize=5), strict=True))
+    plans = sum(not digest.startswith(("infeasible", "refused")) for digest in digests.values())
+    print(f"{len(digests)} cases: {plans} plans, {len(digests) - plans} refusals")
     if not args.compare:
-        args.file.write_text(json.dumps(found, indent=0) + "\n")
+        args.file.write_text(json.dumps(digests, indent=0) + "\n")
         return 0
     before = json.loads(args.file.read_text())
-    differing = [seed for seed, digest in found.items() if before[str(seed)] != digest]
+    differing = [seed for seed, digest in digests.items() if before[str(seed)] != digest]
     for seed in differing:
-        print(f"seed {seed}: {before[str(seed)]}  ->  {found[seed]}")
+        print(f"seed {seed}: {before[str(seed)]}  ->  {digests[seed]}")
     print(f"{len(differing)} differ")
     return int(bool(differing))
 

@@ -118,7 +118,7 @@ def document() -> str:
 
 def table(rows: Iterable[Sequence[object]], titles: Sequence[str]) -> str:
     """Format rows as a table in Markdown."""
-    lines = [titles, ["---"] * len(titles), *([f"{one:,}" if isinstance(one, int) else one for one in row] for row in rows)]
+    lines = [titles, ["---"] * len(titles), *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 

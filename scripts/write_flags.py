@@ -75,7 +75,7 @@ def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[s
 
 
 def flags_in(flags: Iterable[MegatronFlag]) -> str:
-    return ", ".join(code(one.flag) for one in flags)
+    return ", ".join(code(flag.flag) for flag in flags)
 
 
 def commands() -> dict[str, Parser]:

@@ -42,7 +42,7 @@ _RELEASE = re.compile(r"v(\d+(?:\.\d+)+)")
 
 def releases(clone: Path, least: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     """Yield releases with the commits of their tags, oldest first, and the newest commit as ``main``."""
-    tags = [found for tag in _git(clone, "tag").split() if (found := _RELEASE.fullmatch(tag))]
+    tags = [release for tag in _git(clone, "tag").split() if (release := _RELEASE.fullmatch(tag))]
     numbers = {tag[0]: tuple(map(int, tag[1].split("."))) for tag in tags}
     yield from ((tag.removeprefix("v"), tag) for tag in sorted(numbers, key=numbers.__getitem__) if numbers[tag] >= least)
     yield "main", "HEAD"
@@ -52,31 +52,31 @@ def parameters(source: str, name: str) -> list[str] | None:
     """Return the parameters of a function, or of a method of a class, in a source; None if it has no such function."""
     *classes, name = name.split(".")
     body = ast.parse(source).body
-    for one in classes:
-        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one), [])
-    found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None)
-    if found is None:
+    for class_name in classes:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name), [])
+    function = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None)
+    if function is None:
         return None
-    named = [*found.args.posonlyargs, *found.args.args]
-    first_default = len(named) - len(found.args.defaults)
-    own = [one.arg + "=" * (number >= first_default) for number, one in enumerate(named)]
-    only = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
-    return own + [f"*{one.arg}" + "=" * (default is not None) for one, default in only]
+    named = [*function.args.posonlyargs, *function.args.args]
+    first_default = len(named) - len(function.args.defaults)
+    own = [argument.arg + "=" * (number >= first_default) for number, argument in enumerate(named)]
+    only = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return own + [f"*{argument.arg}" + "=" * (default is not None) for argument, default in only]
 
 
 def recorded(clone: Path, functions: dict[str, str], least: tuple[int, ...]) -> dict[str, list[list[object]]]:
     """Return, for each function, pairs of consecutive releases with the same parameters, and these."""
-    found: dict[str, list[list[object]]] = {name: [] for name in functions}
+    signatures: dict[str, list[list[object]]] = {name: [] for name in functions}
     for release, commit in releases(clone, least):
         for name, path in functions.items():
             names = parameters(source, name) if (source := _git(clone, "show", f"{commit}:{path}")) else None
             if names is None:
                 continue
-            if found[name] and found[name][-1][1] == names:
-                found[name][-1][0].append(release)  # type: ignore[attr-defined]
+            if signatures[name] and signatures[name][-1][1] == names:
+                signatures[name][-1][0].append(release)  # type: ignore[attr-defined]
             else:
-                found[name].append([[release], names])
-    return found
+                signatures[name].append([[release], names])
+    return signatures
 
 
 def _git(clone: Path, *command: str) -> str:

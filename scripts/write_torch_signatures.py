@@ -109,20 +109,20 @@ def _dotted(node: ast.expr) -> str:
 def _called(sources: Iterable[str], name: str) -> list[str] | None:
     """Return the parameters of a function, or with which a class is made; None if no source has it."""
     for source in sources:
-        if (found := parameters(source, name)) is not None:
-            return found
+        if (names := parameters(source, name)) is not None:
+            return names
         for maker in ("__init__", "__new__"):
-            if (found := parameters(source, f"{name}.{maker}")) is not None:
-                return found[1:]
+            if (names := parameters(source, f"{name}.{maker}")) is not None:
+                return names[1:]
     return None
 
 
 def operator(table: str, name: str) -> list[str] | None:
     """Return the parameters of an operator from torch's table of operators; None if it is not in there."""
-    found = re.search(rf"^- func: {re.escape(name)}\((.*)\) ->", table, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^- func: {re.escape(name)}\((.*)\) ->", table, re.MULTILINE)
+    if match is None:
         return None
-    before, _, behind = found[1].partition("*, ")
+    before, _, behind = match[1].partition("*, ")
     return [
         mark + word.strip().partition("=")[0].split()[-1] + "=" * ("=" in word)
         for mark, part in (("", before), ("*", behind))
@@ -133,36 +133,36 @@ def operator(table: str, name: str) -> list[str] | None:
 
 def fields(stubs: str) -> list[str]:
     """Return the fields of `OPTIONS`, with their class."""
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(body: Iterable[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and prefix.rstrip(".") in OPTIONS:
-                found.append(prefix + node.target.id)
+                names.append(prefix + node.target.id)
             elif isinstance(node, ast.FunctionDef) and prefix.rstrip(".") in OPTIONS and not node.name.startswith("__"):
-                found.append(prefix + node.name)  # a property
+                names.append(prefix + node.name)  # a property
 
     visit(ast.parse(stubs).body, "")
-    return sorted(set(found))
+    return sorted(set(names))
 
 
 def of_release(read: Callable[[str], str]) -> dict[str, list[str]]:
     """Return the parameters of every function that is called, and the fields of options, from one release's files."""
     sources = {module: [read(file) for file in files] for module, files in MODULES.items()}
-    table, stubs, made = read(_OPERATORS), read(_STUBS), {}
+    table, stubs, names_of = read(_OPERATORS), read(_STUBS), {}
     for name in sorted({call.name for call in calls()} | {_NCCL, "torch.distributed.new_group"}):
         module, _, short = name.rpartition(".")
         if module == _ATEN:
-            found = operator(table, short)
+            names = operator(table, short)
         elif name == _NCCL:
-            found = _called([stubs], "ProcessGroupNCCL.Options")
+            names = _called([stubs], "ProcessGroupNCCL.Options")
         else:
-            found = _called(sources[module], short)
-        if found is not None:
-            made[name] = found
-    return made | {"options": fields(stubs)}
+            names = _called(sources[module], short)
+        if names is not None:
+            names_of[name] = names
+    return names_of | {"options": fields(stubs)}
 
 
 def main(*wheels: str) -> None:
@@ -170,8 +170,8 @@ def main(*wheels: str) -> None:
     record: dict[str, list[tuple[list[str], list[str]]]] = {}
     for release in sorted(by_release, key=lambda text: tuple(map(int, text.split(".")))):
         with zipfile.ZipFile(by_release[release]) as archive:
-            found = of_release(lambda file, archive=archive: archive.read(file).decode())
-        for name, names in found.items():
+            signatures = of_release(lambda file, archive=archive: archive.read(file).decode())
+        for name, names in signatures.items():
             rows = record.setdefault(name, [])
             if rows and rows[-1][1] == names:
                 rows[-1][0].append(release)

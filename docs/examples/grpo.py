@@ -19,15 +19,15 @@ from megatron_epp.losses import Average, ClippedRatio
 
 def responses(count: int) -> list[dict[str, object]]:
     """Draw prompts of 8 tokens with responses of very different lengths, of which those that repeat a token are rewarded."""
-    random, found = torch.Generator().manual_seed(0), []
+    random, samples = torch.Generator().manual_seed(0), []
     for number in range(count):
         length = int(torch.randint(4, 500 if number % 8 == 0 else 40, (1,), generator=random))
         tokens = torch.randint(1, 64, (8 + length,), generator=random)
         if number % 2:
             tokens[8:] = tokens[8]
         trained = [0] * 8 + [1] * length  # the response; the prompt is only read
-        found.append({"tokens": tokens, "trained": trained, "advantages": 1.0 if number % 2 else -1.0})
-    return found
+        samples.append({"tokens": tokens, "trained": trained, "advantages": 1.0 if number % 2 else -1.0})
+    return samples
 
 
 def model() -> DistributedDataParallel:
@@ -68,8 +68,8 @@ def main() -> None:
         report = train(model=policy, samples=samples)
         optimizer.step()
         if dist.get_rank() == 0:
-            told = ", ".join(f"{name} {value:.4f}" for name, value in report.means.items())
-            print(f"step {step}: {told}, {report.num_chunks} chunks")
+            means = ", ".join(f"{name} {value:.4f}" for name, value in report.means.items())
+            print(f"step {step}: {means}, {report.num_chunks} chunks")
     train.close()
 
 

@@ -18,7 +18,7 @@ from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.least import is_told_by_one_order, least_plan
+from megatron_epp.planner.least import least_plan, one_order_decides
 from megatron_epp.planner.limits import longest_sequence
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.work_limit import WorkSpentError, limited
@@ -162,7 +162,7 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
         if max(static_bytes(problem, costs)) > min(problem.cap_bytes):
             return None
         options = replace(options, offload=offload)
-        least = (least_plan if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
+        least = (least_plan if one_order_decides(problem, options) else plan)(problem, costs, options)
     except EppError:
         return None
     return max(least.predicted.peak_bytes)

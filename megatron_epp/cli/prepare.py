@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.data.chat import ASSISTANT, TURNS
+from megatron_epp.data.documents import MASK_SUFFIX
 from megatron_epp.data.records import RECORD_SUFFIXES
-from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megatron_encoder

@@ -8,7 +8,7 @@ from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.cost.profile import ModelPart, Profile
-from megatron_epp.cost.work import ChunkWork, Line, ModeCosts, causal_pairs, work_of
+from megatron_epp.cost.work import ChunkWork, LinearTime, ModeCosts, causal_pairs, work_of
 
 Costs = PipelineCosts
 """Costs as the planners know them."""
@@ -20,8 +20,8 @@ __all__ = [
     "BlockCosts",
     "ChunkWork",
     "Costs",
+    "LinearTime",
     "ModeCosts",
-    "Line",
     "ModelShape",
     "OptimizerBytes",
     "ModelPart",

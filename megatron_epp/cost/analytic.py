@@ -19,7 +19,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile
-from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
+from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
@@ -51,7 +51,7 @@ def analytic_costs(
 
 def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     """Costs of the model's parts by formula, for any number of stages (`Profile.costs`)."""
-    copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
+    copy = LinearTime(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     return Profile(
@@ -107,8 +107,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
         again = {name: replace(mode, again=own.recompute[name].again) for name, mode in part.recompute.items()}
         return replace(
             part,
-            forward=own.forward + Line(per_read_us=made_us),
-            backward=own.backward + Line(0.0, made_us, per_read_us=3 * made_us),
+            forward=own.forward + LinearTime(per_read_us=made_us),
+            backward=own.backward + LinearTime(0.0, made_us, per_read_us=3 * made_us),
             weight=own.weight,
             exchange=own.exchange,
             recompute=again,
@@ -149,11 +149,11 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     With a split weight gradient, the tensors that it needs stay in memory: a gradient of residual width in addition to the
     kept activations, and, after the backward of attention, still the MLP's inputs and gradients, four more of that width.
     """
-    overhead = Line(rates.layer_overhead_us)
+    overhead = LinearTime(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
     exchange = exchange_line(shape.exchanges, rates)
-    moved = Line(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
+    moved = LinearTime(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     expansion = expansion_line(shape, rates)  # a recomputed layer that keeps attention's output makes none of it
     hidden, layer_bytes, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
@@ -186,7 +186,7 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
     """
     layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
     linear, hidden = _linear(parameters / shape.ranks, rates), shape.hidden_bytes_per_token
-    moved = Line(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
+    moved = LinearTime(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
     return ModelPart(
         forward=layer.forward + linear + moved,
         backward=layer.backward + linear.scaled(2) + moved.scaled(1.5),
@@ -201,10 +201,10 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
-    overhead, linear = Line(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
+    overhead, linear = LinearTime(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
-    moved = Line(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
+    moved = LinearTime(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _core_attention(shape, rates)
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
@@ -216,18 +216,18 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     )
 
 
-def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
+def _mlp_again(shape: ModelShape, rates: Rates) -> LinearTime:
     """Time of recomputing the forward of a layer's MLP and norms."""
     linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)
-    moved = Line(rates.layer_overhead_us / 2, MICROSECONDS * moved_bytes / rates.memory_bytes)
+    moved = LinearTime(rates.layer_overhead_us / 2, MICROSECONDS * moved_bytes / rates.memory_bytes)
     return launch + linear + moved + exchange_line(shape.mlp_exchanges, rates)
 
 
-def _launches(rates: Rates, factor: float) -> tuple[Line, Line]:
+def _launches(rates: Rates, factor: float) -> tuple[LinearTime, LinearTime]:
     """Time of launching a forward, and a backward, as a multiple of a dense layer's."""
-    return Line(launch_us=factor * rates.launch_forward_us), Line(launch_us=factor * rates.launch_backward_us)
+    return LinearTime(launch_us=factor * rates.launch_forward_us), LinearTime(launch_us=factor * rates.launch_backward_us)
 
 
 def _layer_launches(shape: ModelShape) -> float:
@@ -242,7 +242,7 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
-    moved = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
+    moved = LinearTime(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters, by_blocks = shape.vocabulary_parameters / shape.tensor_parallel, shape.loss_block_tokens > 0
     return ModelPart(
@@ -261,13 +261,13 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     )
 
 
-def _linear(parameters_per_token: float, rates: Rates) -> Line:
+def _linear(parameters_per_token: float, rates: Rates) -> LinearTime:
     """Time of matrix products that use the given number of parameters once per token."""
     per_token_us = MICROSECONDS * 2 * parameters_per_token / rates.linear_flops
-    return Line(rates.saturation_tokens * per_token_us, per_token_us)
+    return LinearTime(rates.saturation_tokens * per_token_us, per_token_us)
 
 
-def exchange_line(exchanges: Iterable[Exchange], rates: Rates) -> Line:
+def exchange_line(exchanges: Iterable[Exchange], rates: Rates) -> LinearTime:
     """Time of exchanging a token's bytes with the ranks that share a layer, one exchange after the other.
 
     A dispatcher that sends one copy to a node spreads it there while the next ones arrive: the slower link counts.
@@ -277,18 +277,18 @@ def exchange_line(exchanges: Iterable[Exchange], rates: Rates) -> Line:
         inside, abroad = exchange.split(rates.devices_per_node)
         links = inside / rates.exchange_bytes, abroad / rates.message_bytes
         seconds += max(links) if exchange.copies else sum(links)
-    return Line(0.0, MICROSECONDS * seconds)
+    return LinearTime(0.0, MICROSECONDS * seconds)
 
 
-def expansion_line(shape: ModelShape, rates: Rates) -> Line:
+def expansion_line(shape: ModelShape, rates: Rates) -> LinearTime:
     """Time of making a token's keys and values of its latent, where attention does so."""
     if not shape.relays_latents:
-        return Line()
+        return LinearTime()
     product = _linear(shape.expansion_parameters / shape.ranks, rates)
-    return product + Line(0.0, MICROSECONDS * shape.expanded_bytes_per_token / rates.memory_bytes)
+    return product + LinearTime(0.0, MICROSECONDS * shape.expanded_bytes_per_token / rates.memory_bytes)
 
 
-def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
+def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
     """Time of the forward and of the backward of core attention, with two and five products over the pairs: of these one and
     three are as wide as the queries, the others as the output.
 
@@ -302,6 +302,6 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[Line, Line]:
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
     made_us = expansion_line(shape, rates).per_token_us
     return (
-        Line(0.0, speed.forward_pairs * forward_us, forward_us, per_read_us=made_us),
-        Line(0.0, speed.backward_pairs * backward_us + made_us, backward_us, per_read_us=3 * made_us),
+        LinearTime(0.0, speed.forward_pairs * forward_us, forward_us, per_read_us=made_us),
+        LinearTime(0.0, speed.backward_pairs * backward_us + made_us, backward_us, per_read_us=3 * made_us),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_epp.cost import memory
 from megatron_epp.cost.kv_cache import NO_KV, KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
-from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan.codec import Codec
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, brief, printable
@@ -57,10 +57,10 @@ class PartCosts:
         workspace_bytes: held only while a pass runs, independent of its tokens: logits of a block of the loss.
     """
 
-    forward: Line = NO_TIME
-    backward: Line = NO_TIME
-    weight: Line = NO_TIME
-    exchange: Line = NO_TIME
+    forward: LinearTime = NO_TIME
+    backward: LinearTime = NO_TIME
+    weight: LinearTime = NO_TIME
+    exchange: LinearTime = NO_TIME
     recompute: dict[str, ModeCosts] = field(default_factory=dict, hash=False)
     bytes_per_token: float = 0.0
     attended_bytes_per_token: float | None = None
@@ -242,30 +242,30 @@ class StageCosts:
     def workspace_bytes(self) -> int:
         return sum(block.workspace_bytes for block in self.blocks)
 
-    def lines(self, name: str) -> tuple[Line, Line, Line]:
+    def lines(self, name: str) -> tuple[LinearTime, LinearTime, LinearTime]:
         """Times of each layer, of all inner blocks and of all ends in a pass: ``forward``, ``backward`` or ``weight``."""
         inner, ends = (sum((getattr(block, name) for block in blocks), NO_TIME) for blocks in (self.inner, self.ends))
         return getattr(self.layers, name), inner, ends
 
-    def line(self, name: str) -> Line:
+    def line(self, name: str) -> LinearTime:
         """Time of the stage's whole pass; ``split`` is a backward whose weight gradients are split off."""
         if name == "split":
             return self.line("backward").without(self.line("weight"))
         layer, inner, ends = self.lines(name)
         return layer.scaled(self.num_layers) + inner + ends
 
-    def line_of_ends(self, name: str) -> Line:
+    def line_of_ends(self, name: str) -> LinearTime:
         """Time of the ends in `line`."""
         if name == "split":
             return self.line_of_ends("backward").without(self.line_of_ends("weight"))
         return self.lines(name)[2]
 
     @property
-    def exchange(self) -> Line:
+    def exchange(self) -> LinearTime:
         """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
         return sum((block.exchange for block in self.inner), self.layers.exchange.scaled(self.num_halves / 2))
 
-    def with_lines(self, name: str, layer: Line, inner: Line, ends: Line) -> StageCosts:
+    def with_lines(self, name: str, layer: LinearTime, inner: LinearTime, ends: LinearTime) -> StageCosts:
         """Return the stage with other times of a pass, see `lines`. The last of several inner blocks, or ends, has all."""
         last = {block.group: at for at, block in enumerate(self.blocks)}
         none = self.changed(**{name: NO_TIME}).blocks
@@ -285,7 +285,7 @@ class StageCosts:
             kv = block.kv and replace(block.kv, gradient_bytes_per_token=0.0, many_gradient_bytes_per_token=0.0)
             changes: dict[str, Any] = {**sizes, **unknown, **nothing, **times}
             blocks.append(replace(block, recompute=modes, kv=kv, **changes))
-        blocks[0] = replace(blocks[0], backward=Line(_IDLE_US))
+        blocks[0] = replace(blocks[0], backward=LinearTime(_IDLE_US))
         return replace(self, blocks=tuple(blocks))
 
     def changed(self, *kinds: str, **changes: Any) -> StageCosts:
@@ -297,7 +297,7 @@ class StageCosts:
         return replace(self, blocks=tuple(changed))
 
 
-def check_within(part: Line, whole: Line, name: str) -> None:
+def check_within(part: LinearTime, whole: LinearTime, name: str) -> None:
     """Raise `EppError` if a line exceeds the line that it is a part of: the remainder would be negative."""
     if part.within(whole) != part:
         raise EppError(f"{name} is above the backward that it is a part of ({part} and {whole})")

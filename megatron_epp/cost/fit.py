@@ -12,7 +12,7 @@ from megatron_epp.cost.analytic import analytic_profile, exchange_line
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import ModelPart, Profile
-from megatron_epp.cost.work import Line
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 
 
@@ -33,7 +33,7 @@ class LineFit:
         errors: ``(line - measured) / measured`` of every point.
     """
 
-    line: Line
+    line: LinearTime
     errors: tuple[float, ...]
 
     def residuals(self) -> dict[str, float]:
@@ -61,7 +61,7 @@ def fit_line(points: Sequence[Point], pairs: bool = True) -> LineFit:
             solution[active] = part / scale[active]
             break
         active.pop(int(part.argmin()))
-    line = Line(*solution.tolist())
+    line = LinearTime(*solution.tolist())
     return LineFit(line, tuple(line.time_us(p.tokens, p.pairs) / t - 1.0 for p, t in zip(points, times.tolist(), strict=True)))
 
 
@@ -102,7 +102,7 @@ def fit_profile(
             formula.head,
             forward=fits["loss forward"].line,
             backward=fits["loss backward"].line,
-            weight=Line() if shape.loss_block_tokens else fits["loss weight"].line.within(fits["loss backward"].line),
+            weight=LinearTime() if shape.loss_block_tokens else fits["loss weight"].line.within(fits["loss backward"].line),
         ),
     )
     if link := fits.get("message"):
@@ -149,7 +149,7 @@ def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Map
     )
 
 
-def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: Line) -> Line:
+def _again(mode: str, shape: ModelShape, rates: Rates, linear: LinearTime, attention: LinearTime) -> LinearTime:
     """Time of the parts of a layer that a recompute mode runs again.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Line, TimeColumn
+from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_classes, transient_kv_gradient_bytes
 
@@ -118,7 +118,12 @@ CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
 
 
 def kv_offload_costs(
-    cached: KVBytes, layers: int, passes: tuple[Line, Line], work: ChunkWork, copy_us: CopyTime, fragmentation_share: float
+    cached: KVBytes,
+    layers: int,
+    passes: tuple[LinearTime, LinearTime],
+    work: ChunkWork,
+    copy_us: CopyTime,
+    fragmentation_share: float,
 ) -> KVOffloadCosts:
     """Compute the time and memory that KV offload takes on a stage.
 

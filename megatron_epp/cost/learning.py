@@ -12,7 +12,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
-from megatron_epp.cost.work import Line, causal_pairs
+from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
 WARM_UP = 1
@@ -161,7 +161,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     factor = ratio_to(stage.line("backward"), once) if keeps_weights else 0.0
     split, earlier = _with_all_tokens(stage, "weight", times[Op.W]), stage.line("weight")
     weight = _shared(stage, "weight", fitted_line(earlier, split, False) if split else earlier.scaled(factor))
-    return known.with_lines("backward", *backward).with_lines("weight", *map(Line.within, weight, backward))
+    return known.with_lines("backward", *backward).with_lines("weight", *map(LinearTime.within, weight, backward))
 
 
 def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> list[Timed]:
@@ -180,7 +180,7 @@ def _again_us(stage: StageCosts, timed: Timed) -> float:
     return sum(count * mode.again.time_us(*timed.size) for count, mode in modes if mode is not None)
 
 
-def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line]:
+def _shared(stage: StageCosts, name: str, whole: LinearTime) -> tuple[LinearTime, LinearTime, LinearTime]:
     """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs; see `StageCosts.lines`."""
     (layer, half, extra), num_layers = stage.lines(name), stage.num_layers
     shares = [
@@ -188,11 +188,11 @@ def _shared(stage: StageCosts, name: str, whole: Line) -> tuple[Line, Line, Line
         for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(half + extra), strict=True)
     ]
     coefficients = list(zip(astuple(whole), shares, strict=True))
-    own = Line(*(value * share / max(1, num_layers) for value, share in coefficients))
+    own = LinearTime(*(value * share / max(1, num_layers) for value, share in coefficients))
     rests = [value * (1.0 - share) for value, share in coefficients]
     of_half = [part / (part + rest) if part > 0 else 0.0 for part, rest in zip(astuple(half), astuple(extra), strict=True)]
-    first = Line(*(rest * share for rest, share in zip(rests, of_half, strict=True)))
-    return own, first, Line(*(rest * (1.0 - share) for rest, share in zip(rests, of_half, strict=True)))
+    first = LinearTime(*(rest * share for rest, share in zip(rests, of_half, strict=True)))
+    return own, first, LinearTime(*(rest * (1.0 - share) for rest, share in zip(rests, of_half, strict=True)))
 
 
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
@@ -259,7 +259,7 @@ def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> Vocabu
     )
 
 
-def _fitted_pass(shards: VocabularyShards, op: Op, earlier: Line, everyone: Sequence[Learnt]) -> Line:
+def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone: Sequence[Learnt]) -> LinearTime:
     """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
 
     A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
@@ -317,10 +317,10 @@ def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[
         sizes: of each chunk (`size_of`).
     """
 
-    def total_us(lines: Iterable[Line]) -> float:
+    def total_us(lines: Iterable[LinearTime]) -> float:
         return sum(line.time_us(*size) for line in lines for size in sizes)
 
-    def ratio(then: Iterable[Line], now: Iterable[Line]) -> float | None:
+    def ratio(then: Iterable[LinearTime], now: Iterable[LinearTime]) -> float | None:
         return total_us(now) / then_us if (then_us := total_us(then)) > 0 else None
 
     before, after = ([total_us((s.line("forward"), s.line("backward"))) for s in costs.stages] for costs in (base, learnt))

@@ -1,7 +1,7 @@
 """The cost model of the planners: time linear in tokens and attention pairs, memory in bytes per token.
 
 The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
-Besides, no pass takes less than the host needs to launch it (`work.Line`).
+Besides, no pass takes less than the host needs to launch it (`work.LinearTime`).
 Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
 """
 
@@ -26,7 +26,7 @@ from megatron_epp.cost.memory import (
 )
 from megatron_epp.cost.older import of_version_1
 from megatron_epp.cost.output_layer import VocabularyShards
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.operations import OperationRows
@@ -110,14 +110,14 @@ class PipelineCosts:
         """Recompute modes whose costs are known for all stages, most recompute first."""
         return tuple(name for name in MODES if all(stage.layers.mode(name) is not None for stage in self.stages))
 
-    def forward_line(self, stage: int, trained_share: float = 1.0) -> Line:
+    def forward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
         """Time of the forward as a line in tokens and pairs, by which chunks are balanced.
 
         `trained_share` is the share of trained tokens, which alone pass the last stage's output layer.
         """
         return self.stages[stage].line("forward") + self._not_trained(stage, "forward").scaled(trained_share - 1)
 
-    def backward_line(self, stage: int, trained_share: float = 1.0) -> Line:
+    def backward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
         """Time of the backward as such a line, with the weight gradient and without recompute."""
         return self.stages[stage].line("backward") + self._not_trained(stage, "backward").scaled(trained_share - 1)
 
@@ -129,10 +129,10 @@ class PipelineCosts:
         return self._time_us(stage, "backward", work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `spared_us`."""
+        """Time of the weight gradients, a part of `backward_us`; if W is split off, B is shorter by `saved_by_split_us`."""
         return self._time_us(stage, "weight", work)
 
-    def spared_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+    def saved_by_split_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time by which B is shorter if W is split off: the time of W, or less where the host bounds B without it."""
         if not self.stages[stage].line("backward").launch_us:
             return self.weight_us(stage, work)
@@ -155,10 +155,10 @@ class PipelineCosts:
             device_us = device_us - self._not_trained(stage, name).per_token_us * (work.tokens - work.trained)
         return np.asarray(whole.launched(device_us))
 
-    def _not_trained(self, stage: int, name: str) -> Line:
+    def _not_trained(self, stage: int, name: str) -> LinearTime:
         """Time that a token that is not trained does not take: what the last stage does besides its layers."""
         is_last = stage == len(self.stages) - 1
-        return Line(0.0, self.stages[stage].line_of_ends(name).per_token_us) if is_last else NO_TIME
+        return LinearTime(0.0, self.stages[stage].line_of_ends(name).per_token_us) if is_last else NO_TIME
 
     def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Times and bytes of an operation on vocabulary shards; None if there are none.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan import EppError, Op
 from megatron_epp.plan.operations import OperationRows
 
@@ -86,14 +86,14 @@ class VocabularyShards:
     """
 
     shares: tuple[float, ...]
-    logits: Line
-    gradient: Line
+    logits: LinearTime
+    gradient: LinearTime
     kept_bytes_per_token: float = 0.0
     input_bytes_per_token: float = 0.0
     passing_bytes_per_token: float = 0.0
     workspace_bytes: float = 0.0
-    spread: Line = Line()  # noqa: RUF009 - frozen
-    gather: Line = Line()  # noqa: RUF009 - frozen
+    spread: LinearTime = LinearTime()  # noqa: RUF009 - frozen
+    gather: LinearTime = LinearTime()  # noqa: RUF009 - frozen
 
     def with_bytes(self, shape: ModelShape) -> VocabularyShards:
         """Return the shards with the bytes that those of a training hold of a chunk (`runtime.loss.shards`).
@@ -113,16 +113,16 @@ class VocabularyShards:
             workspace_bytes=float(blocks * entries * (value_bytes + FP32_BYTES)),
         )
 
-    def of_shard(self, whole: Line, rank: int) -> Line:
+    def of_shard(self, whole: LinearTime, rank: int) -> LinearTime:
         """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.
 
         Every shard launches as many kernels as the whole vocabulary.
         """
-        return replace(Line(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
+        return replace(LinearTime(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
 
-    def of_whole(self, own: Line, rank: int) -> Line:
+    def of_whole(self, own: LinearTime, rank: int) -> LinearTime:
         """Return the time of a pass of the whole vocabulary without `PASS_US`, given the time of a rank's pass."""
-        return replace(own.without(Line(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
+        return replace(own.without(LinearTime(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation (`plan.vocabulary`).

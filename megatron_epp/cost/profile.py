@@ -39,7 +39,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import FP32_BYTES, VocabularyShards
-from megatron_epp.cost.work import NO_TIME, Line, ModeCosts
+from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import Layout, halves_of
@@ -206,10 +206,10 @@ class Profile:
             gradient = head.backward.scaled(0.5)
         logits = head.forward + head.backward.without(gradient)
         hops, fp32_bytes = max(0, len(shares) - 1), self.hidden_bytes_per_token * FP32_BYTES / self.weight_bytes
-        latency = Line(math.ceil(math.log2(max(1, len(shares)))) * self.message_latency_us)
+        latency = LinearTime(math.ceil(math.log2(max(1, len(shares)))) * self.message_latency_us)
 
-        def moved(num_bytes: float) -> Line:
-            return (latency + Line(0.0, self.message_us_per_byte * num_bytes)) if hops else NO_TIME
+        def moved(num_bytes: float) -> LinearTime:
+            return (latency + LinearTime(0.0, self.message_us_per_byte * num_bytes)) if hops else NO_TIME
 
         return VocabularyShards(
             shares=tuple(shares),
@@ -333,7 +333,7 @@ def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
     """
 
     def mean(first: Any, second: Any) -> Any:
-        if isinstance(first, Line):
+        if isinstance(first, LinearTime):
             return first.scaled(1 - share) + second.scaled(share)
         return (1 - share) * first + share * second
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.cost.work import Line
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 
 _DETERMINED = 0.1
@@ -89,7 +89,7 @@ class Learnt:
     collectives: dict[tuple[Op, int, int], Timed] = field(default_factory=dict)
 
 
-def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
+def fitted_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True) -> LinearTime:
     """Fit a line to times, near the earlier one: what the times do not determine stays, scaled by their median ratio to it.
 
     The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left
@@ -103,7 +103,7 @@ def fitted_line(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Li
     return replace(_device_line(earlier, times, pairs), launch_us=min(earlier.launch_us, least_us))
 
 
-def undetermined(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> tuple[str, ...]:
+def undetermined(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True) -> tuple[str, ...]:
     """Return the names of the coefficients whose ratio to the others times leave as by the earlier line."""
     points, line = _points(earlier, times, pairs), _columns(earlier, pairs)
     if not points or not line.any():
@@ -115,7 +115,7 @@ def undetermined(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> t
     return tuple(names[determined < _TOLD].tolist()) if len(names) > 1 else ()
 
 
-def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
+def _device_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> LinearTime:
     """Fit a line whatever the time of launching; arguments as in `fitted_line`."""
     points = _points(earlier, times, pairs)
     if not points:
@@ -126,10 +126,10 @@ def _device_line(earlier: Line, times: Sequence[Timed], pairs: bool) -> Line:
     for _ in range(_ROUNDS):
         line = _near(line, calm or points, pairs)
     fixed_us, per_token_us, per_pair_us = line.tolist()
-    return Line(fixed_us, per_token_us, per_pair_us, per_read_us=_reads_as_pairs(earlier, pairs) * per_pair_us)
+    return LinearTime(fixed_us, per_token_us, per_pair_us, per_read_us=_reads_as_pairs(earlier, pairs) * per_pair_us)
 
 
-def _points(earlier: Line, times: Sequence[Timed], pairs: bool) -> list[Point]:
+def _points(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> list[Point]:
     """Return the median time of each size.
 
     Slices of equal length read as their pairs grow, so times do not tell reads from pairs: a read counts as so many pairs as by
@@ -142,11 +142,11 @@ def _points(earlier: Line, times: Sequence[Timed], pairs: bool) -> list[Point]:
     return [Point(*size, max(statistics.median(of_size), 1e-3)) for size, of_size in sorted(by_size.items())]
 
 
-def _reads_as_pairs(earlier: Line, pairs: bool) -> float:
+def _reads_as_pairs(earlier: LinearTime, pairs: bool) -> float:
     return earlier.per_read_us / earlier.per_pair_us if pairs and earlier.per_pair_us else 0.0
 
 
-def _columns(line: Line, pairs: bool) -> Coefficients:
+def _columns(line: LinearTime, pairs: bool) -> Coefficients:
     return np.array((line.fixed_us, line.per_token_us, line.per_pair_us if pairs else 0.0))
 
 
@@ -188,7 +188,7 @@ def _near(earlier: Coefficients, points: Sequence[Point], pairs: bool) -> Coeffi
     return _columns(fit_line(points, pairs).line, pairs)
 
 
-def ratio_to(earlier: Line, times: Sequence[Timed]) -> float:
+def ratio_to(earlier: LinearTime, times: Sequence[Timed]) -> float:
     """Median ratio of measured times to an earlier line's; 1 if there are none."""
     ratios = [timed.time_us / by_line for timed in times if (by_line := earlier.time_us(*timed.size)) > 0]
     return statistics.median(ratios) if ratios else 1.0

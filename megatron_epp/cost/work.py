@@ -51,7 +51,7 @@ def pairs_per_token(lengths: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearTime:
     """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs + per_read_us * reads)``.
 
     Attributes:
@@ -92,30 +92,30 @@ class Line:
             return device_us
         return np.maximum(device_us, self.launch_us) if isinstance(device_us, np.ndarray) else max(device_us, self.launch_us)
 
-    def scaled(self, factor: float) -> Line:
-        return Line(*(own * factor for own in self._coefficients))
+    def scaled(self, factor: float) -> LinearTime:
+        return LinearTime(*(own * factor for own in self._coefficients))
 
-    def within(self, whole: Line) -> Line:
+    def within(self, whole: LinearTime) -> LinearTime:
         """Return the line with each coefficient limited to the coefficient of the line that it is a part of."""
-        return Line(*map(min, self._coefficients, whole._coefficients))
+        return LinearTime(*map(min, self._coefficients, whole._coefficients))
 
-    def larger(self, other: Line) -> Line:
+    def larger(self, other: LinearTime) -> LinearTime:
         """Return the line with the larger of each two coefficients."""
-        return Line(*map(max, self._coefficients, other._coefficients))
+        return LinearTime(*map(max, self._coefficients, other._coefficients))
 
-    def without(self, part: Line) -> Line:
+    def without(self, part: LinearTime) -> LinearTime:
         """Return the line less a part of it; no coefficient is below zero."""
-        return Line(*(max(0.0, own - less) for own, less in zip(self._coefficients, part._coefficients, strict=True)))
+        return LinearTime(*(max(0.0, own - less) for own, less in zip(self._coefficients, part._coefficients, strict=True)))
 
-    def __add__(self, other: Line) -> Line:
-        return Line(*map(add, self._coefficients, other._coefficients))
+    def __add__(self, other: LinearTime) -> LinearTime:
+        return LinearTime(*map(add, self._coefficients, other._coefficients))
 
     @property
     def _coefficients(self) -> tuple[float, ...]:
         return self.fixed_us, self.per_token_us, self.per_pair_us, self.launch_us, self.per_read_us
 
 
-NO_TIME = Line()
+NO_TIME = LinearTime()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ModeCosts:
             keeps everything.
     """
 
-    again: Line
+    again: LinearTime
     bytes_per_token: float
     full_bytes_per_token: float | None = None
 

@@ -24,7 +24,7 @@ class Fields:
     """Counts over conversations.
 
     Attributes:
-        given: messages that have a field with a value, by its name; the role is none, and the content is counted only of
+        present: messages that have a field with a value, by its name; the role is none, and the content is counted only of
             messages with further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
         lost: of these, messages whose field the template does not render.
         printed: of these, messages whose field the template prints as Python writes lists and dictionaries.
@@ -34,7 +34,7 @@ class Fields:
         num_null: messages whose content is null and that the template renders as text.
     """
 
-    given: Counter[str] = field(default_factory=Counter)
+    present: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     printed: Counter[str] = field(default_factory=Counter)
     parts: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Fields:
             )
 
     def _shares(self, counts: Counter[str]) -> str:
-        return ", ".join(f"{name} in {counts[name]:,} of {self.given[name]:,}" for name in sorted(counts))
+        return ", ".join(f"{name} in {counts[name]:,} of {self.present[name]:,}" for name in sorted(counts))
 
 
 def with_texts(fields: Fields, messages: Sequence[Message], render: Render) -> Sequence[Message]:
@@ -158,9 +158,9 @@ def count_fields(
     nulls = [number for number, message in counted if message.get("content", "") is None]
     fields.num_null += sum(_differs(render, _with(messages, number, "content", ""), whole) for number in nulls)
     if without_tools is not None and first == 0:
-        fields.given[TOOLS] += 1
+        fields.present[TOOLS] += 1
         fields.lost[TOOLS] += not _differs(without_tools, messages, whole)
-    fields.given.update(name for _, name in items)
+    fields.present.update(name for _, name in items)
     fields.lost.update(name for _, name in lost)
     fields.lost = +fields.lost
     fields.printed.update(name for number, name in items if _is_printed(messages[number][name], whole))

@@ -1,4 +1,5 @@
-"""Documents of Megatron's ``.idx`` files, read with numpy, and the sequences made of them under a limit of positions.
+"""Documents of Megatron's ``.bin``/``.idx`` pairs: the index, read with numpy, the sequences made of them under a limit of
+positions, and the mask of the trained tokens, in a file next to the pair: one uint8 per token, in the same order.
 
 Layout of an index: 9 bytes magic, u64 version, u8 type code, u64 sequences, u64 document boundaries; then an int32 length and
 an int64 byte offset per sequence, an int64 boundary per document plus one, and for multimodal files an int8 mode per sequence.
@@ -22,10 +23,13 @@ LONG_DOCUMENTS = ("split", "truncate")
 """Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
 DOCUMENTS = (*LONG_DOCUMENTS, "stream")
 """Ways to make samples of documents: sequences by themselves, or a stream of all, cut into samples of one length."""
+MASK_SUFFIX = ".mask"
+"""Suffix of the file, after the prefix of the pair."""
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 
 Index = NDArray[np.integer[Any]]
+Mask = NDArray[np.uint8]
 
 
 class Header(NamedTuple):
@@ -185,3 +189,45 @@ def stream_lengths(num_tokens: Index, limit: int) -> NDArray[np.int32]:
 def _narrow(rising: NDArray[np.int64]) -> Index:
     """Convert to four bytes each if values fit, which saves memory on every rank with hundreds of millions of documents."""
     return rising.astype(np.uint32) if len(rising) and rising[-1] < 2**32 else rising
+
+
+class TokenMask:
+    """Mask of a pair: 1 for a token that is trained where it is a label, 0 for one that is not. No value is read on opening.
+
+    Raises:
+        EppError: the file has another size than one byte per token.
+    """
+
+    def __init__(self, prefix: str, num_tokens: int, mmap: bool = True) -> None:
+        self.path = prefix + MASK_SUFFIX
+        self._arguments = prefix, num_tokens, mmap
+        num_bytes = os.path.getsize(self.path)
+        if num_bytes != num_tokens:
+            raise EppError(
+                f"{self.path} has {num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per"
+                " token: it is of another pair, or incomplete; make both again with `megatron-epp prepare`, or remove"
+                " the mask to train on all tokens"
+            )
+        self._mapped = np.memmap(self.path, dtype=np.uint8, mode="r") if mmap else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenMask, self._arguments
+
+    def read(self, start: int, end: int) -> Mask:
+        """Return the mask of tokens ``[start, end)`` of the pair. Raises `EppError` if a value is neither 0 nor 1."""
+        if self._mapped is not None:
+            mask: Mask = self._mapped[start:end]
+        else:
+            mask = np.fromfile(self.path, dtype=np.uint8, count=end - start, offset=start)
+        if len(mask) and mask.max() > 1:
+            at = int(np.argmax(mask > 1))
+            raise EppError(
+                f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
+                " again with `megatron-epp prepare`, or remove it to train on all tokens"
+            )
+        return mask
+
+
+def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:
+    """Open the mask of a pair, as `TokenMask` does; None if there is none, and all tokens are trained."""
+    return TokenMask(prefix, num_tokens, mmap) if os.path.exists(prefix + MASK_SUFFIX) else None

@@ -17,7 +17,7 @@ Items = Mapping[str, int]
 """Bytes by item."""
 
 
-class Moment(NamedTuple):
+class MemorySample(NamedTuple):
     """Memory of a rank from a point in time on.
 
     Attributes:
@@ -55,7 +55,7 @@ class Account:
     gives: Mapping[Action, Items]
     order: tuple[str, ...]
     loss_share: float = 0.0
-    _peaks: dict[int, Moment] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _peaks: dict[int, MemorySample] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def items(self) -> list[str]:
@@ -66,17 +66,17 @@ class Account:
             there.add(self.order[-1])
         return [name for name in (*self.static[0], *self.order) if name in there]
 
-    def moments(self, rank: int) -> list[Moment]:
+    def moments(self, rank: int) -> list[MemorySample]:
         """Return a rank's memory at the start and after every change; the sums equal `Timeline.live_bytes`."""
-        return [Moment(time_us, self._shown(rank, live), step) for time_us, live, step in self._changes(rank)]
+        return [MemorySample(time_us, self._shown(rank, live), step) for time_us, live, step in self._changes(rank)]
 
-    def peak(self, rank: int) -> Moment:
+    def peak(self, rank: int) -> MemorySample:
         """Return the first moment at which a rank's memory is at its maximum."""
         if rank not in self._peaks:
             totals = accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)
             live = [0, *totals]
             time_us, items, step = next(islice(self._changes(rank), live.index(max(live)), None))
-            self._peaks[rank] = Moment(time_us, self._shown(rank, items), step)
+            self._peaks[rank] = MemorySample(time_us, self._shown(rank, items), step)
         return self._peaks[rank]
 
     def _changes(self, rank: int) -> Iterator[tuple[float, Counter[str], AnyStep | None]]:
@@ -91,7 +91,7 @@ class Account:
             if event.delta_bytes:
                 yield event.time_us, live, event.step
 
-    def alive(self, rank: int, until: Moment) -> list[tuple[int, int]]:
+    def alive(self, rank: int, until: MemorySample) -> list[tuple[int, int]]:
         """Return stage and chunk of each pass whose forward has started by a moment of `moments` and whose backward has not
         ended, in order.
         """

@@ -260,7 +260,6 @@ def _is_behind_second(number: Integers, stream: Integers) -> Booleans:
 
 
 def _slots_of_compute(graph: Graph, ops: Sequence[Op]) -> _Slots:
-    """Slots of the compute actions."""
     columns, (at,) = graph.columns, np.nonzero(graph.columns.step < graph.columns.num_compute)
     codes, step = np.array([ops.index(op) for op in columns.ops], dtype=np.int64), columns.step[at]
     slots = _slot(columns.ranks()[step], step, _COMPUTE)

@@ -13,8 +13,7 @@ from typing import Any
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.codec import Codec, hints_of
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.extension import FIELDS as EXTENSIONS
-from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
+from megatron_epp.plan.plan import EXTENSIONS, SCHEMA, VERSION, Plan, Step
 from megatron_epp.plan.reading import brief, infinite_at, naming_file, number, of_type, parse_json, read_text, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, Times, less
+from megatron_epp.planner.tables import Tables, Times, subtract_times
 
 
 def lower_bound_us(
@@ -48,7 +48,7 @@ def lower_bound_us(
     """
     split = options.split_weight and bool(tables.backward_us)
     # With split weight gradients, a backward and its weight gradient take no longer than the backward that is not split.
-    backward = less(tables.backward_us, tables.weight_us) if split else tables.backward_us
+    backward = subtract_times(tables.backward_us, tables.weight_us) if split else tables.backward_us
     last_us = tables.weight_us[0] if split else [0.0] * len(tables.message_us)
     arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
     if backward:

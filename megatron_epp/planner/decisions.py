@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Step
-from megatron_epp.plan.extension import Extension
+from megatron_epp.plan.plan import Extension
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
 from megatron_epp.planner.memory.kv_offload import SHARINGS, Pairs, with_kv_offload

@@ -53,7 +53,7 @@ def backward_times(tables: Tables, recompute_steps: RecomputeSteps, order: Order
     again_us = recompute_times(tables, recompute_steps)
     times = [[base + more for base, more in zip(*rows, strict=True)] for rows in zip(tables.backward_us, again_us, strict=True)]
     for stage, c in split_off(order):
-        times[stage][c] -= tables.spared_us[stage][c]
+        times[stage][c] -= tables.saved_by_split_us[stage][c]
     return times
 
 

@@ -32,7 +32,7 @@ from megatron_epp.planner.work_limit import spend
 LEAST = WarmUp(lead=0, minimal=True)
 
 
-def is_told_by_one_order(problem: Problem, options: Options) -> bool:
+def one_order_decides(problem: Problem, options: Options) -> bool:
     """Return True if a chunk table that does not fit in the order of `LEAST` fits in no order."""
     return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
 

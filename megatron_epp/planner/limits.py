@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan
-from megatron_epp.planner.least import has_plan, is_told_by_one_order, least_decisions
+from megatron_epp.planner.least import has_plan, least_decisions, one_order_decides
 from megatron_epp.planner.problem import Options, Problem, static_bytes
 
 LONGEST = 1 << 25
@@ -80,7 +80,7 @@ def _named_cap(problem: Problem, costs: Costs, options: Options) -> int:
     """
     problem, options = _with_cap(problem, 1), replace(options, offload=False)
     try:
-        (least_decisions if is_told_by_one_order(problem, options) else plan)(problem, costs, options)
+        (least_decisions if one_order_decides(problem, options) else plan)(problem, costs, options)
     except InfeasibleError as error:
         if not error.least_cap_bytes:
             raise
@@ -96,7 +96,7 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> bool:
 
 def _is_planned(problem: Problem, costs: Costs, options: Options) -> bool:
     options = replace(options, steps=0)
-    if is_told_by_one_order(problem, options):
+    if one_order_decides(problem, options):
         return has_plan(problem, costs, options)
     with suppress(InfeasibleError):
         plan(problem, costs, options)

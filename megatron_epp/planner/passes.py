@@ -243,7 +243,7 @@ class StagePasses:
         num_layers: of the stage.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
-        spared_us: by which the backward is shorter if its weight gradient is split off.
+        saved_by_split_us: by which the backward is shorter if its weight gradient is split off.
         exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         activation: bytes kept from forward to backward without recompute.
         layer_input: of these, what a layer that recomputes whole keeps.
@@ -261,7 +261,7 @@ class StagePasses:
     forward_us: TimeColumn
     backward_us: TimeColumn
     weight_us: TimeColumn
-    spared_us: TimeColumn
+    saved_by_split_us: TimeColumn
     exchange_us: TimeColumn
     activation: IntColumn
     layer_input: IntColumn
@@ -359,7 +359,7 @@ def passes_of(
         forward_us=costs.forward_us(stage, work),
         backward_us=no_time,
         weight_us=no_time,
-        spared_us=no_time,
+        saved_by_split_us=no_time,
         exchange_us=costs.exchange_us(stage, work),
         activation=none,
         layer_input=costs.layer_bytes(stage, work, "full"),
@@ -378,7 +378,7 @@ def passes_of(
         passes,
         backward_us=costs.backward_us(stage, work),
         weight_us=costs.weight_us(stage, work),
-        spared_us=costs.spared_us(stage, work),
+        saved_by_split_us=costs.saved_by_split_us(stage, work),
         activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
         backward_residual=gradient * work.last - gradient * work.first - opened,
         weight_bytes=costs.weight_bytes(stage, work),

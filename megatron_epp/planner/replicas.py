@@ -36,7 +36,7 @@ from megatron_epp.planner.tables import Tables, tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
-_TIMES = ("forward_us", "backward_us", "weight_us", "spared_us", "exchange_us")
+_TIMES = ("forward_us", "backward_us", "weight_us", "saved_by_split_us", "exchange_us")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.least import is_told_by_one_order, least_decisions
+from megatron_epp.planner.least import least_decisions, one_order_decides
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.messages import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
@@ -45,7 +45,7 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) 
     try:
         return planned(candidates)
     except InfeasibleError as error:
-        if not replicas.is_lockstep and is_told_by_one_order(problems[0], replace(options, offload=False)):
+        if not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False)):
             return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
         if not error.least_cap_bytes:
             raise

@@ -33,7 +33,7 @@ class Tables:
         passes: of each stage; equal stages share one. The rows from `forward_us` to `weight_bytes` are theirs (`StagePasses`).
             In the planners, counts of layers are counts of recompute steps.
         num_layers: of each stage.
-        backward_us, weight_us, spared_us: no rows in a forward-only plan.
+        backward_us, weight_us, saved_by_split_us: no rows in a forward-only plan.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
@@ -54,7 +54,7 @@ class Tables:
     forward_us: Times
     backward_us: Times
     weight_us: Times
-    spared_us: Times
+    saved_by_split_us: Times
     exchange_us: Times
     activation: Sizes
     layer_input: Sizes
@@ -156,7 +156,7 @@ class Tables:
     @property
     def input_us(self) -> Times:
         """Backward times without the weight gradient."""
-        return less(self.backward_us, self.spared_us)
+        return subtract_times(self.backward_us, self.saved_by_split_us)
 
     def busy_us(self, rank: int, backward_us: Times) -> float:
         """Time that a rank computes: the sum of the forwards and backwards of its stages, in microseconds.
@@ -167,7 +167,7 @@ class Tables:
         return sum(sum(times[stage]) for times in (self.forward_us, backward_us) if times for stage in self.stages_of[rank])
 
 
-def less(whole_us: Times, parts_us: Times) -> Times:
+def subtract_times(whole_us: Times, parts_us: Times) -> Times:
     """Subtract times, entry by entry ``[stage][chunk]``."""
     rows = zip(whole_us, parts_us, strict=True)
     return [[whole - part for whole, part in zip(*row, strict=True)] for row in rows]
@@ -177,9 +177,10 @@ def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
     """Return the rows of `Tables` that passes have, by name. Stages of the same passes share rows: they must not be changed."""
     names = (name for name in StagePasses.__slots__ if name in Tables.__slots__ and name not in ("num_layers", "passes"))
     columns: dict[str, Any] = {}
+    of_backward = ("backward_us", "weight_us", "saved_by_split_us")
     for name in names:
         rows = {own: getattr(own, name).tolist() for own in dict.fromkeys(passes)}
-        columns[name] = [rows[own] for own in passes] if trains or name not in ("backward_us", "weight_us", "spared_us") else []
+        columns[name] = [rows[own] for own in passes] if trains or name not in of_backward else []
     return columns
 
 
@@ -224,7 +225,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         needs=needs,
         need_us=need_us,
         action_us=floats(by_node(times_us, num_items, np.float64)),
-        spared_us=floats(stacked(tables.spared_us, np.float64).ravel()),
+        saved_by_split_us=floats(stacked(tables.saved_by_split_us, np.float64).ravel()),
         added_takes=integers(by_node([rows.takes for rows in added], num_items, np.int64)),
         added_gives=integers(by_node([rows.gives for rows in added], num_items, np.int64)),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
 from megatron_epp.plan.lowering import lower
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.autograd.saved import Owner
@@ -28,7 +28,7 @@ class ChunkContext:
     Attributes:
         chunk: index of the chunk in its plan.
         table: layout of its segments.
-        relay: the stage's KV caches.
+        kv_cache: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
         recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
         forward_only: no backward follows.
@@ -38,7 +38,7 @@ class ChunkContext:
 
     chunk: int
     table: SegmentTable
-    relay: KVRelay
+    kv_cache: SlicedKVCache
     view: SliceView | None = None
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
@@ -107,7 +107,7 @@ def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
 class Stage(Protocol):
     """A pipeline stage as the executor needs it."""
 
-    relay: KVRelay
+    kv_cache: SlicedKVCache
     has_gradient: bool
     """False if no parameter of this stage or of one before it trains: its forwards are without gradients, and no backward runs.
     """

@@ -91,7 +91,7 @@ class Executor:
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._run_pair, self.num_turns = None if streams_kv else run_pair, 0
-        self._together = {
+        self._pairs = {
             step.action: step.also[0]
             for step in plan.ranks[rank]
             if len(step.also) == 1 and not {action.op for action in step.actions} <= _BACKWARDS
@@ -137,7 +137,7 @@ class Executor:
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
-            stage.relay.begin(self.plan.kv_offload_on(number), self.host)
+            stage.kv_cache.begin(self.plan.kv_offload_on(number), self.host)
         watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
             self._open_slots()  # here, where slots change between iterations: no message is under way
@@ -171,7 +171,7 @@ class Executor:
 
     def _perform_step(self, action: Action) -> int:
         """Perform an action, with the other one of its step if the two can run together. Returns the number of actions."""
-        other = self._together.get(action)
+        other = self._pairs.get(action)
         if other is None or self._run_pair is None:
             self._perform(action)
             return 1
@@ -195,7 +195,7 @@ class Executor:
         if self.links is not None:
             self.links.finish_sends()
         for stage in self.stages.values():
-            stage.relay.assert_empty()
+            stage.kv_cache.assert_empty()
         if self.offload is not None:
             self.offload.assert_empty()
 
@@ -209,9 +209,9 @@ class Executor:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
         (table, view, group), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
-        context = ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, forward_only, loss_group=group)
+        context = ChunkContext(chunk, table, self.stages[stage].kv_cache, view, recompute, forward_only, loss_group=group)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
-        running = context.relay.running(context.view, False)
+        running = context.kv_cache.running(context.view, False)
         with self.recorder.action(action), saving, running, torch.set_grad_enabled(not forward_only):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
@@ -237,7 +237,7 @@ class Executor:
         self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
             if self._differentiates(stage):
-                with context.relay.running(context.view, True, context.recompute.attention_layers):
+                with context.kv_cache.running(context.view, True, context.recompute.attention_layers):
                     self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it

@@ -55,7 +55,7 @@ class Took:
 
     Attributes:
         command: its name.
-        given: name of the input.
+        input_name: name of the input.
         cpu_s: processor time of all its processes, in seconds.
         wall_s: seconds from its start to its end.
         has_progress: it said what it was doing while it ran.
@@ -63,7 +63,7 @@ class Took:
     """
 
     command: str
-    given: str
+    input_name: str
     cpu_s: float
     wall_s: float
     has_progress: bool
@@ -72,12 +72,12 @@ class Took:
     @property
     def is_late(self) -> bool:
         """True if it takes longer than it should."""
-        if self.given == "--help":
+        if self.input_name == "--help":
             return self.cpu_s > HELP_S
         return self.cpu_s > COMMAND_S and not self.has_progress
 
 
-def took(command: str, given: str, flags: str, folder: Path) -> Took:
+def took(command: str, input_name: str, flags: str, folder: Path) -> Took:
     """Run a command and return its time.
 
     Args:
@@ -91,7 +91,7 @@ def took(command: str, given: str, flags: str, folder: Path) -> Took:
         _, status, used = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - begin_s
     has_progress = bool(_PROGRESS.search(errors.read_text(encoding="utf-8")))
-    return Took(command, given, used.ru_utime + used.ru_stime, wall_s, has_progress, os.waitstatus_to_exitcode(status))
+    return Took(command, input_name, used.ru_utime + used.ru_stime, wall_s, has_progress, os.waitstatus_to_exitcode(status))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=INPUTS, default=[*INPUTS], help="commands to run (default: all)")
     parser.add_argument("--help-only", action="store_true", help="run their help alone")
     args = parser.parse_args(argv)
-    found = []
+    calls = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "texts").mkdir()
@@ -108,21 +108,20 @@ def main(argv: list[str] | None = None) -> int:
             (folder / "texts" / f"{number}.txt").write_text("text " * 20 * number, encoding="utf-8")
         for command in args.only:
             inputs = {"--help": "--help"} | ({} if args.help_only else INPUTS[command])
-            for given, flags in inputs.items():
-                found.append(took(command, given, flags, folder))
-                print("\n".join(rows_of(found[-1:])), file=sys.stderr, flush=True)
-    print("\n".join(rows_of(found)))
-    return int(any(one.is_late or one.exit_code for one in found))
+            for input_name, flags in inputs.items():
+                calls.append(took(command, input_name, flags, folder))
+                print("\n".join(rows_of(calls[-1:])), file=sys.stderr, flush=True)
+    print("\n".join(rows_of(calls)))
+    return int(any(call.is_late or call.exit_code for call in calls))
 
 
-def rows_of(found: Iterable[Took]) -> list[str]:
+def rows_of(calls: Iterable[Took]) -> list[str]:
     """Format runs as a table."""
     rows = []
-    for one in found:
-        verdict = f"exit code {one.exit_code}" if one.exit_code else "too long" if one.is_late else ""
-        rows.append(
-            [one.command, one.given, f"{one.cpu_s:.1f}", f"{one.wall_s:.1f}", "yes" if one.has_progress else "", verdict]
-        )
+    for call in calls:
+        verdict = f"exit code {call.exit_code}" if call.exit_code else "too long" if call.is_late else ""
+        progress = "yes" if call.has_progress else ""
+        rows.append([call.command, call.input_name, f"{call.cpu_s:.1f}", f"{call.wall_s:.1f}", progress, verdict])
     return table(("command", "input", "processor time (s)", "time (s)", "progress", ""), rows, left=(0, 1, 4, 5))
 
 

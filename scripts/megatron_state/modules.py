@@ -162,7 +162,7 @@ class _Reader:
     def imported(self, node: Any) -> dict[str, Reference]:
         """Return what a statement imports of this source tree, by the names that it binds."""
         if isinstance(node, ast.Import):
-            names = [(one.asname, tuple(one.name.split("."))) for one in node.names]
+            names = [(alias.asname, tuple(alias.name.split("."))) for alias in node.names]
             return {alias: path[1:] for alias, path in names if alias and path[0] == self.root}
         base = node.module.split(".") if node.module else []
         if node.level:
@@ -172,7 +172,7 @@ class _Reader:
             base = base[1:]
         else:
             return {}
-        return {one.asname or one.name: (*base, one.name) for one in node.names}
+        return {alias.asname or alias.name: (*base, alias.name) for alias in node.names}
 
 
 def _define(reader: _Reader, body: Iterable[ast.stmt], prefix: str, of_class: Class | None) -> None:
@@ -186,9 +186,9 @@ def _define(reader: _Reader, body: Iterable[ast.stmt], prefix: str, of_class: Cl
                 module.cached[name] = node.lineno
             _function(reader, node, name, None, of_class)
         elif isinstance(node, ast.ClassDef):
-            made = Class(prefix + node.name, [path for base in node.bases if (path := reference(base))])
-            module.classes[made.name] = made
-            _define(reader, node.body, f"{made.name}.", made)
+            definition = Class(prefix + node.name, [path for base in node.bases if (path := reference(base))])
+            module.classes[definition.name] = definition
+            _define(reader, node.body, f"{definition.name}.", definition)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             module.imports |= reader.imported(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -202,10 +202,10 @@ def _define(reader: _Reader, body: Iterable[ast.stmt], prefix: str, of_class: Cl
 
 def _bind(module: Module, node: ast.Assign | ast.AnnAssign, prefix: str, names: dict[str, ast.expr | None]) -> None:
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-        for one in target.elts if isinstance(target, ast.Tuple) else [target]:
-            if isinstance(one, ast.Name):
-                names[one.id] = node.value
-                module.lines[prefix + one.id] = node.lineno
+        for element in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(element, ast.Name):
+                names[element.id] = node.value
+                module.lines[prefix + element.id] = node.lineno
 
 
 @dataclass(slots=True)
@@ -224,9 +224,9 @@ class _Body:
 
 def _function(reader: _Reader, node: Any, name: str, outer: Scope | None, of_class: Class | None) -> None:
     """Take in what a function changes, and the functions in it."""
-    given = node.args
-    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    names += [one.arg for one in (given.vararg, given.kwarg) if one]
+    arguments = node.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names += [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument]
     body = _Body(reader, Scope(name, outer, of_class, names[0] if names and of_class is not None else "", set(names)))
     waiting = list(node.body) if isinstance(node.body, list) else [node.body]
     while waiting:
@@ -242,8 +242,8 @@ def _function(reader: _Reader, node: Any, name: str, outer: Scope | None, of_cla
 
 def _note_own(body: _Body) -> None:
     """Note which attributes of its instance a method binds, and which it adds to or changes in place."""
-    made, first = body.scope.of_class, body.scope.first
-    if made is None or first == "cls":
+    owner, first = body.scope.of_class, body.scope.first
+    if owner is None or first == "cls":
         return
     makes = body.scope.name.rpartition(".")[2] in _MAKING
     for change in body.changes:
@@ -251,11 +251,11 @@ def _note_own(body: _Body) -> None:
         if head != first or not rest or rest[0] in (CALL, TYPE):
             continue
         if change.binds and len(rest) == 1:
-            made.own.add(rest[0])
+            owner.own.add(rest[0])
         if not makes:
-            made.changes_itself = True
+            owner.changes_itself = True
             if CALL not in rest and (change.adds or not change.binds):
-                made.adds_to.append((rest[0], body.scope.name, change.line))
+                owner.adds_to.append((rest[0], body.scope.name, change.line))
 
 
 def _name(body: _Body, node: Any) -> bool:
@@ -299,8 +299,12 @@ def _assigned(body: _Body, node: Any) -> bool:
         if path := reference(node.value):
             body.scope.stands_for.setdefault(target.id, path)
     elif isinstance(target, ast.Attribute) and (path := reference(target)):
-        same = (one for one in ast.walk(node.value) if isinstance(one, ast.Attribute) and one.attr == target.attr)
-        if any(reference(one) == path for one in same):
+        same = (
+            attribute
+            for attribute in ast.walk(node.value)
+            if isinstance(attribute, ast.Attribute) and attribute.attr == target.attr
+        )
+        if any(reference(attribute) == path for attribute in same):
             body.change(path, True, node, adds=True)
     return True
 

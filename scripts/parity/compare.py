@@ -111,8 +111,8 @@ def _missing(args: argparse.Namespace) -> str | None:
 def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
     setting = Setting(LENGTHS, args.iterations, batch=args.batch)
     if args.cases is not None:
-        given = json.loads(args.cases.read_text())
-        return {name: Case(**(case | {"cell": Cell(**case["cell"])})) for name, case in given.items()}, setting
+        cases = json.loads(args.cases.read_text())
+        return {name: Case(**(case | {"cell": Cell(**case["cell"])})) for name, case in cases.items()}, setting
     if args.matrix is not None:
         rows = covering_rows() if args.matrix == "pairs" else full_rows()
         return {str(row): row.case for row in rows}, setting

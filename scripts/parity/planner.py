@@ -47,13 +47,13 @@ def _process() -> tuple[Worker, threading.Lock]:
 
 def _several() -> Callable[..., Any]:
     """Objects made in the process, by number."""
-    made: dict[int, Callable[..., Any] | None] = {}
+    functions: dict[int, Callable[..., Any] | None] = {}
 
     def work(number: int, *args: Any) -> Any:
-        if (one := made.get(number)) is not None:
-            return one(*args)
+        if (function := functions.get(number)) is not None:
+            return function(*args)
         make, *rest = args
-        made[number] = make(*rest)
+        functions[number] = make(*rest)
         return None
 
     return work

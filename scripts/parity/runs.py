@@ -101,8 +101,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
         def recorded_passes(**call: Any) -> Any:
             answer = passes(**call)
             # Since 0.19 the first of several tensors. They stay in a process that goes on to train another model.
-            kept = logged_prediction_losses() if config.mtp_num_layers else {}
-            run.predictions += [next(iter(kept.values())).tolist()] if kept else []
+            logged = logged_prediction_losses() if config.mtp_num_layers else {}
+            run.predictions += [next(iter(logged.values())).tolist()] if logged else []
             run.gradients = [*run.gradients[:1], reduced_gradients(model)]
             return answer
 
@@ -191,26 +191,26 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
 
 def _mean_predictions(runs: Sequence[Run]) -> list[float]:
     """Losses of multi-token prediction of all iterations and depths, averaged over the ranks that have them."""
-    found = [run.predictions for run in runs if run.predictions]
-    return torch.tensor(found).mean(dim=0).flatten().tolist() if found else []
+    predictions = [run.predictions for run in runs if run.predictions]
+    return torch.tensor(predictions).mean(dim=0).flatten().tolist() if predictions else []
 
 
-def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
+def _relative_error(expected: Sequence[float], actual: Sequence[float]) -> float:
     """Return the largest relative difference; what is near 0, as losses of policies may be, is taken as 1 % of the largest."""
     least = max(map(abs, expected)) / 100
-    return max(abs(b - a) / max(abs(a), least) for a, b in zip(expected, found, strict=True))
+    return max(abs(b - a) / max(abs(a), least) for a, b in zip(expected, actual, strict=True))
 
 
 def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:
     """Name, what is expected and what was found, for every tensor of every rank of the run with plans."""
     expected = {(run.shard, name): tensor.double() for run in stock for name, tensor in pick(run).items()}
-    found = [(run.shard, *_part(name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
+    tensors = [(run.shard, *_part(name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
     alone = len(stock) == 1
-    names = {((0, 0) if alone else shard, name) for shard, name, _, _ in found}
+    names = {((0, 0) if alone else shard, name) for shard, name, _, _ in tensors}
     assert expected.keys() == names, "the runs have other parameters"
     if alone:
-        return [(name, _shard(expected[(0, 0), name][rows], tensor, shard[0]), tensor) for shard, name, rows, tensor in found]
-    return [(name, expected[shard, name][rows], tensor) for shard, name, rows, tensor in found]
+        return [(name, _shard(expected[(0, 0), name][rows], tensor, shard[0]), tensor) for shard, name, rows, tensor in tensors]
+    return [(name, expected[shard, name][rows], tensor) for shard, name, rows, tensor in tensors]
 
 
 def _shard(whole: Tensor, like: Tensor, rank: int) -> Tensor:

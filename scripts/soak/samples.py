@@ -62,7 +62,7 @@ def sampled(command: Sequence[str], log: Path, at: range, environment: Mapping[s
         try:
             for line in process.stdout:
                 output.write(line)
-                if (found := ITERATION.search(line)) and (iteration := int(found[1])) in at:
+                if (match := ITERATION.search(line)) and (iteration := int(match[1])) in at:
                     output.flush()
                     yield Sample(iteration, least_memory(roles_of(launcher)))
         except BaseException:
@@ -75,14 +75,14 @@ def sampled(command: Sequence[str], log: Path, at: range, environment: Mapping[s
 
 def roles_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
     """Return the processes of a training by role: the launcher, its ranks, and each rank's planner."""
-    found = {"launcher": launcher}
+    processes = {"launcher": launcher}
     for rank in launcher.children():
         name = f"rank {rank.environ().get('RANK', rank.pid)}"
-        found[name] = rank
+        processes[name] = rank
         for child in rank.children():
             if any(worker.__name__ in word for word in child.cmdline()):
-                found[f"planner of {name}"] = child
-    return found
+                processes[f"planner of {name}"] = child
+    return processes
 
 
 def least_memory(processes: Mapping[str, psutil.Process]) -> dict[str, Memory]:

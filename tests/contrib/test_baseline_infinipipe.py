@@ -13,7 +13,7 @@ from megatron_epp.contrib.papers.infinipipe import search
 from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
 from megatron_epp.contrib.papers.infinipipe.search import Grouping, algorithm_1
-from megatron_epp.cost import Line, PipelineCosts
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
@@ -53,8 +53,8 @@ def equal_chunks(counts: tuple[int, ...], stages: int, layers: int = 3) -> tuple
     """Sequences of so many chunks, all of the same time and size; no messages and no attention."""
     stage = stage_of(
         num_layers=layers,
-        forward=Line(0.0, 1.0),
-        backward=Line(0.0, 2.0),
+        forward=LinearTime(0.0, 1.0),
+        backward=LinearTime(0.0, 2.0),
         layer_bytes_per_token=10,
         recomputed_layer_bytes_per_token=1,
         extra_bytes_per_token=2,
@@ -127,8 +127,8 @@ def test_short_sequences_go_where_time_per_token_is_least_until_the_time_is_up()
     """Time is tokens here: the tail of 40 takes 30 and 30, and then 20 more do not fit; the emptiest bucket is loosened."""
     stage = stage_of(
         num_layers=1,
-        forward=Line(0.0, 1.0),
-        backward=Line(),
+        forward=LinearTime(0.0, 1.0),
+        backward=LinearTime(),
         layer_bytes_per_token=1,
         recomputed_layer_bytes_per_token=1,
         kv_bytes_per_token=0,

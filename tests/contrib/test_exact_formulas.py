@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.exact.oracle import Proven, oracle
-from megatron_epp.cost import Line, PipelineCosts
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table
@@ -81,9 +81,11 @@ def johnson(jobs: list[tuple[int, int]]) -> int:
 @pytest.mark.parametrize("lengths", [(12, 3, 15, 8), (2, 9, 30, 11, 10)])
 def test_forwards_alone_are_a_flow_shop_of_two_machines(lengths: tuple[int, ...]):
     """The first stage takes a unit of time per token, the second ten for any chunk; backwards take none."""
-    none = Line(0.0, 0.0)
+    none = LinearTime(0.0, 0.0)
     sizes = {f"{name}_per_token": 0.0 for name in ("layer_bytes", "recomputed_layer_bytes", "kv_bytes")}
-    stages = tuple(stage_of(num_layers=1, forward=line, backward=none, **sizes) for line in (Line(0.0, 1.0), Line(10.0, 0.0)))
+    stages = tuple(
+        stage_of(num_layers=1, forward=line, backward=none, **sizes) for line in (LinearTime(0.0, 1.0), LinearTime(10.0, 0.0))
+    )
     costs = PipelineCosts("flow shop", stages, hidden_bytes_per_token=0.0)
     asked = Problem(lengths, (0, 1), (UNLIMITED_BYTES,) * 2)
     chunks = tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
-from megatron_epp.cost import H100, Line, analytic_profile, on_device
+from megatron_epp.cost import H100, LinearTime, analytic_profile, on_device
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages
@@ -42,7 +42,7 @@ def exchanging_plan(options: Options):
 def steps_of(**changes: float) -> dict[str, Step]:
     """The steps of two actions of a small plan by their kinds, with unit costs and these fields of a stage's, per token."""
     unit = Unit("stp", 4, 11)
-    exchange, working = Line(0.0, changes.get("exchange", 0.0)), changes.get("working", 0.0)
+    exchange, working = LinearTime(0.0, changes.get("exchange", 0.0)), changes.get("working", 0.0)
     stages = tuple(stage.changed(LAYER, exchange=exchange, working_bytes_per_token=working) for stage in unit.costs.stages)
     made = build_plan(unit.problem, replace(unit.costs, stages=stages), Options(), unit.of_paper())
     split = {(stage, chunk) for row in made.ranks for step in row for op, stage, chunk in step.actions if op is Op.W}

@@ -183,7 +183,7 @@ def test_what_the_second_of_two_forwards_saves_is_counted():
     def peak(exchanges):
         plan = with_steps(("0F0", "0F1"))
         stage = PausingStage(build_part(plan.num_layers, 0), batch_of(plan))
-        with SavedTensors(stage.part.parameters(), lambda: stage.relay.num_bytes) as saved:
+        with SavedTensors(stage.part.parameters(), lambda: stage.kv_cache.num_bytes) as saved:
             Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)).run()
         assert saved.live_bytes == 0
         return saved.peak_bytes

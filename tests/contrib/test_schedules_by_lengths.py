@@ -15,7 +15,7 @@ import pytest
 from megatron_epp.contrib.papers.dynapipe import sorted_microbatches
 from megatron_epp.contrib.papers.partition import least_latency
 from megatron_epp.contrib.papers.sppo import sequence_aware_shares
-from megatron_epp.cost import H100, Line, PipelineCosts, analytic_profile
+from megatron_epp.cost import H100, LinearTime, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan, PlanError, check, lower
 from megatron_epp.plan.check.launches import blocked
@@ -57,7 +57,7 @@ def test_no_division_into_pieces_has_less_latency(p: int, seed: int):
 
 def linear(fixed_us: float, per_token_us: float = 1.0, per_pair_us: float = 0.0, stages: int = 4) -> PipelineCosts:
     """Costs of stages whose forwards and backwards take one such time together."""
-    forward = Line(fixed_us / 3, per_token_us / 3, per_pair_us / 3)
+    forward = LinearTime(fixed_us / 3, per_token_us / 3, per_pair_us / 3)
     kept = {"layer_bytes_per_token": 1.0, "recomputed_layer_bytes_per_token": 0.0, "kv_bytes_per_token": 0.0}
     stage = stage_of(num_layers=1, forward=forward, backward=forward.scaled(2), **kept)
     return PipelineCosts("linear", (stage,) * stages, hidden_bytes_per_token=0.0)
@@ -126,8 +126,8 @@ def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
     """2503.10377, sections 3 to 6: ``share * A`` is one size M for all slices; of those with less the share is 1."""
     stage = stage_of(
         num_layers=1,
-        forward=Line(0.0, 1.0, 1e-3),
-        backward=Line(0.0, 2.0, 2e-3),
+        forward=LinearTime(0.0, 1.0, 1e-3),
+        backward=LinearTime(0.0, 2.0, 2e-3),
         layer_bytes_per_token=8.0,
         recomputed_layer_bytes_per_token=0.0,
         kv_bytes_per_token=0.0,

@@ -17,7 +17,7 @@ import pytest
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.group_costs import GroupCosts
-from megatron_epp.cost import Line, PipelineCosts, causal_pairs
+from megatron_epp.cost import LinearTime, PipelineCosts, causal_pairs
 from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.launches import blocked
@@ -188,9 +188,9 @@ LAYERS = 2
 def sharing(stages: int, ranks: int = 8) -> PipelineCosts:
     """Costs of stages by that formula; those of a forward are a third. A pair of tokens stands for half a square."""
 
-    def passing(share: float) -> Line:
+    def passing(share: float) -> LinearTime:
         each = share / LAYERS
-        return Line(FIXED_US * each, LINEAR / ranks * each + EXCHANGES[-1], 2 * QUADRATIC / ranks * each)
+        return LinearTime(FIXED_US * each, LINEAR / ranks * each + EXCHANGES[-1], 2 * QUADRATIC / ranks * each)
 
     stage = stage_of(
         num_layers=LAYERS,
@@ -249,7 +249,7 @@ def test_no_assignment_of_a_microbatch_to_groups_ends_earlier_than_flexsps(lengt
 
 def uneven(layout: Layout) -> PipelineCosts:
     """Costs of layers of one unit for each of F, B and W, and of an output layer that takes as long as two of them."""
-    one, two, four = (Line(0.0, count / TOKENS) for count in (1, 2, 4))
+    one, two, four = (LinearTime(0.0, count / TOKENS) for count in (1, 2, 4))
     kept = ("layer", "full", "weight", "recomputed_layer")
     stages = [
         stage_of(

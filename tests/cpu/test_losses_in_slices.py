@@ -23,7 +23,7 @@ from megatron_epp.losses import (
 )
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.planner.order import joint_losses
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.loss.scopes import ScopedLoss
@@ -202,7 +202,7 @@ def run_chunks(loss, chunks, samples, of_segment, dtype, multiple=1):
         sliced = chunk.slice_of(LENGTHS)
         view = None if sliced is None else SliceView(*sliced, LENGTHS[sliced.sequence], LENGTHS[sliced.sequence])
         table = SegmentTable.build(chunk, padded)
-        context = ChunkContext(number, table, KVRelay(), view, loss_group=together.get(number, ()))
+        context = ChunkContext(number, table, SlicedKVCache(), view, loss_group=together.get(number, ()))
         arrays, all_tokens = batch.chunk_of(segments, multiple, of_loss=scoped.asks), (slice(0, padded),)
         inputs = arrays.of_loss.of_trained([all_tokens], all_tokens)
         inputs = replace(inputs, weights=inputs.weights.to(dtype), columns=inputs.columns.to(dtype))

@@ -7,7 +7,7 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.support.runtime.allocations import peak_bytes_of
@@ -44,23 +44,23 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
     def peak_bytes(most_bytes):
         """Without the sums, which stay."""
         monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", most_bytes)
-        relay = KVRelay(fp32_gradients)
+        kv_cache = SlicedKVCache(fp32_gradients)
         length = end if is_last_slice else end + 1
         cuts = [0, prefix, end] + ([] if is_last_slice else [length])
         views = [SliceView(0, *cut, length, length) for cut in pairwise(cuts)]
         for view in views:
-            relay.append(0, view, [torch.randn(view.num_cached, heads, channels) for _ in "kv"])
+            kv_cache.append(0, view, [torch.randn(view.num_cached, heads, channels) for _ in "kv"])
         if not is_last_slice:
-            relay.take_gradient(0, views[2], [torch.randn(length, heads, channels) for _ in "kv"])
+            kv_cache.take_gradient(0, views[2], [torch.randn(length, heads, channels) for _ in "kv"])
         view, table = views[1], SegmentTable.build(Chunk((Segment(0, prefix, end),)), end - prefix)
         q, grad = (torch.randn(end - prefix, heads, channels) for _ in range(2))
-        k, v = relay.fetch(0, view, (q[:0], q[:0]))
+        k, v = kv_cache.fetch(0, view, (q[:0], q[:0]))
         out, saved = EXACT_ATTENTION.forward(q, k, v, table, 1.0)
-        before, sums = relay.num_bytes, []
+        before, sums = kv_cache.num_bytes, []
 
         def take(dk, dv, shared):
-            own = relay.take_gradient(0, view, (dk, dv), 0, shared)
-            sums.append(relay.num_bytes - before)
+            own = kv_cache.take_gradient(0, view, (dk, dv), 0, shared)
+            sums.append(kv_cache.num_bytes - before)
             return own
 
         made = peak_bytes_of(lambda: base.backward_by_heads(EXACT_ATTENTION, grad, q, k, v, out, saved, table, 1.0, take))

@@ -10,7 +10,7 @@ import torch
 
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import Action, Copy, Op, Step, to_grid
-from megatron_epp.runtime.attention.segments import RelayError, SliceView
+from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
@@ -86,7 +86,7 @@ def test_our_own_errors_get_the_action_too():
     class OutOfOrder(FaultyStage):
         @staticmethod
         def fault():
-            raise RelayError("layer 0, sequence 0: no cache")
+            raise KVCacheError("layer 0, sequence 0: no cache")
 
     plan = one_rank()
     with pytest.raises(RunError, match=r"action 0F1 failed: layer 0, sequence 0: no cache\n"):
@@ -96,7 +96,7 @@ def test_our_own_errors_get_the_action_too():
 def test_a_cache_left_over_is_found_at_the_end_of_the_plan():
     plan = one_rank()
     stages = stages_of(plan)
-    stages[0].relay.append(0, SliceView(8, 0, 2, 4, 4), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
+    stages[0].kv_cache.append(0, SliceView(8, 0, 2, 4, 4), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
     with pytest.raises(RunError, match=r"step 7, the end of the plan failed: caches of \(layer, sequence\) \[\(0, 8\)\]"):
         Executor(plan, 0, stages).run()
 

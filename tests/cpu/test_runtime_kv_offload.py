@@ -7,7 +7,7 @@ import torch
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.kv_offload import PieceReader
-from megatron_epp.runtime.attention.segments import RelayError
+from megatron_epp.runtime.attention.segments import KVCacheError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
@@ -40,19 +40,19 @@ HOSTS = {"at once": lambda: HostMemory(CPU, 1 << 30), **LATE_HOSTS}
 
 def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False):
     """Every chunk forward, then backward, with the caches resident or at a host. Device bytes in every action."""
-    relay, seen = layer.relay, []
-    relay.fp32_gradients = fp32_gradients
-    relay.begin(range(len(layer.sequences)) if host else (), host)
+    kv_cache, seen = layer.kv_cache, []
+    kv_cache.fp32_gradients = fp32_gradients
+    kv_cache.begin(range(len(layer.sequences)) if host else (), host)
     num_whole = 0 if mode == "kept" else layer.layers
     for c, context in enumerate(layer.contexts):
-        with relay.running(context.view, False):
+        with kv_cache.running(context.view, False):
             layer.forward(c, mode)
-            seen.append(relay.num_bytes)
+            seen.append(kv_cache.num_bytes)
     for c in () if forward_only else reversed(range(len(layer.contexts))):
-        with relay.running(layer.contexts[c].view, True, num_whole):
+        with kv_cache.running(layer.contexts[c].view, True, num_whole):
             layer.backward(c)
-            seen.append(relay.num_bytes)
-    relay.assert_empty()
+            seen.append(kv_cache.num_bytes)
+    kv_cache.assert_empty()
     return seen
 
 
@@ -94,23 +94,23 @@ def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_ma
     host = HostMemory(CPU, 1 << 30)
     piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
     assert run(layer, host) == [2 * piece] * 4 + [3 * piece] * 4
-    assert layer.relay.num_bytes == 0
-    assert layer.relay.offloaded.host_bytes == 0
-    assert layer.relay.offloaded.host_peak_bytes == 2 * layer.cache_bytes()
+    assert layer.kv_cache.num_bytes == 0
+    assert layer.kv_cache.offloaded.host_bytes == 0
+    assert layer.kv_cache.offloaded.host_peak_bytes == 2 * layer.cache_bytes()
 
 
 def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
     layer = ChunkedLayer(*CASES["one"], layers=2)
-    relay, view = layer.relay, layer.contexts[-1].view
-    relay.begin({0}, HostMemory(CPU, 1 << 30))
+    kv_cache, view = layer.kv_cache, layer.contexts[-1].view
+    kv_cache.begin({0}, HostMemory(CPU, 1 << 30))
     for c, context in enumerate(layer.contexts):
-        with relay.running(context.view, False):
+        with kv_cache.running(context.view, False):
             layer.forward(c)
     piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
-    with relay.running(view, True):
-        assert relay.num_bytes == 3 * piece
-    with relay.running(view, False):
-        assert relay.num_bytes == 2 * piece
+    with kv_cache.running(view, True):
+        assert kv_cache.num_bytes == 3 * piece
+    with kv_cache.running(view, False):
+        assert kv_cache.num_bytes == 2 * piece
 
 
 def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
@@ -120,7 +120,7 @@ def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
     take = PieceReader.take
 
     def watched(self, use):
-        if use.num_rows and (self._coming is None or self._coming[0] != use) and self._held != use.piece:
+        if use.num_rows and (self._coming is None or self._coming[0] != use) and self._held != use.group:
             unforeseen.append(use)
         return take(self, use)
 
@@ -134,24 +134,27 @@ def test_without_backward_the_last_slice_empties_the_host():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
     with torch.no_grad():
         run(layer, HostMemory(CPU, 1 << 30), forward_only=True)
-    assert layer.relay.offloaded.host_bytes == 0
+    assert layer.kv_cache.offloaded.host_bytes == 0
 
 
 def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_are():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
-    relay, views = layer.relay, [context.view for context in layer.contexts]
-    relay.begin({0}, HostMemory(CPU, 1 << 30))
-    with relay.running(views[0], False):
+    kv_cache, views = layer.kv_cache, [context.view for context in layer.contexts]
+    kv_cache.begin({0}, HostMemory(CPU, 1 << 30))
+    with kv_cache.running(views[0], False):
         layer.forward(0)
-    with relay.running(views[2], False), pytest.raises(RelayError, match="at token 7 finds the keys of 4 tokens"):
+    with kv_cache.running(views[2], False), pytest.raises(KVCacheError, match="at token 7 finds the keys of 4 tokens"):
         layer.forward(2)
     for c in (1, 2):
-        with relay.running(views[c], False):
+        with kv_cache.running(views[c], False):
             layer.forward(c)
-    with relay.running(views[1], True), pytest.raises(RelayError, match="backward at token 4 comes before that of the last"):
+    with (
+        kv_cache.running(views[1], True),
+        pytest.raises(KVCacheError, match="backward at token 4 comes before that of the last"),
+    ):
         layer.backward(1)
-    with pytest.raises(RelayError, match=r"caches of \(layer, sequence\) \[\(0, 0\)\] were never freed"):
-        relay.assert_empty()
+    with pytest.raises(KVCacheError, match=r"caches of \(layer, sequence\) \[\(0, 0\)\] were never freed"):
+        kv_cache.assert_empty()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -79,7 +79,7 @@ def test_caches_take_what_the_layout_says(layout):
     assert run(layer) == [whole] * 4 + [whole + gradient] * 3 + [0]
     piece = size_class(37) * layer.cached_width * 8 // head_parts(LAYOUTS[layout].get("kv_heads", 2))
     assert run(kv_offload, HOSTS["at once"]()) == [2 * piece] * 4 + [3 * piece] * 4
-    assert kv_offload.relay.offloaded.host_peak_bytes == 2 * whole
+    assert kv_offload.kv_cache.offloaded.host_peak_bytes == 2 * whole
 
 
 @pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN, kernels.TORCH_FLASH], ids=lambda x: x.name)

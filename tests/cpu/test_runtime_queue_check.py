@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_epp.plan import Chunk, EppError, Segment, check
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import nccl
@@ -29,7 +29,7 @@ def test_its_plans_are_sound_and_hold_slices(ranks):
 
 def test_a_stage_counts_values_of_another_chunk_and_of_the_other_kind():
     stage = EchoStage(0, 2, torch.device("cpu"))
-    context = ChunkContext(5, TABLE, KVRelay())
+    context = ChunkContext(5, TABLE, SlicedKVCache())
     stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
     assert int(stage.wrong) == 0
     stage.forward(context, torch.full((3, 2), 4.0, requires_grad=True))
@@ -53,7 +53,7 @@ def test_a_stage_sums_a_tensor_after_every_action_and_in_the_reduction(monkeypat
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
-    stage, context = EchoStage(0, 2, torch.device("cpu"), "tensor parallel"), ChunkContext(5, TABLE, KVRelay())
+    stage, context = EchoStage(0, 2, torch.device("cpu"), "tensor parallel"), ChunkContext(5, TABLE, SlicedKVCache())
     stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
     stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5), keep_weights=False)
     assert (sums, int(stage.wrong)) == (["tensor parallel"] * 2, 0)

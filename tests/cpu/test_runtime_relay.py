@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import RelayError, SliceView
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.dense_attention import relative_difference
@@ -43,8 +43,8 @@ def test_chunks_run_last_to_first_give_the_gradients_of_whole_sequences(case, mo
     for c in reversed(chunks):
         layer.backward(c)
     assert_equals_whole_sequences(layer)
-    layer.relay.assert_empty()
-    assert layer.relay.num_bytes == 0
+    layer.kv_cache.assert_empty()
+    assert layer.kv_cache.num_bytes == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,11 +92,11 @@ def test_any_segmentation_gives_the_gradients_of_whole_sequences(data):
     layer = ChunkedLayer(lengths, chunks, multiple, layers=2)
     for c in range(len(chunks)):
         layer.forward(c, data.draw(st.sampled_from(sorted(RECOMPUTE))))
-    assert layer.relay.num_bytes == layer.cache_bytes()
+    assert layer.kv_cache.num_bytes == layer.cache_bytes()
     for c in data.draw(backward_orders(chunks)):
         layer.backward(c)
     assert_equals_whole_sequences(layer)
-    assert layer.relay.num_bytes == 0
+    assert layer.kv_cache.num_bytes == 0
 
 
 def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_last_slices_backward():
@@ -107,10 +107,10 @@ def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_
     seen = []
     for c in range(3):
         layer.forward(c)
-        seen.append(layer.relay.num_bytes)
+        seen.append(layer.kv_cache.num_bytes)
     for c in reversed(range(3)):
         layer.backward(c)
-        seen.append(layer.relay.num_bytes)
+        seen.append(layer.kv_cache.num_bytes)
     assert seen == [cache, cache, cache, cache + gradient, cache + gradient, 0]
 
 
@@ -120,9 +120,9 @@ def test_without_backward_the_last_slice_frees_the_cache():
     with torch.no_grad():
         for c in range(3):
             layer.forward(c)
-            seen.append(layer.relay.num_bytes)
+            seen.append(layer.kv_cache.num_bytes)
     assert seen == [layer.cache_bytes(), layer.cache_bytes(), 0]
-    layer.relay.assert_empty()
+    layer.kv_cache.assert_empty()
 
 
 def test_forward_again_without_gradients_changes_nothing():
@@ -132,7 +132,7 @@ def test_forward_again_without_gradients_changes_nothing():
             discarded = layer.forward(c).clone()
         again = layer.forward(c)
         assert torch.equal(discarded, again)
-    assert layer.relay.num_bytes == layer.cache_bytes()
+    assert layer.kv_cache.num_bytes == layer.cache_bytes()
     for c in (1, 0):
         layer.backward(c)
     assert_equals_whole_sequences(layer)
@@ -152,10 +152,10 @@ def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_pro
 
 def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
-    with pytest.raises(RelayError, match="layer 0, sequence 0: forward of the slice at token 4 finds the keys of 0 tokens"):
+    with pytest.raises(KVCacheError, match="layer 0, sequence 0: forward of the slice at token 4 finds the keys of 0 tokens"):
         layer.forward(1)
     layer.forward(0)
-    with pytest.raises(RelayError, match="slice at token 7 finds the keys of 4 tokens"):
+    with pytest.raises(KVCacheError, match="slice at token 7 finds the keys of 4 tokens"):
         layer.forward(2)
 
 
@@ -164,13 +164,13 @@ def test_two_layers_with_one_number_are_told_and_a_recomputed_forward_is_not():
     context = layer.contexts[0]
     assert context.view is not None
     keys, values = torch.zeros(4, KV_HEADS, CHANNELS), torch.zeros(4, KV_HEADS, CHANNELS)
-    with context.relay.running(context.view, False):
-        context.relay.append(0, context.view, (keys, values))
-        context.relay.append(1, context.view, (keys, values))
-        with pytest.raises(RelayError, match="layer 0, sequence 0: attention runs twice in the forward"):
-            context.relay.append(0, context.view, (keys, values))
-    with context.relay.running(context.view, True):
-        context.relay.append(0, context.view, (keys, values))
+    with context.kv_cache.running(context.view, False):
+        context.kv_cache.append(0, context.view, (keys, values))
+        context.kv_cache.append(1, context.view, (keys, values))
+        with pytest.raises(KVCacheError, match="layer 0, sequence 0: attention runs twice in the forward"):
+            context.kv_cache.append(0, context.view, (keys, values))
+    with context.kv_cache.running(context.view, True):
+        context.kv_cache.append(0, context.view, (keys, values))
 
 
 @pytest.mark.parametrize(
@@ -187,35 +187,35 @@ def test_backward_of_a_slice_before_a_later_one_is_refused(order, message):
         layer.forward(c)
     for c in order[:-1]:
         layer.backward(c)
-    with pytest.raises(RelayError, match=message):
+    with pytest.raises(KVCacheError, match=message):
         layer.backward(order[-1])
 
 
 def test_backward_of_a_slice_twice_is_refused():
-    relay = KVRelay()
+    kv_cache = SlicedKVCache()
     first, last = (SliceView(3, a, b, 5, 5) for a, b in ((0, 2), (2, 5)))
     for view in (first, last):
-        relay.append(7, view, [torch.zeros(view.num_cached, 1, 2) for _ in "kv"])
+        kv_cache.append(7, view, [torch.zeros(view.num_cached, 1, 2) for _ in "kv"])
 
     def backward(view):
-        keys, _ = relay.fetch(7, view, (torch.zeros(0, 1, 2),) * 2)
-        relay.take_gradient(7, view, (torch.zeros_like(keys), torch.zeros_like(keys)))
+        keys, _ = kv_cache.fetch(7, view, (torch.zeros(0, 1, 2),) * 2)
+        kv_cache.take_gradient(7, view, (torch.zeros_like(keys), torch.zeros_like(keys)))
 
     backward(last)
-    with pytest.raises(RelayError, match="layer 7, sequence 3: backward of tokens 2 to 5 is out of order"):
+    with pytest.raises(KVCacheError, match="layer 7, sequence 3: backward of tokens 2 to 5 is out of order"):
         backward(last)
     backward(first)
-    with pytest.raises(RelayError, match="backward of the slice at token 0 finds no cache"):
+    with pytest.raises(KVCacheError, match="backward of the slice at token 0 finds no cache"):
         backward(first)
 
 
 def test_a_cache_left_over_is_an_error_that_names_layer_and_sequence():
     layer = ChunkedLayer((9, 3), [[(1, 0, 3)], *slices(0, 0, 4, 9)], layers=2)
     layer.forward(0)
-    layer.relay.assert_empty()
+    layer.kv_cache.assert_empty()
     layer.forward(1)
-    with pytest.raises(RelayError, match=r"\[\(0, 0\), \(1, 0\)\] were never freed"):
-        layer.relay.assert_empty()
+    with pytest.raises(KVCacheError, match=r"\[\(0, 0\), \(1, 0\)\] were never freed"):
+        layer.kv_cache.assert_empty()
 
 
 def test_layouts_give_the_buffer_of_a_sliced_sequence_room_for_all_of_its_last_chunk():
@@ -235,17 +235,17 @@ def test_layouts_give_the_buffer_room_for_all_that_shares_an_earlier_slices_chun
 
 
 def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
-    relay, view = KVRelay(), SliceView(0, 3, 5, 9, 10)
+    kv_cache, view = SlicedKVCache(), SliceView(0, 3, 5, 9, 10)
     first = SliceView(0, 0, 3, 9, 10)
-    relay.append(0, first, [torch.zeros(3, 1, 2) for _ in "kv"])
+    kv_cache.append(0, first, [torch.zeros(3, 1, 2) for _ in "kv"])
     chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five next to it
-    k, _ = relay.append(0, view, (chunk, chunk))
+    k, _ = kv_cache.append(0, view, (chunk, chunk))
     assert torch.equal(k[3:], chunk)
     tail = SliceView(0, 5, 9, 9, 10)
-    whole, _ = relay.append(0, tail, [torch.ones(5, 1, 2) for _ in "kv"])
+    whole, _ = kv_cache.append(0, tail, [torch.ones(5, 1, 2) for _ in "kv"])
     assert k.data_ptr() == whole.data_ptr()
-    relay.take_gradient(0, tail, [torch.zeros(10, 1, 2) for _ in "kv"])
-    again, _ = relay.fetch(0, view, (chunk[2:], chunk[2:]))
+    kv_cache.take_gradient(0, tail, [torch.zeros(10, 1, 2) for _ in "kv"])
+    again, _ = kv_cache.fetch(0, view, (chunk[2:], chunk[2:]))
     assert torch.equal(again[3:], chunk)
 
 
@@ -255,19 +255,19 @@ PRECISIONS = [("auto", 8, False), ("auto", 9, True), ("on", 2, True), ("off", 9,
 @pytest.mark.parametrize(("choice", "num_slices", "in_fp32"), PRECISIONS)
 def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
     """A thousand gradients of 2**-9 next to a one: bf16, which has eight bits, loses every one of them."""
-    relay, length = KVRelay(fp32_gradients=choice), 1001
+    kv_cache, length = SlicedKVCache(fp32_gradients=choice), 1001
     views = [SliceView(0, i, i + 1, length, length, num_slices) for i in range(length)]
     for view in views:
-        relay.append(0, view, [torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"])
+        kv_cache.append(0, view, [torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"])
     small = torch.full((length, 1, 1), 2.0**-9, dtype=torch.bfloat16)
     own = torch.ones(length, 1, 1, dtype=torch.bfloat16)
     for view in reversed(views):
         grad = own if view.is_last_slice else small[: view.stop]
-        own_dk, _ = relay.take_gradient(0, view, (grad.clone(), grad.clone()))
+        own_dk, _ = kv_cache.take_gradient(0, view, (grad.clone(), grad.clone()))
     assert own_dk.dtype == torch.bfloat16
     exact = 1 + (length - 1) * 2.0**-9
     assert own_dk.item() == (torch.tensor(exact).bfloat16().item() if in_fp32 else 1.0)
-    assert relay.num_bytes == 0
+    assert kv_cache.num_bytes == 0
 
 
 def errors_in_bf16(num_slices, choice):
@@ -276,7 +276,7 @@ def errors_in_bf16(num_slices, choice):
     """
     length = 4 * num_slices
     sliced, whole = ChunkedLayer((length,), slices(0, *range(0, length + 1, 4))), ChunkedLayer((length,), [[(0, 0, length)]])
-    sliced.relay.fp32_gradients = choice
+    sliced.kv_cache.fp32_gradients = choice
     sliced.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in sliced.sequences]
     sliced.weights = [x.bfloat16() for x in sliced.weights]
     whole.sequences = [[x.detach().double().requires_grad_() for x in qkv] for qkv in sliced.sequences]

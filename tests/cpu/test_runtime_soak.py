@@ -64,7 +64,7 @@ def test_hundreds_of_iterations_leave_nothing_behind(one_thread, iterations, war
         with SavedTensors(parameters) as saved:
             Executor(plan, 0, stages).run()
         assert saved.live_bytes == 0
-        assert [stage.relay.num_bytes for stage in stages.values()] == [0] * STAGES
+        assert [stage.kv_cache.num_bytes for stage in stages.values()] == [0] * STAGES
     grown = process.memory_info().rss - resident
     assert live_tensors() <= tensors  # fewer where what earlier tests of this process left behind has gone meanwhile
     one_cache = 2 * (LONGEST // 2) * KV_HEADS * CHANNELS * 4

@@ -13,7 +13,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_epp.cost import H100, Line, analytic_profile
+from megatron_epp.cost import H100, LinearTime, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
@@ -254,7 +254,7 @@ def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
         for tokens in (0, 2048)
     )
     product = ordinary.line_of_ends("weight")
-    for found in (_by_blocks(ordinary, product, 7), _by_blocks(_by_blocks(ordinary, Line(), 5), product, 7)):
+    for found in (_by_blocks(ordinary, product, 7), _by_blocks(_by_blocks(ordinary, LinearTime(), 5), product, 7)):
         assert found.line_of_ends("backward").per_token_us == pytest.approx(by_blocks.line_of_ends("backward").per_token_us)
         assert found.line_of_ends("backward").fixed_us == pytest.approx(by_blocks.line_of_ends("backward").fixed_us)
         assert found.line_of_ends("weight") == by_blocks.line_of_ends("weight")

@@ -23,8 +23,8 @@ from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import problems_of
-from scripts.megatron_state.found import State, states
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
+from scripts.megatron_state.state import State, states
 from tests.support.mcore.forked import job
 from tests.support.mcore.launch import REPOSITORY
 from tests.support.mcore.releases import OTHER_RELEASES, release

@@ -29,7 +29,7 @@ def batches(cap: int) -> list[Problem]:
 
 def plans(name: str, found: FixedRun, asked: list[Problem]) -> list[Plan]:
     options = Options(planner=name, context=CONTEXT)
-    return [build_plan(one, COSTS, options, made) for one, made in zip(asked, found.made, strict=True)]
+    return [build_plan(one, COSTS, options, made) for one, made in zip(asked, found.decisions, strict=True)]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -47,7 +47,7 @@ def test_plans_fit_the_cap_take_what_was_said_and_are_never_faster_than_those_tu
 def test_recompute_is_the_same_for_all_batches_and_chunks(name: str):
     asked = batches(TIGHT)
     found = fixed_run(asked, [], COSTS, Options(planner=name, context=CONTEXT))
-    counts = {count for made in found.made for row in made.recompute_steps for count in row}
+    counts = {count for made in found.decisions for row in made.recompute_steps for count in row}
     assert counts == {found.setting.recompute}
 
 

@@ -5,15 +5,15 @@ from statistics import median
 
 import pytest
 
-from megatron_epp.cost import Line
+from megatron_epp.cost import LinearTime
 from megatron_epp.cost.attention import CUDNN, speed_of
-from scripts.bench.public.bench import FOUND, QWEN3_8B, compared, lines, planned
+from scripts.bench.public.bench import PUBLISHED, QWEN3_8B, compared, lines, planned
 from scripts.bench.public.rows import EXPERTS, ROWS
 from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
 
-(TRL,) = FOUND
+(TRL,) = PUBLISHED
 SHORT = replace(TRL, tokens=1 << 16, step_s=3.0)
 
 
@@ -85,7 +85,7 @@ def test_recompute_of_experts_is_their_forward_with_its_exchanges():
 @pytest.mark.parametrize("number", ["5", "8", "13, 4 slices"])
 def test_microbatches_are_those_of_the_measured_run(number):
     row = next(row for row in ROWS if row.number == number)
-    made = plan_of(row, question_of(row), Line())
+    made = plan_of(row, question_of(row), LinearTime())
     whole = row.per_chunk if row.slices <= 1 else 1
     assert {len(chunk.segments) for chunk in made.chunks} == {whole}
     assert len(made.chunks) == max(1, row.slices) * row.sequences // (row.config.data * row.per_chunk)

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron_epp.cost import CPU, BlockCosts, ChunkWork, Line, ModelShape, PipelineCosts, analytic_profile, on_device, work_of
+from megatron_epp.cost import (
+    CPU,
+    BlockCosts,
+    ChunkWork,
+    LinearTime,
+    ModelShape,
+    PipelineCosts,
+    analytic_profile,
+    on_device,
+    work_of,
+)
 from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP
 from megatron_epp.cost.work import TimeColumn
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Op, Plan, Segment, simulate
@@ -44,7 +54,7 @@ class StateLayer(BlockCosts):
         return np.where(work.sliced & ~work.last, float(self.state_bytes), 0.0)
 
 
-STATE_LAYER = StateLayer(forward=Line(7.0, 0.5), backward=Line(9.0, 1.25), weight=Line(0.0, 0.25))
+STATE_LAYER = StateLayer(forward=LinearTime(7.0, 0.5), backward=LinearTime(9.0, 1.25), weight=LinearTime(0.0, 0.25))
 
 
 def with_state_layers(costs: PipelineCosts, behind: bool = False) -> PipelineCosts:

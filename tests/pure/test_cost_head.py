@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cost import H100, Line, PipelineCosts, Profile, analytic_profile
+from megatron_epp.cost import H100, LinearTime, PipelineCosts, Profile, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.plan.serialize import load
@@ -43,7 +43,7 @@ def test_the_head_keeps_no_probabilities_and_computes_logits_twice():
     assert blocks.forward == whole.forward
     more_us = blocks.backward.per_token_us - whole.backward.per_token_us
     assert more_us == pytest.approx(1e6 * 2 * WHOLE.vocabulary_parameters / H100.linear_flops)
-    assert (blocks.weight, blocks.weight_bytes_per_token) == (Line(), 0)
+    assert (blocks.weight, blocks.weight_bytes_per_token) == (LinearTime(), 0)
 
 
 def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():

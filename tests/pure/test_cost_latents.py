@@ -14,7 +14,7 @@ from megatron_epp.cost.hardware import H100
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
-from megatron_epp.cost.work import Line, causal_pairs
+from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import expanded_at_once
@@ -92,7 +92,7 @@ def test_no_group_of_heads_makes_more_than_is_planned(keys: int, heads: int, hea
 
 
 def test_a_read_counts_as_so_many_pairs_where_times_are_learnt() -> None:
-    earlier = Line(5.0, 2.0, 0.01, per_read_us=3.0)
+    earlier = LinearTime(5.0, 2.0, 0.01, per_read_us=3.0)
     sizes = [(tokens, causal_pairs(start, start + tokens), start) for start in (0, 500, 900) for tokens in (100, 150, 400)]
     times = [Timed(tokens, pairs, 2 * earlier.time_us(tokens, pairs, reads), reads=reads) for tokens, pairs, reads in sizes]
     assert fitted_line(earlier, times).per_read_us == pytest.approx(6.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_epp.cost import H100, H100_NODE, Line, PipelineCosts, analytic_costs, work_of
+from megatron_epp.cost import H100, H100_NODE, LinearTime, PipelineCosts, analytic_costs, work_of
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import RATES, load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
@@ -24,11 +24,11 @@ PROBLEM = Problem((8192, 300, 200, 100), (0, 1), (UNLIMITED_BYTES,) * 2)
 
 
 def test_a_line_is_the_larger_of_launching_and_of_the_device():
-    line = Line(10.0, 1.0, launch_us=50.0)
+    line = LinearTime(10.0, 1.0, launch_us=50.0)
     assert [line.time_us(tokens, 0) for tokens in (20, 40, 60)] == [50.0, 50.0, 70.0]
     assert line.time_us(np.array([20, 60]), np.array([0, 0])).tolist() == [50.0, 70.0]
     assert (line + line.scaled(2)).launch_us == 150.0
-    assert line.without(Line(launch_us=20.0)).launch_us == 30.0
+    assert line.without(LinearTime(launch_us=20.0)).launch_us == 30.0
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -42,14 +42,14 @@ def test_short_chunks_take_as_long_as_launching_and_long_ones_as_the_device(name
 
 def test_a_backward_and_its_split_weight_gradient_are_launched_for_themselves():
     """Whole they are launched as long as apart where the host bounds both, and never faster apart."""
-    whole, weight, spared = (getattr(BOUND, f"{name}_us")(1, WORK) for name in ("backward", "weight", "spared"))
-    assert spared[:2] == pytest.approx(weight[:2])
-    assert (whole - spared + weight >= whole * (1 - 1e-12)).all()
+    whole, weight, saved = (getattr(BOUND, f"{name}_us")(1, WORK) for name in ("backward", "weight", "saved_by_split"))
+    assert saved[:2] == pytest.approx(weight[:2])
+    assert (whole - saved + weight >= whole * (1 - 1e-12)).all()
     mixed = BOUND.stages[1].changed(LAYER, weight=replace(BOUND.stages[1].layers.weight, launch_us=0.0))
     costs = replace(BOUND, stages=(mixed, mixed))
     # without its weight gradient the backward is launched as long as with it, so splitting it off spares nothing
-    assert costs.spared_us(0, WORK)[0] < costs.weight_us(0, WORK)[0]
-    assert (DEVICE.spared_us(1, WORK) == DEVICE.weight_us(1, WORK)).all()
+    assert costs.saved_by_split_us(0, WORK)[0] < costs.weight_us(0, WORK)[0]
+    assert (DEVICE.saved_by_split_us(1, WORK) == DEVICE.weight_us(1, WORK)).all()
 
 
 @pytest.mark.parametrize("mode", DEVICE.recompute_modes)
@@ -100,7 +100,7 @@ def test_files_keep_times_of_launching():
 
 
 def test_learnt_lines_keep_the_time_of_launching_unless_a_pass_took_less():
-    earlier = Line(10.0, 1.0, launch_us=500.0)
+    earlier = LinearTime(10.0, 1.0, launch_us=500.0)
     times = [Timed(tokens, 0, max(500.0, 2.0 * tokens)) for tokens in (100, 200, 400, 800, 1600)]
     assert fitted_line(earlier, times).launch_us == 500.0
     assert fitted_line(earlier, [one._replace(time_us=2.0 * one.tokens) for one in times]).launch_us == 200.0

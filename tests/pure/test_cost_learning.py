@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
+from megatron_epp.cost import CPU, LinearTime, ModelShape, analytic_profile
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of, with_static
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Segment
 from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
 FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
-FORWARD = {0: Line(100.0, 2.0, 0.01), 1: Line(50.0, 1.0, 0.0)}
-BACKWARD = {0: Line(200.0, 4.0, 0.02), 1: Line(80.0, 3.0, 0.01)}
-WEIGHT = {0: Line(10.0, 1.0, 0.0), 1: Line(20.0, 0.5, 0.0)}
+FORWARD = {0: LinearTime(100.0, 2.0, 0.01), 1: LinearTime(50.0, 1.0, 0.0)}
+BACKWARD = {0: LinearTime(200.0, 4.0, 0.02), 1: LinearTime(80.0, 3.0, 0.01)}
+WEIGHT = {0: LinearTime(10.0, 1.0, 0.0), 1: LinearTime(20.0, 0.5, 0.0)}
 LENGTHS = (64, 500, 1000, 3000)
 
 

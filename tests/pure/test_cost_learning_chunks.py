@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, Line, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost import CPU, LinearTime, ModelShape, StageCosts, analytic_profile
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, fitted_costs, of_whole_microbatches, size_of
 from megatron_epp.cost.timed import Timed, fitted_line, undetermined
@@ -18,8 +18,8 @@ from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
 FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
-LAYER = Line(20.0, 2.0, 0.01)
-FORWARD, BACKWARD, WEIGHT = LAYER.scaled(2), Line(200.0, 9.0, 0.05), Line(30.0, 3.0, 0.0)
+LAYER = LinearTime(20.0, 2.0, 0.01)
+FORWARD, BACKWARD, WEIGHT = LAYER.scaled(2), LinearTime(200.0, 9.0, 0.05), LinearTime(30.0, 3.0, 0.0)
 SIZES = (64, 500, 1000, 3000)
 
 
@@ -29,7 +29,7 @@ def plan_of(sizes: tuple[int, ...] = SIZES, recompute: Recompute = NO_RECOMPUTE)
     return replace(one_f_one_b(), lengths=sizes, chunks=chunks, recompute=rows)
 
 
-def learner_of(plan: Plan, again_us: Line = Line(), splits: bool = False) -> Learner:  # noqa: B008 - frozen
+def learner_of(plan: Plan, again_us: LinearTime = LinearTime(), splits: bool = False) -> Learner:  # noqa: B008 - frozen
     """Learner of the first stage, whose layers take `LAYER` and nothing else."""
     learner = Learner()
     for _ in range(WARM_UP):
@@ -54,10 +54,10 @@ def first_stage(learner: Learner) -> StageCosts:
 
 
 def only_layers(stage: StageCosts) -> StageCosts:
-    return stage.changed(INPUT, HEAD, forward=Line(), backward=Line(), weight=Line())
+    return stage.changed(INPUT, HEAD, forward=LinearTime(), backward=LinearTime(), weight=LinearTime())
 
 
-def same(found: Line, expected: Line) -> bool:
+def same(found: LinearTime, expected: LinearTime) -> bool:
     return all(
         found.time_us(*s) == pytest.approx(expected.time_us(*s)) for s in ((64, 2080), (700, 245_350), (3000, 4_501_500))
     )
@@ -117,7 +117,7 @@ def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> 
 def test_stages_without_layers_have_their_time_in_the_rest() -> None:
     costs = analytic_profile(SHAPE, CPU).costs((0, 4))
     stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
-    assert stage.layers.forward == Line()
+    assert stage.layers.forward == LinearTime()
     assert same(stage.line_of_ends("forward"), FORWARD)
 
 
@@ -141,7 +141,7 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
     assert found.line_of_ends("forward").per_token_us == pytest.approx(slowness * last.line_of_ends("forward").per_token_us)
 
 
-def equal_in_time(line: Line, length: int, count: int) -> list[tuple[int, int]]:
+def equal_in_time(line: LinearTime, length: int, count: int) -> list[tuple[int, int]]:
     """Starts and ends of slices of a sequence that take equal times."""
     whole_us = line.time_us(length, causal_pairs(0, length))
     ends = [

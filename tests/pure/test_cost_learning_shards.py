@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
+from megatron_epp.cost import CPU, LinearTime, ModelShape, analytic_profile
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
 from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
@@ -20,8 +20,8 @@ from tests.support.plan.small_plans import one_f_one_b
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=5000)
 SHARES = (0.25, 0.75)
 FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2), vocabulary_shares=SHARES)
-WHOLE = {Op.S: Line(400.0, 3.0), Op.T: Line(100.0, 1.5)}
-MOVED = {Op.SPREAD: Line(30.0, 0.2), Op.GATHER: Line(80.0, 0.4)}
+WHOLE = {Op.S: LinearTime(400.0, 3.0), Op.T: LinearTime(100.0, 1.5)}
+MOVED = {Op.SPREAD: LinearTime(30.0, 0.2), Op.GATHER: LinearTime(80.0, 0.4)}
 SIZES = (64, 500, 1000, 3000)
 FEW = (700, 900)
 
@@ -69,7 +69,7 @@ def fitted(everyone: list[Learnt]) -> VocabularyShards:
     return shards
 
 
-def lines(shards: VocabularyShards) -> dict[Op, Line]:
+def lines(shards: VocabularyShards) -> dict[Op, LinearTime]:
     return {Op.S: shards.logits, Op.T: shards.gradient, Op.SPREAD: shards.spread, Op.GATHER: shards.gather}
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
-    Line,
+    LinearTime,
     ModeCosts,
     ModelShape,
     PipelineCosts,
@@ -32,9 +32,9 @@ TABLE = (SPLIT, HYBRID, BATCHED)
 
 STAGE = stage_of(
     num_layers=3,
-    forward=Line(10.0, 1.0, 0.5),
-    backward=Line(20.0, 2.0, 1.25),
-    extra_forward=Line(1.0, 0.25),
+    forward=LinearTime(10.0, 1.0, 0.5),
+    backward=LinearTime(20.0, 2.0, 1.25),
+    extra_forward=LinearTime(1.0, 0.25),
     layer_bytes_per_token=100.0,
     recomputed_layer_bytes_per_token=8.0,
     extra_bytes_per_token=5.0,
@@ -69,7 +69,7 @@ def test_the_cache_of_a_sequence_holds_its_slices_and_what_rides_with_the_tail()
 
 
 def test_a_line_is_evaluated_alike_for_numbers_and_columns():
-    line = Line(3.0, 0.5, 0.25)
+    line = LinearTime(3.0, 0.5, 0.25)
     assert line.time_us(10, 40) == 3.0 + 5.0 + 10.0
     assert line.time_us(np.array([10, 0]), np.array([40, 0])).tolist() == [18.0, 3.0]
 
@@ -139,7 +139,7 @@ def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_
     assert peaks() == [[early[0], early[1] + gradient, early[2]], [0, gradient, 0], none]
     assert peaks(attended_bytes_per_token=90.0) == [[early[0], 7 * 74 + gradient, early[2]], [0, gradient, 0], none]
     assert peaks(attended_bytes_per_token=50.0) == [early, none, none]
-    assert peaks("mlp", recompute={"mlp": ModeCosts(Line(), 40, 95)}, attended_bytes_per_token=50.0) == [
+    assert peaks("mlp", recompute={"mlp": ModeCosts(LinearTime(), 40, 95)}, attended_bytes_per_token=50.0) == [
         [6 * 79, 7 * 79, 4 * 95],
         none,
         none,
@@ -244,7 +244,7 @@ def test_a_tensor_parallel_rank_has_a_whole_key_head_where_there_are_fewer_heads
 
 def test_only_the_last_stage_pays_for_the_vocabulary():
     first, middle, last = analytic_costs(SHAPE, CPU, [3, 3, 2]).stages
-    assert middle.line_of_ends("forward") == middle.line_of_ends("backward") == Line()
+    assert middle.line_of_ends("forward") == middle.line_of_ends("backward") == LinearTime()
     assert last.line_of_ends("forward").per_token_us > first.line_of_ends("forward").per_token_us > 0
     assert last.ends_bytes_per_token > middle.ends_bytes_per_token
     assert middle.static_bytes < first.static_bytes

@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
-    Line,
+    LinearTime,
     ModeCosts,
     ModelShape,
     PipelineCosts,
@@ -93,17 +93,24 @@ def test_each_field_becomes_one_of_a_block():
     layers = BlockCosts(
         kind=LAYER,
         count=2,
-        forward=Line(9.0, 1.0),
-        backward=Line(19.0, 2.0),
-        recompute={"mlp": ModeCosts(Line(0.0, 0.5), 70.0)},
+        forward=LinearTime(9.0, 1.0),
+        backward=LinearTime(19.0, 2.0),
+        recompute={"mlp": ModeCosts(LinearTime(0.0, 0.5), 70.0)},
         bytes_per_token=100.0,
         input_bytes_per_token=8.0,
         kv=kv,
     )
     half = BlockCosts(
-        kind=ATTENTION, forward=Line(5.0), backward=Line(6.0), bytes_per_token=60.0, input_bytes_per_token=8.0, kv=kv
+        kind=ATTENTION,
+        forward=LinearTime(5.0),
+        backward=LinearTime(6.0),
+        bytes_per_token=60.0,
+        input_bytes_per_token=8.0,
+        kv=kv,
     )
-    head = BlockCosts(kind=HEAD, forward=Line(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77)
+    head = BlockCosts(
+        kind=HEAD, forward=LinearTime(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77
+    )
     assert costs.stages == (StageCosts((received, layers, half, head), Static(weights=1000)),)
     assert '"version": 2' in costs.to_json()
     assert PipelineCosts.from_json(costs.to_json()) == costs

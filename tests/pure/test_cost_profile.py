@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
-    Line,
+    LinearTime,
     ModelPart,
     ModelShape,
     PipelineCosts,
@@ -28,16 +28,22 @@ PROFILE = Profile(
     name="by hand",
     num_layers=6,
     layer=ModelPart(
-        forward=Line(5, 1, 0.5),
-        backward=Line(9, 2, 1),
-        weight=Line(1, 0.75),
+        forward=LinearTime(5, 1, 0.5),
+        backward=LinearTime(9, 2, 1),
+        weight=LinearTime(1, 0.75),
         bytes_per_token=100,
         weight_bytes_per_token=60,
         parameters=10,
     ),
     attention=ModelPart(),
-    embedding=ModelPart(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
-    head=ModelPart(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
+    embedding=ModelPart(forward=LinearTime(0, 0.25), backward=LinearTime(0, 0.5), bytes_per_token=3, parameters=7),
+    head=ModelPart(
+        forward=LinearTime(2, 3),
+        backward=LinearTime(4, 6),
+        weight=LinearTime(1, 2),
+        bytes_per_token=40,
+        weight_bytes_per_token=11,
+    ),
     recomputed_layer_bytes_per_token=8,
     kv_bytes_per_token=16,
     hidden_bytes_per_token=8,
@@ -49,10 +55,10 @@ PROFILE = Profile(
 def test_a_pipeline_has_the_embedding_in_its_first_stage_and_the_head_in_its_last():
     costs = PROFILE.costs([3, 2, 1], state_bytes_per_parameter=2.0)
     assert [stage.num_layers for stage in costs.stages] == [3, 2, 1]
-    assert [stage.line_of_ends("forward") for stage in costs.stages] == [Line(0, 0.25), Line(), Line(2, 3)]
+    assert [stage.line_of_ends("forward") for stage in costs.stages] == [LinearTime(0, 0.25), LinearTime(), LinearTime(2, 3)]
     assert [stage.ends_bytes_per_token for stage in costs.stages] == [11, 8, 48]
     assert [stage.static_bytes for stage in costs.stages] == [2 * 37, 2 * 20, 2 * 10]
-    assert PROFILE.costs([6]).stages[0].line_of_ends("backward") == Line(4, 6.5)
+    assert PROFILE.costs([6]).stages[0].line_of_ends("backward") == LinearTime(4, 6.5)
 
 
 def test_weight_gradients_are_a_part_of_the_backward():
@@ -65,7 +71,7 @@ def test_weight_gradients_are_a_part_of_the_backward():
 
 
 def test_costs_without_weight_lines_do_not_split():
-    stages = tuple(stage.changed(weight=Line()) for stage in PROFILE.costs([2, 1]).stages)
+    stages = tuple(stage.changed(weight=LinearTime()) for stage in PROFILE.costs([2, 1]).stages)
     assert not replace(PROFILE.costs([2, 1]), stages=stages).splits_weight
 
 
@@ -132,7 +138,7 @@ def test_ranks_that_share_a_layer_pay_for_what_they_exchange():
 
 
 def test_points_on_a_line_give_the_line_back():
-    line = Line(40.0, 0.5, 0.01)
+    line = LinearTime(40.0, 0.5, 0.01)
     points = [Point(n, p, line.time_us(n, p)) for n, p in ((64, 2080), (64, 70000), (512, 131328), (1024, 900000))]
     fit = fit_line(points)
     assert fit.line.time_us(2000, 10000) == pytest.approx(line.time_us(2000, 10000), rel=1e-6)
@@ -152,7 +158,7 @@ KINDS = ("linear", "projections", "loss", "embedding", "attention")
 
 
 def measured_points() -> dict[str, list[Point]]:
-    line = Line(10.0, 2.0)
+    line = LinearTime(10.0, 2.0)
     points = {
         f"{kind} {way}": [Point(n, 0, line.time_us(n, 0)) for n in (64, 256)]
         for kind in KINDS
@@ -183,8 +189,8 @@ def test_a_weight_gradient_measured_above_its_backward_is_held_below_it():
 
 
 def test_a_line_is_held_below_the_one_that_it_is_a_part_of_in_every_coefficient():
-    part, whole = Line(3.0, 0.5, 2.0), Line(1.0, 1.0, 1.0)
-    assert part.within(whole) == Line(1.0, 0.5, 1.0)
+    part, whole = LinearTime(3.0, 0.5, 2.0), LinearTime(1.0, 1.0, 1.0)
+    assert part.within(whole) == LinearTime(1.0, 0.5, 1.0)
     assert part.within(part) == part
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import Line, PipelineCosts, work_of
+from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.work import trained_tokens
 from megatron_epp.plan import Chunk, PlanError, Segment
@@ -15,7 +15,7 @@ from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
 from tests.support.plan.planner_cases import pipeline, problem
 
-TIMES = {"forward": Line(5.0, 20.0), "backward": Line(5.0, 40.0), "weight": Line(0.0, 15.0)}
+TIMES = {"forward": LinearTime(5.0, 20.0), "backward": LinearTime(5.0, 40.0), "weight": LinearTime(0.0, 15.0)}
 
 
 def with_head(stages: int = 2) -> PipelineCosts:
@@ -25,7 +25,7 @@ def with_head(stages: int = 2) -> PipelineCosts:
         costs,
         stages=(
             *costs.stages[:-1],
-            costs.stages[-1].changed(INPUT, HEAD, **dict.fromkeys(TIMES, Line())).changed(HEAD, **TIMES),
+            costs.stages[-1].changed(INPUT, HEAD, **dict.fromkeys(TIMES, LinearTime())).changed(HEAD, **TIMES),
         ),
     )
 

@@ -202,7 +202,7 @@ def test_a_thought_that_a_later_message_removes_is_rendered_where_it_is_trained(
 
     chat, counts = [USER, ANSWER | {"thought": "why"}, ASK, REPLY | {"thought": "so"}], ChatCounts()
     ChatEncoder(Template(thinking), "template").encode(chat, counts=counts)
-    assert counts.fields.given["thought"] == 2
+    assert counts.fields.present["thought"] == 2
     assert not counts.fields.lost
 
 

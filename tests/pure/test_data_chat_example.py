@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.data.chat_example import example_lines
+from megatron_epp.data.chat import example_lines
 
 
 def decode(ids: Sequence[int]) -> str:

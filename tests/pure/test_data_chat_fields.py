@@ -46,7 +46,7 @@ def counted(body, messages=CHAT, roles=("assistant",)):
 
 def test_fields_that_a_template_ignores_are_counted_by_name_and_answers_without_text_of_their_own_too():
     fields = counted(content)
-    assert fields.given == {"content": 3, "reasoning_content": 2, "tool_calls": 1, "name": 1, "weight": 1}
+    assert fields.present == {"content": 3, "reasoning_content": 2, "tool_calls": 1, "name": 1, "weight": 1}
     assert fields.lost == {"reasoning_content": 2, "tool_calls": 1, "name": 1, "weight": 1}
     assert (fields.num_empty, fields.num_null) == (1, 0)
     assert list(fields.warnings(["assistant"])) == [
@@ -67,7 +67,7 @@ def test_fields_that_it_renders_are_not():
 def test_a_template_that_renders_a_field_of_some_messages_loses_it_of_the_others():
     """As those do that leave out the reasoning of earlier answers."""
     fields = counted(lambda one, number: one.get("content", "") + (one.get("reasoning_content", "") if number > 1 else ""))
-    assert (fields.lost["reasoning_content"], fields.given["reasoning_content"]) == (1, 2)
+    assert (fields.lost["reasoning_content"], fields.present["reasoning_content"]) == (1, 2)
 
 
 def test_a_template_that_refuses_other_values_or_no_value_renders_the_field():
@@ -103,14 +103,14 @@ def test_only_the_roles_that_are_trained_have_empty_answers():
 def test_tools_that_are_not_rendered_are_counted(shows, lost):
     fields, rendering = Fields(), Rendering(content)
     count_fields(fields, CHAT[:1], ["assistant"], lambda messages: rendering(messages, "tools" * shows), rendering)
-    assert fields.given == {TOOLS: 1}
+    assert fields.present == {TOOLS: 1}
     assert fields.lost == lost
 
 
 def test_a_plain_content_that_is_not_rendered_is_lost_and_one_that_is_changed_is_not():
     chat = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
     fields = counted(lambda one, number: "" if number else one["content"].upper(), chat)
-    assert (fields.lost, fields.given, fields.num_empty) == ({"content": 1}, {"content": 2}, 1)
+    assert (fields.lost, fields.present, fields.num_empty) == ({"content": 1}, {"content": 2}, 1)
     first_part = counted(lambda one, _: "" if one["content"][0] == "{" else ".", chat)  # which fails without any
     assert first_part.lost == {"content": 2}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.account import Account
@@ -26,16 +26,18 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
         layer, extra, kv = draw.uniform(20, 90), draw.uniform(0, 20), draw.uniform(0, 9)
         return stage_of(
             num_layers=draw.randint(1, 4),
-            forward=Line(1.0, draw.random()),
-            backward=Line(1.0, 2 * draw.random() + 0.5),
-            weight=Line(0.0, 0.2),
+            forward=LinearTime(1.0, draw.random()),
+            backward=LinearTime(1.0, 2 * draw.random() + 0.5),
+            weight=LinearTime(0.0, 0.2),
             layer_bytes_per_token=layer,
             attended_bytes_per_token=draw.choice([None, draw.uniform(kv, layer)]),
             recomputed_layer_bytes_per_token=draw.uniform(1, 9),
             recompute={
-                "selective": ModeCosts(Line(0.5, draw.random()), draw.uniform(9, layer)),
+                "selective": ModeCosts(LinearTime(0.5, draw.random()), draw.uniform(9, layer)),
                 "mlp": ModeCosts(
-                    Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])
+                    LinearTime(0.3, draw.random()),
+                    mlp := draw.uniform(kv, layer),
+                    draw.choice([None, draw.uniform(mlp, layer)]),
                 ),
             },
             extra_bytes_per_token=extra,
@@ -167,7 +169,7 @@ def test_what_fragments_is_a_share_of_what_comes_and_goes():
 def test_ranks_need_room_for_the_layer_that_runs_and_for_messages_in_flight():
     """In 1F1B the first rank has up to two payloads of 50 and 7 tokens, 2 bytes each, before a gradient of 50 is received."""
     stage = stage_of(
-        num_layers=1, forward=Line(), backward=Line(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
+        num_layers=1, forward=LinearTime(), backward=LinearTime(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
         kv_bytes_per_token=0,
     )  # fmt: skip
     bare = PipelineCosts("three", (stage,) * 3, hidden_bytes_per_token=2.0)
@@ -181,8 +183,8 @@ def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
     """Ten tokens in two slices, on one stage of three layers: tokens of the last slice, and what its backward takes."""
     stage = stage_of(
         num_layers=3,
-        forward=Line(10.0, 1.0),
-        backward=Line(20.0, 2.0),
+        forward=LinearTime(10.0, 1.0),
+        backward=LinearTime(20.0, 2.0),
         layer_bytes_per_token=100.0,
         recomputed_layer_bytes_per_token=8.0,
         extra_bytes_per_token=5.0,

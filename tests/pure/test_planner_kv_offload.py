@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_epp.cost import Line, PipelineCosts, work_of
+from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.cost import memory as item
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
@@ -44,8 +44,8 @@ def pencil(per_pair_us: float) -> PipelineCosts:
     """Two layers, two heads, so four pieces of 5 bytes per token; the gradient has twice that. A byte takes a microsecond."""
     stage = stage_of(
         num_layers=2,
-        forward=Line(per_pair_us=per_pair_us),
-        backward=Line(per_pair_us=2 * per_pair_us),
+        forward=LinearTime(per_pair_us=per_pair_us),
+        backward=LinearTime(per_pair_us=2 * per_pair_us),
         layer_bytes_per_token=50.0,
         recomputed_layer_bytes_per_token=10.0,
         kv_bytes_per_token=10.0,

@@ -11,7 +11,7 @@ from operator import attrgetter
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import Line, ModeCosts, PipelineCosts, Static, work_of
+from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, Static, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
@@ -55,15 +55,15 @@ def small_case(seed: int):
 def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
     stage = stage_of(
         num_layers=2,
-        forward=Line(1.0, draw.random()),
-        backward=Line(1.0, draw.random()),
+        forward=LinearTime(1.0, draw.random()),
+        backward=LinearTime(1.0, draw.random()),
         layer_bytes_per_token=(layer := draw.randint(8, 20)),
         recomputed_layer_bytes_per_token=draw.randint(0, 9),
         extra_bytes_per_token=(extra := draw.randint(0, 9)),
         kv_bytes_per_token=(kv := draw.randint(0, 6)),
         recompute={
-            "selective": ModeCosts(Line(0.5, draw.random()), draw.randint(0, layer)),
-            "mlp": ModeCosts(Line(0.3, draw.random()), draw.randint(kv, layer)),
+            "selective": ModeCosts(LinearTime(0.5, draw.random()), draw.randint(0, layer)),
+            "mlp": ModeCosts(LinearTime(0.3, draw.random()), draw.randint(kv, layer)),
         },
         static=Static(weights=draw.randint(0, 50)),
         head_bytes_per_token=draw.randint(0, extra),
@@ -160,7 +160,9 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
-    modes = {name: replace(mode, again=Line()) if name != "full" else mode for name, mode in plain.layers.recompute.items()}
+    modes = {
+        name: replace(mode, again=LinearTime()) if name != "full" else mode for name, mode in plain.layers.recompute.items()
+    }
     costs = replace(pipeline(2), stages=(plain.changed(LAYER, recompute=modes),) * 2)
     free = plan(problem((16384,) * 4, 2), costs, Options(slices=1))
     static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import Line, PipelineCosts
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
@@ -29,8 +29,8 @@ def tables(slices: tuple[int, ...], stages: int):
     """Tables of equal chunks: forward 1, backward 2, messages free."""
     stage = stage_of(
         num_layers=1,
-        forward=Line(1.0),
-        backward=Line(2.0),
+        forward=LinearTime(1.0),
+        backward=LinearTime(2.0),
         layer_bytes_per_token=1.0,
         recomputed_layer_bytes_per_token=0.0,
         kv_bytes_per_token=0.0,

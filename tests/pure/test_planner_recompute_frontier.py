@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import RECOMPUTE_MODES, Chunk, Recompute, Segment, check
@@ -21,14 +21,14 @@ def stage(draw: random.Random) -> StageCosts:
     layer = draw.randint(20, 60)
     return stage_of(
         num_layers=3,
-        forward=Line(5.0, 3.0, 0.1),
-        backward=Line(5.0, 6.0, 0.2),
+        forward=LinearTime(5.0, 3.0, 0.1),
+        backward=LinearTime(5.0, 6.0, 0.2),
         layer_bytes_per_token=layer,
         recomputed_layer_bytes_per_token=draw.randint(1, 5),
         kv_bytes_per_token=4,
         recompute={
-            "selective": ModeCosts(Line(4.0, 3.0), draw.randint(5, layer)),
-            "mlp": ModeCosts(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+            "selective": ModeCosts(LinearTime(4.0, 3.0), draw.randint(5, layer)),
+            "mlp": ModeCosts(LinearTime(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
         },
     )
 

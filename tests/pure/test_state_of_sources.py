@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.megatron_state.found import State, states
+from scripts.megatron_state.state import State, states
 
 TREE = {
     "core/__init__.py": "",

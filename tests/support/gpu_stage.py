@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
@@ -42,7 +42,7 @@ class GpuStage:
         self.layers = nn.ModuleList(Layer() for _ in range(plan.num_layers[0])).to(DEVICE, dtype)
         self.rows = [torch.randn(length, HIDDEN).to(DEVICE, dtype) for length in plan.lengths]
         self.first = nn.Parameter(torch.zeros(HIDDEN, device=DEVICE, dtype=dtype))  # so that the input has a gradient
-        self.plan, self.preference, self.relay = plan, preference, KVRelay()
+        self.plan, self.preference, self.kv_cache = plan, preference, SlicedKVCache()
 
     @property
     def parameters(self):
@@ -93,7 +93,7 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
             torch.cuda.set_sync_debug_mode("error")
         try:
             recorder = Recorder()
-            with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
+            with SavedTensors(stage.parameters, lambda: stage.kv_cache.num_bytes) as saved:
                 offload = ActivationOffload(saved, host) if any(plan.copies) else None
                 Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload, host=host).run()
         finally:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_epp.contrib.demos.emulate_shards import WaitingShards
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.communicators import directions
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
@@ -100,7 +100,7 @@ class WaitingStage:
     has_gradient = True
 
     def __init__(self, stage: int, rank: EmulatedRank) -> None:
-        self.stage, self.rank, self.relay = stage, rank, KVRelay()
+        self.stage, self.rank, self.kv_cache = stage, rank, SlicedKVCache()
         self._inputs: dict[int, Tensor] = {}
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:

@@ -87,7 +87,7 @@ def choices_of(
         whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
         for split in (False, True) if may_split else (False,):
             takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept_bytes
-            backward_us = whole_us - (tables.spared_us[stage][c] if split else 0.0)
+            backward_us = whole_us - (tables.saved_by_split_us[stage][c] if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept_bytes, 0, takes)
             seen = {0}
             for share in shares:

@@ -12,7 +12,7 @@ from megatron_epp.contrib.helix.operations import INPUTS, INPUTS_GRADIENT, RESUL
 from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, StageCosts
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, Line
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
 
@@ -27,12 +27,12 @@ class SeparateAttention:
         output_bytes_per_token: attention's output, which the rank keeps and sends.
     """
 
-    forward: Line
-    backward: Line
+    forward: LinearTime
+    backward: LinearTime
     input_bytes_per_token: float
     output_bytes_per_token: float
 
-    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: Line, fragmentation: float = 0.0) -> OperationRows:
+    def rows(self, op: Op, num_sites: int, work: ChunkWork, message: LinearTime, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation, equal at all sites.
 
         Args:
@@ -68,7 +68,7 @@ class SeparateAttentionCosts(PipelineCosts):
 
     def attention_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
         """Return times and bytes of `A` or `G`, ``[site][chunk]``."""
-        message = Line(self.message_latency_us, self.message_us_per_byte)
+        message = LinearTime(self.message_latency_us, self.message_us_per_byte)
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
 
 
@@ -134,8 +134,8 @@ def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
     stage = max(stages, key=lambda costs: costs.num_layers)
     queries = _query_bytes_per_token(stage)
     return SeparateAttention(
-        forward=Line(0.0, 0.0, stage.layers.forward.per_pair_us),
-        backward=Line(0.0, 0.0, stage.layers.backward.per_pair_us),
+        forward=LinearTime(0.0, 0.0, stage.layers.forward.per_pair_us),
+        backward=LinearTime(0.0, 0.0, stage.layers.backward.per_pair_us),
         input_bytes_per_token=queries + stage.kv.bytes_per_token,
         output_bytes_per_token=queries,
     )
@@ -146,5 +146,5 @@ def _query_bytes_per_token(stage: StageCosts) -> float:
     return stage.kv.bytes_per_token / 2 * stage.kv.queries_per_key
 
 
-def _no_pairs(line: Line) -> Line:
+def _no_pairs(line: LinearTime) -> LinearTime:
     return replace(line, per_pair_us=0.0)

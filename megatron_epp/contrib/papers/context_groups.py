@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_epp.plan.chunk import Chunk
-from megatron_epp.plan.extension import Extension
+from megatron_epp.plan.plan import Extension
 from megatron_epp.plan.reading import whole
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.contrib.papers.group_costs import GroupCosts, GroupedDecisions
 from megatron_epp.cost import Costs
-from megatron_epp.cost.work import Line, causal_pairs
+from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Remedy, Segment
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
@@ -106,7 +106,7 @@ def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
         yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(falling, parts, strict=True), key=lambda part: part[1]))
 
 
-def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, Line], fullest: float) -> Divided:
+def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, LinearTime], fullest: float) -> Divided:
     """Assign the sequences of a microbatch to groups; the slowest group of the result ends first.
 
     Args:
@@ -126,7 +126,7 @@ def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, L
 
 
 def _assign(
-    sequences: Sequence[int], lengths: Sequence[int], degrees: Sequence[int], lines: dict[int, Line], most: float
+    sequences: Sequence[int], lengths: Sequence[int], degrees: Sequence[int], lines: dict[int, LinearTime], most: float
 ) -> tuple[tuple[int, ...], ...] | None:
     """Put each sequence into the group that then ends first; None if one fits no group."""
     held: list[list[int]] = [[] for _ in degrees]
@@ -147,7 +147,7 @@ def _assign(
     return tuple(map(tuple, held))
 
 
-def _time_us(sequences: Sequence[int], lengths: Sequence[int], line: Line) -> float:
+def _time_us(sequences: Sequence[int], lengths: Sequence[int], line: LinearTime) -> float:
     """Time of a group with these sequences."""
     return line.time_us(sum(lengths[q] for q in sequences), sum(causal_pairs(0, lengths[q]) for q in sequences))
 

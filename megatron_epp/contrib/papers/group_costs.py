@@ -10,7 +10,7 @@ import numpy as np
 from megatron_epp.contrib.papers.context_groups import ContextGroups, groups_of
 from megatron_epp.cost import Costs
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import ChunkWork, IntColumn, Line, TimeColumn, causal_pairs
+from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn, causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Problem
@@ -35,12 +35,12 @@ class GroupCosts:
             raise ValueError(f"the costs {costs.name!r} do not know the exchanges of groups")
         self.costs, self.num_ranks = costs, 1 << (len(costs.context_exchange_us) - 1)
 
-    def line(self, stage: int, degree: int) -> Line:
+    def line(self, stage: int, degree: int) -> LinearTime:
         """Return the time of a forward and a backward of a group on a stage, in the tokens and pairs of its sequences."""
         scale = self.num_ranks // degree
         whole = self.costs.forward_line(stage) + self.costs.backward_line(stage)
         more_us = 2 * self._more_us(stage, np.array([degree])).item()
-        return Line(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale, whole.launch_us)
+        return LinearTime(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale, whole.launch_us)
 
     def pass_us(self, stage: int, groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[TimeColumn, TimeColumn]:
         """Return the times of the slowest groups of all chunks, forward and backward, in microseconds."""

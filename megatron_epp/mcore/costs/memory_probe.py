@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import Line, ModeCosts, StageCosts
+from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, PREDICTION
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
@@ -52,7 +52,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs = costs.changed(ATTENTION, MLP, weight_bytes_per_token=of_half).changed(INPUT, weight_bytes_per_token=0.0)
         costs = costs.changed(HEAD, weight_bytes_per_token=deferred.weights - deferred.layers_weights)
         if deferred.weights <= deferred.layers_weights:
-            costs = costs.changed(INPUT, HEAD, weight=Line())
+            costs = costs.changed(INPUT, HEAD, weight=LinearTime())
     least = message_bytes(stage)
     costs = costs.changed(LAYER, ATTENTION, input_bytes_per_token=least)
     base = _held(stage, Recompute(full=layers))
@@ -76,7 +76,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
-    plain = at(ModeCosts(Line(), 0.0), "")
+    plain = at(ModeCosts(LinearTime(), 0.0), "")
     of_head = max(0.0, base.head - base.half * caches_half)
     costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
@@ -273,13 +273,13 @@ def _of_slices(
         num_slices: number of slices that the sequence is declared to have.
     """
     (segment,) = bytes_chunk(stage).segments
-    tokens, relay, left_bytes = segment.end, stage.relay, [0]
+    tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
 
     def cached() -> int:
-        """Return the relay's bytes; note the live bytes if it has grown, while what attention kept is still held."""
-        if last.runs and relay.num_bytes > begin_bytes:
+        """Return the KV cache's bytes; note the live bytes if it has grown, while what attention kept is still held."""
+        if last.runs and kv_cache.num_bytes > begin_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
-        return relay.num_bytes
+        return kv_cache.num_bytes
 
     cache_bytes = begin_bytes = 0
 
@@ -287,7 +287,7 @@ def _of_slices(
         nonlocal begin_bytes
         last.note(event)
         if event == "gradient in":
-            begin_bytes = relay.num_bytes  # a half after it has made its gradient before
+            begin_bytes = kv_cache.num_bytes  # a half after it has made its gradient before
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
@@ -298,9 +298,9 @@ def _of_slices(
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
-        cache_bytes = relay.num_bytes
+        cache_bytes = kv_cache.num_bytes
         backward(stage, *runs.pop(), keep_weights)
-        gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
+        gradient_bytes, most = kv_cache.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())

@@ -52,7 +52,7 @@ def enter(
     stage.begin(lambda _: ready.pop())  # given away, so that autograd alone holds what is saved of them
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else ReceiveLeaf().enter(torch.randn(shape, dtype=dtype, device=device))
-    return ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute), hidden
+    return ChunkContext(0, SegmentTable.build(chunk, tokens), stage.kv_cache, view, recompute), hidden
 
 
 def forward(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
+from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -96,7 +96,7 @@ def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> 
     return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
 
-def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts, product: Line) -> StageCosts:
+def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts, product: LinearTime) -> StageCosts:
     blocks = stage.block_loss
     base = _with_workspace(base, 0) if blocks is None else _by_blocks(base, product, blocks.workspace_bytes)
     measured = measure_bytes(stage, base) if stage.has_gradient else base.without_backward()
@@ -148,14 +148,14 @@ def _with_largest_workspaces(stages: dict[int, StageCosts]) -> dict[int, StageCo
     }
 
 
-def _by_blocks(costs: StageCosts, product: Line, workspace_bytes: int) -> StageCosts:
+def _by_blocks(costs: StageCosts, product: LinearTime, workspace_bytes: int) -> StageCosts:
     """Return the costs of a last stage that computes its loss by blocks.
 
     Its backward has one more matrix product (`product`), which takes as long as that for the gradient of a weight that trains,
     and its weight gradient cannot be split off. Times of a profile that assumes blocks already stay as they are.
     """
     layer, inner, ends = costs.lines("backward")
-    costs = costs.changed(INPUT, HEAD, weight=Line()).with_lines("backward", layer, inner, ends + product)
+    costs = costs.changed(INPUT, HEAD, weight=LinearTime()).with_lines("backward", layer, inner, ends + product)
     return _with_workspace(costs, workspace_bytes)
 
 

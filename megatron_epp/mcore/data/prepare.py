@@ -13,10 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_epp.data.chat import Answers, ChatCounts, ChatEncoder, Tokens
-from megatron_epp.data.chat_example import example_lines
+from megatron_epp.data.chat import Answers, ChatCounts, ChatEncoder, Tokens, example_lines
+from megatron_epp.data.documents import MASK_SUFFIX
 from megatron_epp.data.records import RECORD_SUFFIXES
-from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder
 from megatron_epp.mcore.data.inputs import SUFFIXES, Documents, chats, files_of, texts

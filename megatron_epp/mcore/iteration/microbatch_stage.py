@@ -21,7 +21,7 @@ from megatron_epp.mcore.model.recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
@@ -40,7 +40,7 @@ class MicrobatchStage:
 
     def __init__(self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int) -> None:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
-        self.relay = KVRelay()  # stays empty: microbatches are whole
+        self.kv_cache = SlicedKVCache()  # stays empty: microbatches are whole
         begin_graphs(model)
         add_to_gradients(model)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.

@@ -108,7 +108,7 @@ class IterationReport:
 
         def other_bytes() -> int:
             of_shard = 0 if vocabulary is None else vocabulary.num_bytes
-            return sum(stage.relay.num_bytes for stage in stages) + of_shard
+            return sum(stage.kv_cache.num_bytes for stage in stages) + of_shard
 
         parameters = chain.from_iterable(stage.parameters for stage in stages)
         self.tracker = SavedTensorTracker([*parameters, uploaded], run.host, counts=True, other_bytes=other_bytes)

@@ -92,7 +92,7 @@ def check_adopted(model: torch.nn.Module) -> None:
 
 
 def number_attentions(model: torch.nn.Module) -> None:
-    """Number the attentions of a model chunk, by which the relay keeps their keys and values.
+    """Number the attentions of a model chunk, by which the KV cache keeps their keys and values.
 
     Raises:
         EppError: a module would mix tokens of different sequences, since only `RelayAttention` keeps a chunk's sequences

@@ -34,12 +34,12 @@ class ChunkParams(PackedSeqParams):
 
 
 class RelayAttention(torch.nn.Module):
-    """Causal attention over the segments of a chunk, with earlier slices' keys and values from the relay.
+    """Causal attention over the segments of a chunk, with earlier slices' keys and values from the KV cache.
 
     Replaces `DotProductAttention` and Transformer Engine's attention. It has no parameters. Under context parallelism heads
     are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
 
-    The relay keeps keys and values by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
+    Keys and values are cached by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
     numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
     of two depths are `stride` apart. `attend` is `chunk_attention`, or takes what a kind of layers hands on instead of keys and
     values.

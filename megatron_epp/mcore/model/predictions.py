@@ -2,7 +2,7 @@
 
 Megatron's functions roll tokens, labels and masks by one position at each depth, and so would end every slice and every packed
 sequence early. Under a plan a chunk brings what lies ahead of it (`data.batch.AheadArrays`). What a depth's layer attends to is
-handed on by the relay like any layer's keys and values; nothing else crosses from a slice to the next.
+handed on by the KV cache like any layer's keys and values; nothing else crosses from a slice to the next.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def begin_graphs(model: torch.nn.Module) -> None:
 
     Where the embedding does not train, as below adapters, they require none. A layer that recomputes, by a plan or by
     Megatron's settings, would then give its parameters no gradient: autograd sees a function whose inputs require none. And
-    the relay frees the keys and values of slices where attention has a backward.
+    the KV cache frees the keys and values of slices where attention has a backward.
     """
     for module in model.modules():
         if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):

@@ -25,7 +25,7 @@ from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
@@ -79,7 +79,7 @@ class MegatronStage:
 
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
     chunk at once. It is cross entropy, or `loss`, which is of the labels' log-probabilities. `config` is the model's
-    `TransformerConfig`; `fp32_kv_gradients` as in `KVRelay`.
+    `TransformerConfig`; `fp32_kv_gradients` as in `SlicedKVCache`.
     """
 
     problem = ""
@@ -106,7 +106,7 @@ class MegatronStage:
         self._loss_of_rows = block_loss if block_loss is not None or not of_logits else trained_rows(model)
         self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
         self.depths: int = (config.mtp_num_layers or 0) if getattr(unwrap_model(model), "mtp_process", False) else 0
-        self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
+        self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
         self.loss = loss
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None

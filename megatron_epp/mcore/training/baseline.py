@@ -20,7 +20,7 @@ from megatron_epp.mcore.patches.routers import chunk_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.contest import pack_whole
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
@@ -86,7 +86,7 @@ def forward_step(
     run = sliced_run.current()
     stage = run.placement.stages(run.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     table, inputs = next(data_iterator)
-    params = None if run.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, KVRelay()))
+    params = None if run.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, SlicedKVCache()))
     with chunk_of(table, get_model_config(model)):
         output = model(**run.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
     loss_mask: Any = inputs.loss_mask  # which the last stage has, where Megatron calls the loss

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_epp.cost import Costs, Line, causal_pairs
+from megatron_epp.cost import Costs, LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.packing import Bucket, PackedItem, pack
 from megatron_epp.planner.order import arranged, has_groups
@@ -48,7 +48,7 @@ class Chunker:
     """
 
     problem: Problem
-    line: Line
+    line: LinearTime
     token_cap: int
     total_us: float
     is_even: bool = False
@@ -65,9 +65,9 @@ class Chunker:
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         slowest = slowest_line(problem, costs)
         token_us, pair_us = max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us)
-        line = Line(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
-        if line == Line():  # costs nothing: balance tokens
-            line = Line(0.0, 1.0)
+        line = LinearTime(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
+        if line == LinearTime():  # costs nothing: balance tokens
+            line = LinearTime(0.0, 1.0)
         multiple = problem.token_multiple
         most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
         return Chunker(problem, line, most, line.time_us(tokens, pairs))
@@ -143,7 +143,7 @@ class Chunker:
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         if self.line.per_read_us:  # a slice of the mean length has as many pairs with each token that it reads
             pair_us = self.line.per_pair_us + self.line.per_read_us * slices / longest
-            return replace(self, line=Line(0.0, self.line.per_token_us, pair_us)).mesh(slices)
+            return replace(self, line=LinearTime(0.0, self.line.per_token_us, pair_us)).mesh(slices)
         whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
         ends: list[int] = []
         before = 0
@@ -249,12 +249,12 @@ class Chunker:
         return min(self.token_cap, max(first_slice, typical))
 
 
-def slowest_line(problem: Problem, costs: Costs) -> Line:
+def slowest_line(problem: Problem, costs: Costs) -> LinearTime:
     """Time of forward and backward on the stage that takes longest for the batch."""
     tokens, share = sum(problem.lengths), problem.trained_share
     pairs = sum(causal_pairs(0, length) for length in problem.lengths)
     lines = [
-        costs.forward_line(stage, share) + (Line() if problem.forward_only else costs.backward_line(stage, share))
+        costs.forward_line(stage, share) + (LinearTime() if problem.forward_only else costs.backward_line(stage, share))
         for stage in range(problem.num_stages)
     ]
     return max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)

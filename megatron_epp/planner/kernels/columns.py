@@ -29,7 +29,7 @@ class Columns(NamedTuple):
             node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order, unless a
             collective is between the two, which takes time there as well.
         action_us: time of each node, of a backward without recompute and with its weight gradient.
-        spared_us: by which the backward is shorter without its weight gradient.
+        saved_by_split_us: by which the backward is shorter without its weight gradient.
         added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
     """
 
@@ -55,7 +55,7 @@ class Columns(NamedTuple):
     needs: IntegerList
     need_us: FloatList
     action_us: FloatList
-    spared_us: FloatList
+    saved_by_split_us: FloatList
     added_takes: IntegerList
     added_gives: IntegerList
 

@@ -110,7 +110,6 @@ def float_zeros(count: int) -> FloatList:
 
 
 def _column(values: Any, dtype: type) -> object:
-    """Copy values into a column."""
     if not isinstance(values, (list, np.ndarray)):
         values = list(values)
     if _njit is not None:

@@ -202,7 +202,7 @@ def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList
         again_us = columns.again_us[columns.first_way[item] + recompute_steps[item]]
         time_us = columns.action_us[BACKWARD * items + item] + again_us
         if split[item]:
-            time_us -= columns.spared_us[item]
+            time_us -= columns.saved_by_split_us[item]
         out[BACKWARD * items + item] = time_us
 
 

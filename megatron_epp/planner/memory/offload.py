@@ -185,9 +185,9 @@ def _fit_copies(
             chosen.append(offload)
         if not any(any(offload.copies) for offload in chosen):
             return None
-        again = _together(recompute_steps, [offload.recompute_steps for offload in chosen])
-        offloads = tuple(replace(offload, recompute_steps=again) for offload in chosen)
-        after = [play(codes, own, again, timed(offload, own)) for own, offload in zip(tables, offloads, strict=True)]
+        most_steps = _most_recompute(recompute_steps, [offload.recompute_steps for offload in chosen])
+        offloads = tuple(replace(offload, recompute_steps=most_steps) for offload in chosen)
+        after = [play(codes, own, most_steps, timed(offload, own)) for own, offload in zip(tables, offloads, strict=True)]
         if any(played.start_us != after[0].start_us for played in after):
             return None
         above = [
@@ -234,7 +234,7 @@ def _chosen(
     return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
 
 
-def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps]) -> RecomputeSteps:
+def _most_recompute(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps]) -> RecomputeSteps:
     """Combine the recompute of all replicas ``[stage][chunk]``: the maximum.
 
     With several replicas it is no less than what the times were planned with: then none of their loads comes late because an

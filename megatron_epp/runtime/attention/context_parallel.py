@@ -62,8 +62,8 @@ class HeadExchange(ContextParallel):
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it. The
-    size of the group divides the number of query heads.
+    rank, so a slice's cache holds whole sequences of a rank's own heads, and the kernels know nothing of it. The size of
+    the group divides the number of query heads.
     """
 
     group: dist.ProcessGroup

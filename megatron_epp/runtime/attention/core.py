@@ -1,4 +1,4 @@
-"""Attention of one chunk in one layer, with the KV relay for its slice."""
+"""Attention of one chunk in one layer, with the KV cache of its slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_epp.runtime.context import ChunkContext
 class _ChunkAttention(torch.autograd.Function):
     """Queries of a chunk against what is cached of the chunk and, for a slice, of its sequence.
 
-    What a slice attends to stays in the relay, not in this graph: no edge joins the graphs of two slices, so each can run
+    What a slice attends to stays in the KV cache, not in this graph: no edge joins the graphs of two slices, so each can run
     backward on its own as long as later slices go first.
     """
 
@@ -33,11 +33,11 @@ class _ChunkAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        view, relay, q, cached = context.view, context.relay, compact(q), (k, v)
+        view, kv_cache, q, cached = context.view, context.kv_cache, compact(q), (k, v)
         # Of no tokens: only shapes, types and device are asked for.
         kernel = kernels.choose(q, k[:0], v[:0], preference)
-        parts = 1 if view is None else relay.parts(view, cached[0].shape[1])
-        # What the relay caches is not saved here again: a slice's own tensors are in its sequence's buffers.
+        parts = 1 if view is None else kv_cache.parts(view, cached[0].shape[1])
+        # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
 
         def attend() -> tuple[Tensor, Saved]:
@@ -46,7 +46,7 @@ class _ChunkAttention(torch.autograd.Function):
             for part in range(parts):
                 own_q, own_k, own_v = _heads(part, parts, (q, *(own if view is None else cached)))
                 if view is not None:
-                    own_k, own_v = relay.append(layer, view, (own_k, own_v), part)
+                    own_k, own_v = kv_cache.append(layer, view, (own_k, own_v), part)
                 out, more = kernel.forward(own_q, own_k, own_v, context.table, scale)
                 outs.append(out)
                 saved += more
@@ -57,23 +57,23 @@ class _ChunkAttention(torch.autograd.Function):
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
         if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             for part in range(parts):
-                relay.release(layer, view, part)
+                kv_cache.release(layer, view, part)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        view, relay, parts, layer = context.view, context.relay, ctx.parts, ctx.layer
+        view, kv_cache, parts, layer = context.view, context.kv_cache, ctx.parts, ctx.layer
         q, out, own_k, own_v, *saved = ctx.saved_tensors
         count = len(saved) // parts
         grads: list[Tensors] = []
         for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
             own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, own_k, own_v))
-            seen = tuple(uncached) if view is None else relay.fetch(layer, view, uncached, part)
+            seen = tuple(uncached) if view is None else kv_cache.fetch(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
 
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:
-                return (dk, dv) if view is None else relay.take_gradient(layer, view, (dk, dv), part, heads)
+                return (dk, dv) if view is None else kv_cache.take_gradient(layer, view, (dk, dv), part, heads)
 
             k, v = seen
             inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
@@ -125,7 +125,7 @@ def chunk_attention(
         ``[tokens, query_heads, value_channels]``.
 
     Raises:
-        RelayError: the slices of a sequence run in an order its plan rules out.
+        KVCacheError: the slices of a sequence run in an order its plan rules out.
         EppError: no kernel of the preference can serve.
     """
 

@@ -1,10 +1,10 @@
-"""KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
+"""KV cache of sliced sequences: what a slice caches is handed to the later slices, and its gradient back to the earlier ones.
 
 The forward of a slice writes its cached tensors (keys and values, or latents) behind the earlier slices' and attends over all
 of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
 its own part, which is complete because every later slice has run.
 
-`KVRelay` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
+`SlicedKVCache` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
 (`kv_offload`) in host memory.
 """
 
@@ -19,44 +19,44 @@ from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
-from megatron_epp.runtime.attention.segments import Piece, RelayError, SliceView, Tensors
+from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory
 
 
 class DeviceStore:
-    """KV caches in device memory, piece by piece: a piece is a layer, or a group of heads of a layer.
+    """KV caches in device memory, by groups of heads of a layer: here one group has all of them.
 
     Buffers, of `num_bytes` now, are allocated once per sequence at its full length. `HostStore` has the same methods.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._rows: dict[tuple[int, Piece], Tensors] = {}  # ``[size class of the sequence's capacity, heads, width]`` each
-        self._gradients: dict[tuple[int, Piece], Tensors] = {}
+        self._rows: dict[tuple[int, HeadGroup], Tensors] = {}  # ``[size class of the sequence's capacity, heads, width]`` each
+        self._gradients: dict[tuple[int, HeadGroup], Tensors] = {}
 
     def parts(self, heads: int) -> int:
         """Return the number of groups of heads that attention processes one after the other."""
         return 1
 
-    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
-        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
+    def create(self, view: SliceView, group: HeadGroup, like: Tensors) -> None:
+        """Make room for a group of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
-        rows = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
+        rows = self._rows[view.sequence, group] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
         self.num_bytes += sum(x.nbytes for x in rows)
 
-    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
-        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
-        return self._rows[view.sequence, piece]
+    def rows(self, view: SliceView, group: HeadGroup, num_rows: int) -> Tensors:
+        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a group."""
+        return self._rows[view.sequence, group]
 
-    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
+    def keep(self, view: SliceView, group: HeadGroup, rows: Tensors) -> None:
         """Keep the rows ``[view.start, view.stop)`` that were written to the buffers: these are the cache."""
 
-    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Start to fetch the accumulators of a piece, whose backward begins: they are on the device."""
+    def expect_gradient(self, view: SliceView, group: HeadGroup) -> None:
+        """Start to fetch the accumulators of a group, whose backward begins: they are on the device."""
 
-    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+    def add_gradient(self, view: SliceView, group: HeadGroup, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
         """Add gradients to the accumulators, which are fp32 if `wide`; return the complete ones of the chunk's own tokens."""
-        key = view.sequence, piece
+        key = view.sequence, group
         if key not in self._gradients:
             pairs = zip(grads, self._rows[key], strict=True)
             self._gradients[key] = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
@@ -72,11 +72,11 @@ class DeviceStore:
             own.append(torch.cat([mine, uncached]) if uncached.shape[0] else mine)
         return tuple(own)
 
-    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
+    def keep_gradient(self, view: SliceView, group: HeadGroup) -> None:
         """Keep the accumulators, to which gradients of all heads were added, for the slices before this one: they stay."""
 
-    def free(self, view: SliceView, piece: Piece) -> None:
-        key = view.sequence, piece
+    def free(self, view: SliceView, group: HeadGroup) -> None:
+        key = view.sequence, group
         self.num_bytes -= sum(x.nbytes for x in (*self._rows.pop(key), *self._gradients.pop(key, ())))
 
 
@@ -90,10 +90,10 @@ def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) ->
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of a sequence through its slices, for one piece.
+    """Progress of a sequence through its slices, for one group.
 
     Attributes:
-        heads: number of heads of the piece.
+        heads: number of heads of the group.
         filled: number of tokens, from the first, that are cached.
         taken_from: first token whose gradient has been handed out; None before the first.
     """
@@ -104,7 +104,7 @@ class _Progress:
 
 
 @dataclass(slots=True)
-class KVRelay:
+class SlicedKVCache:
     """KV caches of one stage for one iteration.
 
     Attributes:
@@ -115,8 +115,8 @@ class KVRelay:
     fp32_gradients: str = "auto"
     offloaded: HostStore | None = None
     _device: DeviceStore = field(default_factory=DeviceStore)
-    _pieces: dict[tuple[int, Piece], _Progress] = field(default_factory=dict)
-    _appended: tuple[SliceView, set[Piece]] | None = None  # the slice whose forward runs, and what it has appended
+    _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
+    _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended
 
     @property
     def num_bytes(self) -> int:
@@ -166,29 +166,29 @@ class KVRelay:
             ``[keys, heads, width]`` each.
 
         Raises:
-            RelayError: an earlier slice has not run, or the forward of this one has appended the piece already: two layers with
-                one number, or one that runs twice, would attend to each other's keys.
+            KVCacheError: an earlier slice has not run, or the forward of this one has appended the group already: two layers
+                with one number, or one that runs twice, would attend to each other's keys.
         """
-        store, piece, cached = self._store(view), Piece(layer, part), tuple(cached)
+        store, group, cached = self._store(view), HeadGroup(layer, part), tuple(cached)
         if self._appended is not None and self._appended[0] == view:
-            if piece in self._appended[1]:
-                raise RelayError(
+            if group in self._appended[1]:
+                raise KVCacheError(
                     f"{_where(layer, view)}: attention runs twice in the forward of the slice at token {view.start}"
                 )
-            self._appended[1].add(piece)
-        progress = self._pieces.get((view.sequence, piece))
+            self._appended[1].add(group)
+        progress = self._groups.get((view.sequence, group))
         if progress is None and view.start == 0:
-            store.create(view, piece, cached)
-            progress = self._pieces[view.sequence, piece] = _Progress(cached[0].shape[1])
+            store.create(view, group, cached)
+            progress = self._groups[view.sequence, group] = _Progress(cached[0].shape[1])
         if progress is None or progress.filled < view.start:
             filled = 0 if progress is None else progress.filled
-            raise RelayError(
+            raise KVCacheError(
                 f"{_where(layer, view)}: forward of the slice at token {view.start} finds the keys of {filled} tokens before it"
             )
-        rows = store.rows(view, piece, view.start)
+        rows = store.rows(view, group, view.start)
         seen = _written(rows, view.start, cached)
         if progress.filled < view.stop:
-            store.keep(view, piece, rows)
+            store.keep(view, group, rows)
             progress.filled = view.stop
         return seen
 
@@ -202,23 +202,23 @@ class KVRelay:
             uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
 
         Raises:
-            RelayError: a later slice has not run backward, or this one has.
+            KVCacheError: a later slice has not run backward, or this one has.
         """
         taken_from = self._progress(layer, view, part).taken_from
         if taken_from is None and not view.is_last_slice:
-            raise RelayError(f"{_where(layer, view)}: backward at token {view.start} comes before that of the last slice")
+            raise KVCacheError(f"{_where(layer, view)}: backward at token {view.start} comes before that of the last slice")
         if taken_from is not None and taken_from != view.end:
-            raise RelayError(
+            raise KVCacheError(
                 f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is out of order; "
                 f"slices have run backward down to token {taken_from}"
             )
-        store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
-        store.expect_gradient(view, piece)
-        return _written(store.rows(view, piece, view.stop), view.stop, uncached)
+        store, group, uncached = self._store(view), HeadGroup(layer, part), tuple(uncached)
+        store.expect_gradient(view, group)
+        return _written(store.rows(view, group, view.stop), view.stop, uncached)
 
     def filled(self, layer: int, view: SliceView, part: int = 0) -> Tensors:
         """Return the cached tensors of a sequence up to the end of a slice, ``[keys, heads, width]`` each."""
-        rows = self._store(view).rows(view, Piece(layer, part), view.stop)
+        rows = self._store(view).rows(view, HeadGroup(layer, part), view.stop)
         return tuple(buffer[: view.stop] for buffer in rows)
 
     def take_gradient(
@@ -233,26 +233,26 @@ class KVRelay:
             grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
         """
-        progress, store, piece = self._progress(layer, view, part), self._store(view), Piece(layer, part)
-        own = store.add_gradient(view, piece, tuple(grads), heads, self._is_wide(view))
+        progress, store, group = self._progress(layer, view, part), self._store(view), HeadGroup(layer, part)
+        own = store.add_gradient(view, group, tuple(grads), heads, self._is_wide(view))
         if heads is None or heads.stop == progress.heads:
             progress.taken_from = view.start
             if view.start == 0:
                 self.release(layer, view, part)
             else:
-                store.keep_gradient(view, piece)
+                store.keep_gradient(view, group)
         return own
 
     def release(self, layer: int, view: SliceView, part: int = 0) -> None:
-        """Free a piece: after its first slice's backward, or after its last slice's forward if no backward follows."""
-        del self._pieces[view.sequence, Piece(layer, part)]
-        self._store(view).free(view, Piece(layer, part))
+        """Free a group: after its first slice's backward, or after its last slice's forward if no backward follows."""
+        del self._groups[view.sequence, HeadGroup(layer, part)]
+        self._store(view).free(view, HeadGroup(layer, part))
 
     def assert_empty(self) -> None:
-        """Raise `RelayError` if a cache outlived its iteration."""
-        if self._pieces:
-            left = sorted({(piece.layer, sequence) for sequence, piece in self._pieces})
-            raise RelayError(f"caches of (layer, sequence) {left} were never freed")
+        """Raise `KVCacheError` if a cache outlived its iteration."""
+        if self._groups:
+            left = sorted({(group.layer, sequence) for sequence, group in self._groups})
+            raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
 
     def _store(self, view: SliceView) -> DeviceStore | HostStore:
         return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
@@ -261,9 +261,9 @@ class KVRelay:
         return sums_in_fp32(self.fp32_gradients, view.num_slices)
 
     def _progress(self, layer: int, view: SliceView, part: int) -> _Progress:
-        progress = self._pieces.get((view.sequence, Piece(layer, part)))
+        progress = self._groups.get((view.sequence, HeadGroup(layer, part)))
         if progress is None:
-            raise RelayError(f"{_where(layer, view)}: backward of the slice at token {view.start} finds no cache")
+            raise KVCacheError(f"{_where(layer, view)}: backward of the slice at token {view.start} finds no cache")
         return progress
 
 

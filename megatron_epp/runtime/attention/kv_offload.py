@@ -1,8 +1,8 @@
 """KV offload: KV caches kept in host memory between uses, for sequences whose caches exceed device memory.
 
-Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the cache of the next is copied
-to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's kernel, added
-to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers. Heads do not mix
+Attention runs by groups of heads with a double buffer: while one group is computed, the cache of the next is copied
+to the device. In backward, the gradient of a group's prefix is copied to the device overlapped with the group's kernel, added
+to, and copied back overlapped with the next kernel. So the device holds three groups for any number of layers. Heads do not mix
 inside attention: results are bitwise the same as with all heads at once.
 """
 
@@ -17,20 +17,20 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.segments import Piece, SliceView, Tensors
+from megatron_epp.runtime.attention.segments import HeadGroup, SliceView, Tensors
 from megatron_epp.runtime.offload.copy_streams import Mark
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
 class Use(NamedTuple):
-    """Request for the first `num_rows` rows of a piece."""
+    """Request for the first `num_rows` rows of a group."""
 
-    piece: Piece
+    group: HeadGroup
     num_rows: int
 
 
 class PieceReader:
-    """Reader of pieces with two buffers: while one holds the requested piece, the next is loaded into the other.
+    """Reader of groups with two buffers: while one holds the requested group, the next is loaded into the other.
 
     Requests that differ from the `expected` ones, or from their order, are loaded when they are made. `load` begins to fill a
     buffer, 0 or 1, and returns a mark to wait for.
@@ -40,7 +40,7 @@ class PieceReader:
         self._expected = list(expected)[::-1]
         self._load = load
         self._current = 0
-        self._held: Piece | None = None
+        self._held: HeadGroup | None = None
         self._coming: tuple[Use, Mark] | None = None
 
     def begin(self) -> None:
@@ -54,15 +54,15 @@ class PieceReader:
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == use:
             self._current, mark = 1 - self._current, coming[1]
-        elif self._held == use.piece:
+        elif self._held == use.group:
             mark = None  # it was just used
         else:
             mark = self._load(use, self._current)
-        self._held = use.piece
+        self._held = use.group
         if use in self._expected:
             while self._expected.pop() != use:  # skipped requests will not come
                 pass
-            if self._expected and self._expected[-1].piece != use.piece:  # the same piece is in a buffer already
+            if self._expected and self._expected[-1].group != use.group:  # the same group is in a buffer already
                 self._fetch(self._expected[-1])
         return self._current, mark
 
@@ -77,21 +77,21 @@ class _Sequence:
     Attributes:
         region: the host memory.
         num_rows: tokens that a buffer on the device holds.
-        like: cached tensors of no token of a piece.
-        rows: offset in the region of the cache of every piece, tensor after tensor.
+        like: cached tensors of no token of a group.
+        rows: offset in the region of the cache of every group, tensor after tensor.
         gradients: offset of its gradient, laid out likewise, once that was copied to the host.
     """
 
     region: Region
     num_rows: int
     like: Tensors
-    rows: dict[Piece, int] = field(default_factory=dict)
-    gradients: dict[Piece, int] = field(default_factory=dict)
+    rows: dict[HeadGroup, int] = field(default_factory=dict)
+    gradients: dict[HeadGroup, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Running:
-    """Running action and its device buffers: two for pieces, and in backward one for the gradient of a piece.
+    """Running action and its device buffers: two for groups, and in backward one for the gradient of a group.
 
     Attributes:
         current: number of the buffer that attention uses.
@@ -132,7 +132,7 @@ class HostStore:
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
-        Arguments as in `KVRelay.running`; gradients add up in fp32 if `wide`.
+        Arguments as in `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:
@@ -148,36 +148,36 @@ class HostStore:
         self._num_parts = head_parts(heads)
         return self._num_parts
 
-    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+    def create(self, view: SliceView, group: HeadGroup, like: Tensors) -> None:
         if view.sequence not in self._held:
             empty = tuple(x.new_empty((0, *x.shape[1:])) for x in like)
             self._held[view.sequence] = _Sequence(Region(self._host), size_class(view.capacity), empty)
-        if piece.layer not in self._layers:
-            self._layers.append(piece.layer)
+        if group.layer not in self._layers:
+            self._layers.append(group.layer)
         self._open(self._running)
-        self._held[view.sequence].rows[piece] = self._reserve(view, self._running.buffers[0])
+        self._held[view.sequence].rows[group] = self._reserve(view, self._running.buffers[0])
 
-    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
-        """Return the buffers that hold a piece. The next piece is being copied into the others."""
+    def rows(self, view: SliceView, group: HeadGroup, num_rows: int) -> Tensors:
+        """Return the buffers that hold a group. The next group is being copied into the others."""
         now = self._running
         self._open(now)
-        now.current, mark = now.ahead.take(Use(piece, num_rows))
+        now.current, mark = now.ahead.take(Use(group, num_rows))
         self._wait(mark)
         return now.buffers[now.current]
 
-    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        now, offset = self._running, self._held[view.sequence].rows[piece]
+    def keep(self, view: SliceView, group: HeadGroup, rows: Tensors) -> None:
+        now, offset = self._running, self._held[view.sequence].rows[group]
         # Only the slice's own rows: earlier ones are in host memory. The mark keeps the next load out of the buffer until then.
         now.left[now.current] = self._copy(rows, offset, view.start, view.stop, True)
 
-    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
+    def expect_gradient(self, view: SliceView, group: HeadGroup) -> None:
         now, held = self._running, self._held[view.sequence]
-        if piece in held.gradients:
-            now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.stop, False, now.arriving)
+        if group in held.gradients:
+            now.arriving = self._copy(now.gradient, held.gradients[group], 0, view.stop, False, now.arriving)
 
-    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        now, is_first = self._running, piece not in self._held[view.sequence].gradients
-        self._wait(now.arriving)  # behind the load of the sum, or behind the offload of the last piece's, in the one buffer
+    def add_gradient(self, view: SliceView, group: HeadGroup, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+        now, is_first = self._running, group not in self._held[view.sequence].gradients
+        self._wait(now.arriving)  # behind the load of the sum, or behind the offload of the last group's, in the one buffer
         own = []
         for buffer, grad in zip(now.gradient, grads, strict=True):
             total = buffer if heads is None else buffer[:, heads]
@@ -188,16 +188,16 @@ class HostStore:
             own.append(torch.cat([total[view.start : view.stop].to(grad.dtype), grad[view.stop :]]))
         return tuple(own)
 
-    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
+    def keep_gradient(self, view: SliceView, group: HeadGroup) -> None:
         now, held = self._running, self._held[view.sequence]
-        if piece not in held.gradients:
-            held.gradients[piece] = self._reserve(view, now.gradient)
-        now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.start, True)  # then it may be overwritten
+        if group not in held.gradients:
+            held.gradients[group] = self._reserve(view, now.gradient)
+        now.arriving = self._copy(now.gradient, held.gradients[group], 0, view.start, True)  # then it may be overwritten
 
-    def free(self, view: SliceView, piece: Piece) -> None:
-        """Free a piece; the host memory of a sequence is given back with its last piece."""
+    def free(self, view: SliceView, group: HeadGroup) -> None:
+        """Free a group; the host memory of a sequence is given back with its last group."""
         held = self._held[view.sequence]
-        del held.rows[piece]
+        del held.rows[group]
         if not held.rows:
             self.host_bytes -= held.region.num_bytes
             held.region.give_back(self._host.streams.mark(False))  # behind all loads so far, which may still read it
@@ -207,12 +207,12 @@ class HostStore:
         """Yield the requests of attention in an action, in order, for the layers seen so far."""
         parts = range(self._num_parts)
         if not backward:
-            yield from (Use(Piece(layer, part), view.start) for layer in self._layers for part in parts)
+            yield from (Use(HeadGroup(layer, part), view.start) for layer in self._layers for part in parts)
             return
         for position, layer in reversed(list(enumerate(self._layers))):
             if position < num_whole:
-                yield from (Use(Piece(layer, part), view.start) for part in parts)
-            yield from (Use(Piece(layer, part), view.stop) for part in reversed(parts))
+                yield from (Use(HeadGroup(layer, part), view.start) for part in parts)
+            yield from (Use(HeadGroup(layer, part), view.stop) for part in reversed(parts))
 
     @property
     def _running(self) -> _Running:
@@ -232,9 +232,9 @@ class HostStore:
     def _load(self, use: Use, number: int) -> Mark:
         now = self._running
         held = self._held.get(now.view.sequence)
-        if held is None or use.piece not in held.rows:  # a first slice: nothing to load, but rows may still be leaving
+        if held is None or use.group not in held.rows:  # a first slice: nothing to load, but rows may still be leaving
             return now.left[number]
-        return self._copy(now.buffers[number], held.rows[use.piece], 0, use.num_rows, False, now.left[number])
+        return self._copy(now.buffers[number], held.rows[use.group], 0, use.num_rows, False, now.left[number])
 
     def _wait(self, *marks: Mark) -> None:
         self._host.streams.wait(*marks)

@@ -1,8 +1,8 @@
-"""Attention of one chunk on latents: the relay caches them, and keys and values are made of them inside attention.
+"""Attention of one chunk on latents: these are cached, and keys and values are made of them inside attention.
 
 Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) makes the keys and values of all heads from a latent
-of one token by a matrix product, and adds the same rotated channels to every key. The relay caches the latent and the rotated
-channels, which are one or two hundredths of the keys and values. Every slice makes those of its prefix anew, by groups of heads
+of one token by a matrix product, and adds the same rotated channels to every key. The latent and the rotated channels are
+cached, which are one or two hundredths of the keys and values. Every slice makes those of its prefix anew, by groups of heads
 if there are many, in its forward and again in its backward, and adds to the gradient of that matrix.
 """
 
@@ -25,7 +25,7 @@ from megatron_epp.runtime.context import ChunkContext
 class _LatentAttention(torch.autograd.Function):
     """Queries of a chunk against keys and values made of the latents of the chunk and, for a slice, of its sequence.
 
-    As in `core`, no edge joins the graphs of two slices. The gradient of a latent adds up in the relay over the slices that
+    As in `core`, no edge joins the graphs of two slices. The gradient of a latent adds up in the KV cache over the slices that
     read it. The gradient of the matrix is a sum over slices, of which each backward returns its share.
     """
 
@@ -41,16 +41,16 @@ class _LatentAttention(torch.autograd.Function):
         scale: float,
         preference: str,
     ) -> Tensor:
-        view, relay, table, q = context.view, context.relay, context.table, compact(q)
+        view, kv_cache, table, q = context.view, context.kv_cache, context.table, compact(q)
         cached, unrotated = (latent, rotated), q.shape[2] - rotated.shape[2]
         of_none = keys_and_values((latent[:0], rotated[:0]), expansion, unrotated)
         kernel = kernels.choose(q, *of_none, preference)  # only shapes, types and device are asked for
-        # What the relay caches is not saved here again: a slice's own tensors are in its sequence's buffers.
+        # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
         groups = head_groups(expansion, expansion.shape[1] + rotated.shape[2], table.key_starts[-1])
 
         def attend() -> tuple[Tensor, Saved]:
-            seen = own if view is None else relay.append(layer, view, cached)
+            seen = own if view is None else kv_cache.append(layer, view, cached)
             out = q.new_empty(*q.shape[:2], of_none[1].shape[2])
             saved: list[Tensor] = []
             for group in groups:
@@ -63,16 +63,16 @@ class _LatentAttention(torch.autograd.Function):
         ctx.save_for_backward(q, out, expansion, *own, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.groups = context, layer, scale, kernel, groups
         if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
-            relay.release(layer, view)
+            kv_cache.release(layer, view)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        view, relay, groups = context.view, context.relay, ctx.groups
+        view, kv_cache, groups = context.view, context.kv_cache, ctx.groups
         q, out, expansion, latent, rotated, *saved = ctx.saved_tensors
         own = latent, rotated
-        seen = own if view is None else relay.fetch(ctx.layer, view, own)
+        seen = own if view is None else kv_cache.fetch(ctx.layer, view, own)
         latents, unrotated, count = seen[0][:, 0], q.shape[2] - rotated.shape[2], len(saved) // len(groups)
         # A sum over several groups is wide: in half precision it would be rounded once for each of them.
         wide = q.dtype if len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
@@ -93,7 +93,7 @@ class _LatentAttention(torch.autograd.Function):
 
         for at, group in enumerate(groups):
             run(at, group)
-        grads: Tensors = sums if view is None else relay.take_gradient(ctx.layer, view, sums)
+        grads: Tensors = sums if view is None else kv_cache.take_gradient(ctx.layer, view, sums)
         d_latent, d_rotated = (x.to(q.dtype) for x in grads)
         return dq, d_latent, d_rotated, d_expansion, None, None, None, None
 
@@ -157,7 +157,7 @@ def latent_attention(
         ``[tokens, heads, value_channels]``.
 
     Raises:
-        RelayError: the slices of a sequence run in an order its plan rules out.
+        KVCacheError: the slices of a sequence run in an order its plan rules out.
         EppError: no kernel of the preference can serve.
     """
 

@@ -22,14 +22,14 @@ one head, which cannot be split into groups.
 """
 
 
-class Piece(NamedTuple):
+class HeadGroup(NamedTuple):
     """Group of heads of one layer, which attention processes at once."""
 
     layer: int
     part: int
 
 
-class RelayError(EppError):
+class KVCacheError(EppError):
     """Error of a KV cache in a state that the plan rules out."""
 
 

@@ -143,7 +143,6 @@ class _Bench:
         return x + functional.linear(_Attended.apply(query, key, value), self.out)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Normalize every head."""
         heads = x.view(x.shape[0], -1, self.channels)
         return functional.rms_norm(heads, (self.channels,), self.norm[: self.channels]).flatten(1)
 

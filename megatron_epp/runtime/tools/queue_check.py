@@ -28,7 +28,7 @@ from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
@@ -152,7 +152,7 @@ class EchoStage:
     """A `runtime.context.Stage` of messages that carry the number of their chunk, which it compares on arrival."""
 
     def __init__(self, stage: int, width: int, device: torch.device, exchanging: dist.ProcessGroup | None = None) -> None:
-        self.stage, self.relay, self._exchanging = stage, KVRelay(), exchanging
+        self.stage, self.kv_cache, self._exchanging = stage, SlicedKVCache(), exchanging
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         self._width, self._inputs = width, dict[int, Tensor]()
         self._square = torch.full((2048 if device.type == "cuda" else 64,) * 2, 1e-3, device=device)

@@ -83,26 +83,26 @@ def ran(plan: Plan, model: Model, end_s: float = float("inf")) -> Iterator[Ran]:
     for rank in range(plan.num_ranks):
         if time.monotonic() > end_s:
             return
-        found = run(plan, rank, model, HOST_BYTES if any(plan.copies) or plan.kv_offload else 0)
+        measured = run(plan, rank, model, HOST_BYTES if any(plan.copies) or plan.kv_offload else 0)
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        busy_us = sum(end - start for text, start, end, _ in found.events if is_compute(Action.parse(text).op))
-        peaks = map(format_bytes, (plan.predicted.peak_bytes[rank], found.peak_bytes))
+        busy_us = sum(end - start for text, start, end, _ in measured.events if is_compute(Action.parse(text).op))
+        peaks = map(format_bytes, (plan.predicted.peak_bytes[rank], measured.peak_bytes))
         print(f"rank {rank}: {format_us(busy_us)} of compute; peak {' planned, '.join(peaks)} measured", flush=True)
-        yield found
+        yield measured
 
 
 def row_of(way: str, plan: Plan, ranks: Sequence[Ran]) -> tuple[Row, Comparison]:
     """Put the times of all ranks on a plan's dependencies."""
-    compared = compare(plan, Measured.of(plan, [one.events for one in ranks]))
+    compared = compare(plan, Measured.of(plan, [rank.events for rank in ranks]))
     row = Row(
         way=way,
         planned_us=compared.planned_us,
         measured_us=compared.replayed_us,
         tokens_per_second=1e6 * plan.num_tokens / compared.replayed_us,
         planned_bytes=max(plan.predicted.peak_bytes),
-        measured_bytes=max(one.peak_bytes for one in ranks),
+        measured_bytes=max(rank.peak_bytes for rank in ranks),
         kinds={kind: (took.count, took.planned_us, took.measured_us) for kind, took in compared.kinds.items()},
     )
     return row, compared
@@ -165,26 +165,26 @@ def _planned(args: argparse.Namespace, model: Model, end_s: float) -> Iterator[R
         if not isinstance(options.recompute, str):
             options = replace(options, recompute=max(costs.num_layers))
         try:
-            made = plan(problem, costs, options)
+            plan_of_way = plan(problem, costs, options)
         except EppError as error:
             yield Row(way=way, reason=str(error).partition("\n")[0])
             continue
         name = way.replace(", ", "-").replace(" ", "-")
-        save(made, args.output / f"plan-{name}.json")
+        save(plan_of_way, args.output / f"plan-{name}.json")
         print(way, flush=True)
-        found = [*ran(made, replace(model, loss_block_tokens=block_tokens), end_s)]
-        if len(found) < stages:
-            yield Row(way=way, reason=f"{len(found)} of {stages} ranks have run within {args.seconds:g} s")
+        measured = [*ran(plan_of_way, replace(model, loss_block_tokens=block_tokens), end_s)]
+        if len(measured) < stages:
+            yield Row(way=way, reason=f"{len(measured)} of {stages} ranks have run within {args.seconds:g} s")
             continue
-        Measured.of(made, [one.events for one in found]).save(args.output / f"measured-{name}.json")
-        yield row_of(way, made, found)[0]
+        Measured.of(plan_of_way, [rank.events for rank in measured]).save(args.output / f"measured-{name}.json")
+        yield row_of(way, plan_of_way, measured)[0]
 
 
 def _as_trained(args: argparse.Namespace, model: Model) -> int:
     """Run the plan of a training's iteration, and print its makespan by itself next to that of the training."""
-    made, there = load(args.plan), Measured.load(args.measured)
-    row, alone = row_of(args.plan.name, made, [*ran(made, model)])
-    in_training = compare(made, there)
+    trained_plan, there = load(args.plan), Measured.load(args.measured)
+    row, alone = row_of(args.plan.name, trained_plan, [*ran(trained_plan, model)])
+    in_training = compare(trained_plan, there)
     print("\n".join(lines_of([row])))
     ratio = alone.replayed_us / in_training.measured_us
     print(f"makespan in training {format_us(in_training.measured_us)}, by times of ranks alone {ratio:.3f} of it")
@@ -193,8 +193,8 @@ def _as_trained(args: argparse.Namespace, model: Model) -> int:
         "replayed_us": in_training.replayed_us,
         "alone_us": alone.replayed_us,
     }
-    found = _as_json(row) | makespans
-    (args.output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    report = _as_json(row) | makespans
+    (args.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

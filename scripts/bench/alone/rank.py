@@ -96,7 +96,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         recorder = Recorder()
-        with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
+        with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
             copies = bool(plan.copies and plan.copies[rank])
             offload = ActivationOffload(saved, host) if copies and host is not None else None
             Executor(plan, rank, stages, links, recorder, offload=offload, host=host).run()  # type: ignore[arg-type]

@@ -45,29 +45,29 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=60, metavar="N", help="log-normal, up to 128K tokens (default: 60)")
     parser.add_argument("--stages", type=int, default=16, metavar="N", help="each on a rank of its own (default: 16)")
     args = parser.parse_args()
-    made = _plan(args.sequences, args.stages)
-    packed, text = PackedPlan.of(made, 0.0, ()), to_json(made)
-    events = [[(str(step.action), 0.0, step.time_us) for step in row] for row in made.ranks]
-    name = made.num_ranks // 2
-    took_us = [(step.action, step.time_us) for step in made.ranks[name]]
+    plan = _plan(args.sequences, args.stages)
+    packed, text = PackedPlan.of(plan, 0.0, ()), to_json(plan)
+    events = [[(str(step.action), 0.0, step.time_us) for step in row] for row in plan.ranks]
+    name = plan.num_ranks // 2
+    took_us = [(step.action, step.time_us) for step in plan.ranks[name]]
     rows = {
         "plan and this rank's actions, from a plan file": lambda: lower(from_json(text))[name],
         "the same, from the planning process": lambda: (packed.plan(), packed.actions(name)),
-        "measurement, digest computed": lambda: Measured.of(made, events),
-        "the same, digest from the planning process": lambda: Measured.of(made, events, packed.plan_digest),
-        "comparison of a rank with its costs": lambda: SlowStages().add(made, name, took_us),
+        "measurement, digest computed": lambda: Measured.of(plan, events),
+        "the same, digest from the planning process": lambda: Measured.of(plan, events, packed.plan_digest),
+        "comparison of a rank with its costs": lambda: SlowStages().add(plan, name, took_us),
     }
-    inputs, batch = RankInputs(Uploader(torch.device("cpu")), rows_of=lambda mask: None), _batch(made)
-    rows["inputs of the last stage's rank, in a thread"] = lambda: inputs.prepare(batch, packed.actions(made.num_ranks - 1))
+    inputs, batch = RankInputs(Uploader(torch.device("cpu")), rows_of=lambda mask: None), _batch(plan)
+    rows["inputs of the last stage's rank, in a thread"] = lambda: inputs.prepare(batch, packed.actions(plan.num_ranks - 1))
     num_bytes = len(packed.message) + sum(map(len, packed.rows))
-    size = f"{len(made.chunks)} chunks, {made.num_stages} stages; a message of {num_bytes:,} bytes"
-    print(f"{size}; {made.num_tokens:,} tokens")
-    found = [[what, *(f"{one:.1f}" for one in _cpu_ms(work))] for what, work in rows.items()]
-    print("\n".join(table(["", "CPU ms", "least", "most"], found)))
-    print(f"\nreports of {made.num_ranks} ranks, CPU ms:")
-    of_ranks = run_ranks(report_times_ms, made.num_ranks, made, packed.plan_digest)
+    size = f"{len(plan.chunks)} chunks, {plan.num_stages} stages; a message of {num_bytes:,} bytes"
+    print(f"{size}; {plan.num_tokens:,} tokens")
+    cells = [[what, *(f"{ms:.1f}" for ms in _cpu_ms(work))] for what, work in rows.items()]
+    print("\n".join(table(["", "CPU ms", "least", "most"], cells)))
+    print(f"\nreports of {plan.num_ranks} ranks, CPU ms:")
+    of_ranks = run_ranks(report_times_ms, plan.num_ranks, plan, packed.plan_digest)
     rows_of = {"first": of_ranks[0], "in the middle": of_ranks[name], "last": of_ranks[-1]}
-    print("\n".join(table(["rank", *COLUMNS], [[at, *(f"{one:.1f}" for one in row)] for at, row in rows_of.items()])))
+    print("\n".join(table(["rank", *COLUMNS], [[at, *(f"{ms:.1f}" for ms in row)] for at, row in rows_of.items()])))
 
 
 def _plan(num_sequences: int, num_stages: int) -> Plan:
@@ -96,8 +96,8 @@ class _Memory:
         return None
 
 
-def _batch(made: Plan) -> GlobalBatch:
-    return GlobalBatch(indices=tuple(range(len(made.lengths))), lengths=made.lengths, plan=made, dataset=_Memory(made.lengths))
+def _batch(plan: Plan) -> GlobalBatch:
+    return GlobalBatch(indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=_Memory(plan.lengths))
 
 
 def _cpu_ms(work: Callable[[], object]) -> tuple[float, float, float]:

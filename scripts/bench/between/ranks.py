@@ -27,35 +27,35 @@ ITERATION_S = 1.0
 COLUMNS = "made by the training thread", "in a thread: training thread", "thread of reports"
 
 
-def report_times_ms(rank: int, made: Plan, plan_digest: str) -> tuple[float, ...]:
+def report_times_ms(rank: int, plan: Plan, plan_digest: str) -> tuple[float, ...]:
     """Return the processor times of a rank's reports by `COLUMNS`, in milliseconds; medians of `ROUNDS` iterations."""
-    mpu.initialize_model_parallel(pipeline_model_parallel_size=made.num_ranks)
-    everyone, last = range(made.num_ranks), made.num_ranks - 1
+    mpu.initialize_model_parallel(pipeline_model_parallel_size=plan.num_ranks)
+    everyone, last = range(plan.num_ranks), plan.num_ranks - 1
     groups = Groups()
     args = Namespace(epp_schedule="elastic", log_interval=1, tensorboard_log_interval=1, train_iters=UNLIMITED_BYTES)
     run = Namespace(args=args, links=Links.create(everyone, everyone, groups), replicas=1, replica=0, rank=rank)
     run.host, run.costs, run.plan_wait_us, run.iteration, run.report_folder = None, None, 0.0, 0, None
     run.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
-    batch = Namespace(plan=made, plan_digest=plan_digest, lengths=made.lengths, planning_us=0.0)
-    found: tuple[list[float], ...] = ([], [], [])
+    batch = Namespace(plan=plan, plan_digest=plan_digest, lengths=plan.lengths, planning_us=0.0)
+    times_s: tuple[list[float], ...] = ([], [], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args.epp_report_dir = folder
         run.report_folder = ReportFolder(Path(folder), "bench") if rank == 0 else None
-        for column, run.reports in enumerate((_Inline(), _Timed(found[2]))):
+        for column, run.reports in enumerate((_Inline(), _Timed(times_s[2]))):
             run.reports.connect(groups, is_last=rank == last)
             for _ in range(ROUNDS):
                 report = IterationReport.begin(run, batch, forward_only=False)
                 report.recorder.begin()
-                for step in made.ranks[rank]:
+                for step in plan.ranks[rank]:
                     with report.recorder.action(step.action):
                         pass
                 dist.barrier()
                 start_s = time.thread_time()
                 report.submit(torch.ones(2) if rank == last else None)
-                found[column].append(time.thread_time() - start_s)
+                times_s[column].append(time.thread_time() - start_s)
                 time.sleep(ITERATION_S)
             run.reports.complete()
-    return tuple(1e3 * statistics.median(times) for times in found)
+    return tuple(1e3 * statistics.median(times) for times in times_s)
 
 
 class _Inline(Reports):

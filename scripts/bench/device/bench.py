@@ -65,18 +65,19 @@ def plans(unit: int, recompute_layers: int) -> tuple[Plan, Plan]:
 
 def kernels(unit: int) -> Part:
     proofs = list(prove(DEVICE.type, 128, 8, 2, unit))
-    wrong = [one.kernel for one in proofs if one.is_chosen and not one.holds]
-    return {"proofs": [asdict(one) for one in proofs], "met": not wrong}
+    wrong = [proof.kernel for proof in proofs if proof.is_chosen and not proof.holds]
+    return {"proofs": [asdict(proof) for proof in proofs], "met": not wrong}
 
 
 def executor(unit: int) -> Part:
     sliced, whole = plans(unit, 0)
     expected = run(whole)[0]
-    found: Part = {"slices in fp32": relative_difference(run(sliced)[0], expected)}
-    found["whole in bf16"] = relative_difference(run(whole, torch.bfloat16, "auto")[0], expected)
-    found["slices in bf16"] = relative_difference(run(sliced, torch.bfloat16, "auto")[0], expected)
-    return found | {
-        "met": found["slices in fp32"] <= GOALS["fp32"] and found["slices in bf16"] <= GOALS["bf16"] * found["whole in bf16"]
+    figures: Part = {"slices in fp32": relative_difference(run(sliced)[0], expected)}
+    figures["whole in bf16"] = relative_difference(run(whole, torch.bfloat16, "auto")[0], expected)
+    figures["slices in bf16"] = relative_difference(run(sliced, torch.bfloat16, "auto")[0], expected)
+    return figures | {
+        "met": figures["slices in fp32"] <= GOALS["fp32"]
+        and figures["slices in bf16"] <= GOALS["bf16"] * figures["whole in bf16"]
     }
 
 
@@ -130,18 +131,18 @@ def peaks(plan: Plan) -> Part:
     stage, host = GpuStage(plan, torch.bfloat16), HostMemory(DEVICE, _HOST_BYTES)
     for parameter in stage.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    counted = given = kept = None
+    counted = allocated = reserved = None
     for _ in range(3):
         gc.collect()
         before = _begin()
-        with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
+        with SavedTensors(stage.parameters, lambda: stage.kv_cache.num_bytes) as saved:
             offload = ActivationOffload(saved, host) if any(plan.copies) else None
             Executor(plan, 0, {0: stage}, offload=offload, host=host).run()
         counted = saved.peak_bytes
         if DEVICE.type == "cuda":
-            given, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+            allocated, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
     retries = torch.cuda.memory_stats()["num_alloc_retries"] if DEVICE.type == "cuda" else None
-    return {"counted": counted, "given": given, "kept_by_the_allocator": kept, "alloc_retries": retries}
+    return {"counted": counted, "given": allocated, "kept_by_the_allocator": reserved, "alloc_retries": retries}
 
 
 def _begin() -> int:
@@ -167,16 +168,16 @@ _REDUCED_UNIT = 48
 
 def measure(parts: Sequence[str], reduced: bool) -> dict[str, Part]:
     """All parts. One that fails says so in its place, and the others go on."""
-    found: dict[str, Part] = {}
+    results: dict[str, Part] = {}
     for name in parts:
         start_s = time.monotonic()
         try:
-            found[name] = PARTS[name](_REDUCED_UNIT if reduced else _UNITS[name])
+            results[name] = PARTS[name](_REDUCED_UNIT if reduced else _UNITS[name])
         except Exception as error:  # whatever a device or a driver raises
             traceback.print_exc()
-            found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
-        found[name]["seconds"] = time.monotonic() - start_s
-    return found
+            results[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
+        results[name]["seconds"] = time.monotonic() - start_s
+    return results
 
 
 def main() -> int:

@@ -44,8 +44,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     report = joined(folder)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.txt").write_text(told := text(report), encoding="utf-8")
-    print(f"\n{told}\nwritten to {folder / 'report.txt'} and report.json")
+    (folder / "report.txt").write_text(summary := text(report), encoding="utf-8")
+    print(f"\n{summary}\nwritten to {folder / 'report.txt'} and report.json")
 
 
 if __name__ == "__main__":

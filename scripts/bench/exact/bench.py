@@ -39,21 +39,21 @@ def row(ranks: int, microbatches: int, memory: float, limit_s: float, copy_units
         limit_s: seconds for each solve.
         copy_units: time of copying a microbatch's activations to host memory, in units.
     """
-    found: Row = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
+    figures: Row = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
     for name in SCHEDULES:
         unit = Unit(name, ranks, microbatches)
-        made = unit.of_paper()
-        found[name] = [unit.waits(made)] * 2 if unit.peak_bytes(made) <= memory * TOKENS else None
-    one, two = Unit("zb-h1", ranks, microbatches), Unit("zb-v", ranks, microbatches)
+        decisions = unit.of_paper()
+        figures[name] = [unit.waits(decisions)] * 2 if unit.peak_bytes(decisions) <= memory * TOKENS else None
+    zb_h1, two = Unit("zb-h1", ranks, microbatches), Unit("zb-v", ranks, microbatches)
     for name, unit, options in (
-        ("greedy", one, Options(split_weight=True)),
+        ("greedy", zb_h1, Options(split_weight=True)),
         ("greedy, V", two, Options(split_weight=True)),
-        ("exact", one, Options(split_weight=True)),
+        ("exact", zb_h1, Options(split_weight=True)),
         ("exact, V", two, Options(split_weight=True)),
         ("exact, V, copies", two, Options(split_weight=True, offload=True)),
     ):
-        found[name] = _idle(unit, memory, options, None if name.startswith("greedy") else limit_s, copy_units, workers)
-    return found
+        figures[name] = _idle(unit, memory, options, None if name.startswith("greedy") else limit_s, copy_units, workers)
+    return figures
 
 
 def _idle(
@@ -86,8 +86,13 @@ def lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Format the rows, with the share of 1F1B's idle time that the best exact plan saves."""
     names = [name for name in rows[0] if name not in ("ranks", "microbatches", "memory")]
     yield ["ranks", "microbatches", "memory", *names]
-    for one in rows:
-        yield [str(one["ranks"]), str(one["microbatches"]), f"{one['memory']:g}", *(_entry(one[name]) for name in names)]
+    for figures in rows:
+        yield [
+            str(figures["ranks"]),
+            str(figures["microbatches"]),
+            f"{figures['memory']:g}",
+            *(_entry(figures[name]) for name in names),
+        ]
 
 
 def _entry(idle: Sequence[float] | None) -> str:

@@ -61,8 +61,8 @@ def drawn(seed: int) -> tuple[Problem, Costs, Options]:
             plan(problem, costs, options)
         except InfeasibleError as error:
             problem = replace(problem, cap_bytes=(int(share * error.least_cap_bytes),) * ranks)
-        made = plan(problem, costs, options)
-        if len(made.chunks) * chunks * (3 if options.split_weight else 2) <= MOST_ACTIONS:
+        candidate = plan(problem, costs, options)
+        if len(candidate.chunks) * chunks * (3 if options.split_weight else 2) <= MOST_ACTIONS:
             return problem, costs, options
 
 

@@ -93,22 +93,22 @@ class Bench:
             "unsliced": self.launches.run("unsliced", whole, (context,)),
             "sliced": self.launches.run("sliced", self.sliced(context, **every_layer), (context,)),
         }
-        found = {"context": context, "slice_tokens": self.sizes.slice_tokens} | _speeds(runs)
+        figures = {"context": context, "slice_tokens": self.sizes.slice_tokens} | _speeds(runs)
         ratio = runs["sliced"].tokens_per_second / runs["unsliced"].tokens_per_second
-        return found | {"sliced_over_unsliced": ratio, "met": ratio >= GOALS["speed"]}
+        return figures | {"sliced_over_unsliced": ratio, "met": ratio >= GOALS["speed"]}
 
     def long(self) -> Part:
         context = self.sizes.long_context
         shorter = {"num_layers": self.sizes.long_layers, "train_iters": self.sizes.long_iterations}
         every_layer = shorter | {"epp_recompute": self.sizes.long_layers}
-        found: Part = {"context": context, "slice_tokens": self.sizes.slice_tokens}
+        figures: Part = {"context": context, "slice_tokens": self.sizes.slice_tokens}
         runs = {"sliced": self.launches.run("long sliced", self.sliced(context, **every_layer), (context,))}
         try:
             whole = self.sizes.settings(context, epp_schedule="whole", **every_layer)
             runs["unsliced"] = self.launches.run("long unsliced", whole, (context,))
         except OutOfMemory as error:
-            found["unsliced"] = str(error)
-        return found | _speeds(runs) | {"met": True}
+            figures["unsliced"] = str(error)
+        return figures | _speeds(runs) | {"met": True}
 
     def peaks(self) -> Part:
         free, capped = self._free_and_capped()
@@ -119,8 +119,8 @@ class Bench:
         free, moved = self._free_and_capped(epp_offload="on")
         share = max(line["offload_share"] for line in moved.run.lines)
         slower = free.tokens_per_second / moved.tokens_per_second
-        found = hidden_copies([measured for _, measured in moved.traces()])
-        return {"offload_share": share, **found, "times_as_long": slower, "met": share > 0}
+        hidden = hidden_copies([measured for _, measured in moved.traces()])
+        return {"offload_share": share, **hidden, "times_as_long": slower, "met": share > 0}
 
     def _free_and_capped(self, **changes: Any) -> tuple[Launched, Launched]:
         """The same batches without a cap, and with changes under one."""
@@ -155,12 +155,12 @@ class Bench:
         one_less = run("packed, one layer kept", packed | {"epp_recompute": layers - 1, "train_iters": 3})
         if every and one_less and every.device_peak_bytes and one_less.device_peak_bytes:
             per_layer = max(1, one_less.device_peak_bytes - every.device_peak_bytes)
-            kept = min(layers, int((cap_gb * 2**30 - every.device_peak_bytes) / per_layer))
-            if kept > 0:
-                run(f"packed, {kept} layers kept", packed | {"epp_recompute": layers - kept})
-        speeds = {name: figures_of(one.run)["tokens_per_second"] for name, one in runs.items()}
-        found = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
-        return found | _speeds(runs) | {"tokens_per_second": speeds}
+            num_kept_layers = min(layers, int((cap_gb * 2**30 - every.device_peak_bytes) / per_layer))
+            if num_kept_layers > 0:
+                run(f"packed, {num_kept_layers} layers kept", packed | {"epp_recompute": layers - num_kept_layers})
+        speeds = {name: figures_of(launched.run)["tokens_per_second"] for name, launched in runs.items()}
+        figures = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
+        return figures | _speeds(runs) | {"tokens_per_second": speeds}
 
     def ranks(self, num_ranks: int) -> Part:
         rows = compare(self.launches, self.sizes, {name: row for name, row in ROWS.items() if row.ranks == num_ranks})
@@ -220,18 +220,18 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 
 def measure(bench: Bench, parts: Sequence[str], keep: Callable[[dict[str, Part]], None]) -> dict[str, Part]:
     """All parts. One that fails says so in its place, and the others go on. What there is is kept after each."""
-    found: dict[str, Part] = {}
+    results: dict[str, Part] = {}
     for name in parts:
         print(f"{name}", flush=True)
         start_s = time.monotonic()
         try:
-            found[name] = PARTS[name](bench)
+            results[name] = PARTS[name](bench)
         except Exception as error:
             traceback.print_exc()
-            found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
-        found[name]["seconds"] = time.monotonic() - start_s
-        keep(found)
-    return found
+            results[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
+        results[name]["seconds"] = time.monotonic() - start_s
+        keep(results)
+    return results
 
 
 def profile(path: Path, reduced: bool) -> None:

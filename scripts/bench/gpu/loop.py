@@ -128,9 +128,9 @@ def _gradients(model: DistributedDataParallel, step: Callable[[], object]) -> li
     return [cast(Any, parameter).main_grad.clone() for parameter in model.parameters()]
 
 
-def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest norm of a difference over the norm of what is expected, over all ranks."""
-    here = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if float(b.norm()) > 0)
+    here = max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True) if float(b.norm()) > 0)
     largest = torch.tensor([here]).cuda()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -158,12 +158,12 @@ def _rank(figures: Path) -> None:
     calls = [_distance(_gradients(model, planned), expected) for _ in range(_CALLS)]
     rows |= {"wrap, first call": calls[0], "wrap, last call": calls[-1]}
     loss = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
-    found = []
+    gradients = []
     for slices in (1, 3):
         train = megatron_epp.wrap_samples(loss=loss, slices=slices, memory_cap_gb=_CAP_GB)
-        found.append(_gradients(model, partial(train, model=model, samples=_samples())))
+        gradients.append(_gradients(model, partial(train, model=model, samples=_samples())))
         train.close()
-    rows["wrap_samples in slices"] = _distance(found[1], found[0])
+    rows["wrap_samples in slices"] = _distance(gradients[1], gradients[0])
     if dist.get_rank() == 0:
         figures.write_text(json.dumps(rows, indent=1) + "\n")
     dist.barrier()

@@ -67,12 +67,12 @@ def trainings(row: Row, sizes: Sizes) -> dict[str, Settings]:
     """Return the flags of a row's trainings: `sliced`, `whole` and, in bf16, `exact`, Megatron's own in fp32."""
     base = sizes.settings(max(sizes.short), num_layers=4, bf16=row.is_bf16, **sizes.narrow, **row.both)
     # Ranks share a GPU, so none may plan with all of it.
-    found = {"sliced": base | _SLICED | {"epp_memory_cap_gb": 8} | row.sliced, "whole": base | row.whole}
+    settings_of = {"sliced": base | _SLICED | {"epp_memory_cap_gb": 8} | row.sliced, "whole": base | row.whole}
     if row.is_bf16:
-        found["exact"] = found["whole"] | {"bf16": False}
+        settings_of["exact"] = settings_of["whole"] | {"bf16": False}
     # Fused attention has no fp32, and Megatron's own runs need some.
     plain = {"attention_backend": "unfused"} if base.get("transformer_impl") == "transformer_engine" else {}
-    return {name: settings if settings["bf16"] else settings | plain for name, settings in found.items()}
+    return {name: settings if settings["bf16"] else settings | plain for name, settings in settings_of.items()}
 
 
 def compare(launches: Launches, sizes: Sizes, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
@@ -92,15 +92,15 @@ def compare(launches: Launches, sizes: Sizes, rows: Mapping[str, Row]) -> dict[s
             return error
 
     with ThreadPoolExecutor(at_a_time) as pool:
-        done = list(pool.map(lambda one: losses(*one), wanted))
-    found: dict[str, dict[str, Any]] = {}
+        done = list(pool.map(lambda arguments: losses(*arguments), wanted))
+    verdicts: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
         runs = {kind: result for (its, kind, *_), result in zip(wanted, done, strict=True) if its == name}
         ended = {kind: result for kind, result in runs.items() if not isinstance(result, Exception)}
         if len(ended) < len(runs):
-            found[name] = {"failed": "; ".join(f"{kind}: {result}" for kind, result in runs.items() if kind not in ended)}
+            verdicts[name] = {"failed": "; ".join(f"{kind}: {result}" for kind, result in runs.items() if kind not in ended)}
             continue
         floor = BF16_FLOOR if row.is_bf16 else FP32_ALLOWED
         far = deviation(ended.get("exact", ended["whole"]), ended["whole"], ended["sliced"], floor)
-        found[name] = {"ours": far.ours, "allowed": far.allowed, "holds": far.holds}
-    return found
+        verdicts[name] = {"ours": far.ours, "allowed": far.allowed, "holds": far.holds}
+    return verdicts

@@ -17,16 +17,18 @@ def markdown(report: dict[str, Any]) -> str:
     if report["reduced"]:
         parts.append(_REDUCED)
     for name, part in report["parts"].items():
-        told = f"Failed: {part['failed']}" if "failed" in part else _TELL[name](part, report["goals"])
-        parts.append(f"## {name}\n\n{told}\n\n{part['seconds']:.0f} s.")
+        section = f"Failed: {part['failed']}" if "failed" in part else _TELL[name](part, report["goals"])
+        parts.append(f"## {name}\n\n{section}\n\n{part['seconds']:.0f} s.")
     return "\n\n".join(parts) + "\n"
 
 
 def _parity(part: Part, goals: dict[str, float]) -> str:
     rows = [[name, *(f"{row[key]:.1e}" for key in ("theirs", "ours", "allowed"))] for name, row in part["rows"].items()]
     what = f"Largest relative difference to Megatron's own run in fp32 over {part['iterations']} iterations."
-    found = table(["", "Megatron in bf16", "sliced, in bf16", "allowed"], rows)
-    return f"{what}\n\n{found}\n\nAllowed: {goals['parity']:g} times as far as Megatron's own, or a little anyway{_met(part)}."
+    distances = table(["", "Megatron in bf16", "sliced, in bf16", "allowed"], rows)
+    return (
+        f"{what}\n\n{distances}\n\nAllowed: {goals['parity']:g} times as far as Megatron's own, or a little anyway{_met(part)}."
+    )
 
 
 def _slices(part: Part, goals: dict[str, float]) -> str:
@@ -54,8 +56,8 @@ def _peaks(part: Part, goals: dict[str, float]) -> str:
         [name, _gib(row["planned_bytes"]), _gib(row["measured_bytes"]), f"{row['error']:+.1%}", f"{row['recompute_share']:.1%}"]
         for name, row in part["rows"].items()
     ]
-    found = table(["run", "planned (GiB)", "measured (GiB)", "planned over measured, less one", "recompute"], rows)
-    return f"{found}\n\nThe goal is {goals['peak']:.0%} either way{_met(part)}."
+    peaks = table(["run", "planned (GiB)", "measured (GiB)", "planned over measured, less one", "recompute"], rows)
+    return f"{peaks}\n\nThe goal is {goals['peak']:.0%} either way{_met(part)}."
 
 
 def _copies(part: Part, goals: dict[str, float]) -> str:

@@ -198,10 +198,10 @@ class Launches:
         with self._locks[key]:
             if key not in self._done:
                 self._done[key] = self._launch(name, settings | batch, num_ranks)
-        found = self._done[key]
-        if isinstance(found, OutOfMemory):
-            raise found
-        return found
+        launched = self._done[key]
+        if isinstance(launched, OutOfMemory):
+            raise launched
+        return launched
 
     def _launch(self, name: str, settings: Settings, num_ranks: int) -> Launched | OutOfMemory:
         folder = self.folder / name.replace(",", "").replace(" ", "-")
@@ -228,17 +228,17 @@ class Launches:
 
 def _reached(log: Path) -> str:
     """Progress of a run, read from its log."""
-    found = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
-    return f"{f'iteration {found[-1]}' if found else 'starting'} ({log})"
+    iterations = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    return f"{f'iteration {iterations[-1]}' if iterations else 'starting'} ({log})"
 
 
 def versions() -> dict[str, str | None]:
     """Versions of everything that a figure may depend on; None for packages that are not installed."""
     names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "megatron-epp")
-    found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
+    version_of_name: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():
-        found["cuDNN"] = str(torch.backends.cudnn.version())
-        found["NCCL"] = ".".join(map(str, nccl_version() or torch.cuda.nccl.version()))
+        version_of_name["cuDNN"] = str(torch.backends.cudnn.version())
+        version_of_name["NCCL"] = ".".join(map(str, nccl_version() or torch.cuda.nccl.version()))
     driver = Path("/proc/driver/nvidia/version")
-    found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
-    return found
+    version_of_name["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
+    return version_of_name

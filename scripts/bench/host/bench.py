@@ -81,9 +81,9 @@ def count(folder: Path) -> list[Counts]:
     for name, flags in _SCHEDULES.items():
         path = folder / f"{name}.jsonl"
         train(folder / name, 1, common | flags, program="scripts.bench.host.worker", environment={COUNTS: str(path)})
-        for one in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            figures = sum(one["names"].values()), one["launches"], one["allocations"], one["calls"]
-            rows[one["op"], one["segments"]].append(figures)
+        for action in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            figures = sum(action["names"].values()), action["launches"], action["allocations"], action["calls"]
+            rows[action["op"], action["segments"]].append(figures)
     medians = {key: [round(statistics.median(values)) for values in zip(*each, strict=True)] for key, each in rows.items()}
     return [Counts(*key, *medians[key]) for key in sorted(medians) if key[0] != "REDUCE"]
 
@@ -95,8 +95,8 @@ def count_stages(folder: Path) -> list[Counts]:
         command = [sys.executable, "-m", "scripts.bench.host.stage_worker"]
         environment = os.environ | {COUNTS: str(path)}
         subprocess.run(command, env=environment, check=True, stdout=output, stderr=output)
-    found = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [Counts(ops=sum(one.pop("names").values()), **one) for one in found]
+    actions = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [Counts(ops=sum(action.pop("names").values()), **action) for action in actions]
 
 
 def lines(counts: list[Counts]) -> list[str]:
@@ -104,12 +104,21 @@ def lines(counts: list[Counts]) -> list[str]:
     header = ["stage", "action", "segments", "ops", "launches", "allocations", "Python calls", "host us"]
     cells = [
         [
-            one.stage or "tiny GPT",
-            one.op,
-            *map(str, (one.segments, one.ops, one.launches, one.allocations, one.calls)),
-            " to ".join(f"{us:.0f}" for us in one.host_us),
+            counts_of_action.stage or "tiny GPT",
+            counts_of_action.op,
+            *map(
+                str,
+                (
+                    counts_of_action.segments,
+                    counts_of_action.ops,
+                    counts_of_action.launches,
+                    counts_of_action.allocations,
+                    counts_of_action.calls,
+                ),
+            ),
+            " to ".join(f"{us:.0f}" for us in counts_of_action.host_us),
         ]
-        for one in counts
+        for counts_of_action in counts
     ]
     return table(header, cells)
 

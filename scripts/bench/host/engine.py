@@ -107,13 +107,13 @@ class _Products(torch.autograd.Function):
         scale, norm, *weights = rest if ctx.has_norm else (None, None, *rest)
         (grad,), layer = grads, ctx.layer
         product = ops.gemm_dgrad if ctx.splits is None else ops.expert_gemm_dgrad
-        found = [product(part, weight) for part, weight in zip(_parts(grad, ctx.splits), weights, strict=True)]
+        products = [product(part, weight) for part, weight in zip(_parts(grad, ctx.splits), weights, strict=True)]
         compute = partial(layer.weight_gradients, ctx.splits)
         if layer.wgrad_store.delay_wgrad_compute():
             layer.wgrad_store.put([normed, grad], compute)
         else:
             compute(normed, grad)
-        dx = found[0] if ctx.splits is None else torch.empty_like(normed)
+        dx = products[0] if ctx.splits is None else torch.empty_like(normed)
         dnorm = None
         if ctx.has_norm:
             dx, dnorm = ops.norm_backward(dx, x, scale, norm)
@@ -146,7 +146,7 @@ class Linear(nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
-        return [one for name, one in self.named_parameters() if name.startswith("weight")]
+        return [parameter for name, parameter in self.named_parameters() if name.startswith("weight")]
 
     def forward(self, x: Tensor, splits: list[int] | None = None) -> tuple[Tensor, None]:
         output: Tensor = _Products.apply(x, self, splits, self.layer_norm_weight, *self.weights)
@@ -192,10 +192,10 @@ def _keeping(run: Callable[..., Tensor | tuple[Tensor, ...]], count: int | None 
     """Return a forward that keeps its tensors, and the results from the one at `count` on, which it does not return."""
 
     def forward(ctx: Any, *inputs: Any) -> Any:
-        found = run(*inputs)
-        outputs = found if isinstance(found, tuple) else (found,)
-        ctx.others = [one for one in inputs if not isinstance(one, Tensor)]
-        ctx.save_for_backward(*(one for one in inputs if isinstance(one, Tensor)), *outputs[count:] if count else ())
+        result = run(*inputs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), *outputs[count:] if count else ())
         return outputs[0] if count == 1 or len(outputs) == 1 else outputs
 
     return forward
@@ -236,18 +236,18 @@ def _permute(x: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> 
 
 
 def _unpermute(x: Tensor, rows: Tensor, merging_probs: Tensor | None, restore_shape: Sequence[int], **_: Any) -> Tensor:
-    found: Tensor = _Unpermuted.apply(x, rows, restore_shape[0])
-    return found
+    unpermuted: Tensor = _Unpermuted.apply(x, rows, restore_shape[0])
+    return unpermuted
 
 
 def _sort(x: Tensor, probs: Tensor, sizes: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _Permuted.apply(x, probs, ops.row_map(sizes), len(x))
-    return found
+    permuted: tuple[Tensor, Tensor] = _Permuted.apply(x, probs, ops.row_map(sizes), len(x))
+    return permuted
 
 
 def _sort_alone(x: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    found: Tensor = _Unpermuted.apply(x, ops.row_map(sizes), len(x))
-    return found
+    unpermuted: Tensor = _Unpermuted.apply(x, ops.row_map(sizes), len(x))
+    return unpermuted
 
 
 class Backend(LocalSpecProvider):
@@ -278,7 +278,7 @@ class Backend(LocalSpecProvider):
 
 KERNEL = replace(
     kernels.EXACT_ATTENTION,
-    forward=lambda q, k, v, table, scale: ((found := ops.attention(q, k, v))[0], found[1:]),
+    forward=lambda q, k, v, table, scale: ((result := ops.attention(q, k, v))[0], result[1:]),
     backward=lambda grad, q, k, v, out, saved, table, scale: ops.attention_backward(grad, q, k, v, out),
 )
 """Attention kernel: one launch, as a fused one is."""

@@ -62,7 +62,7 @@ def change(batch: str, tensor_parallel: int, rates: Rates) -> Change:
     lengths = LENGTHS[batch]
     problem = Problem(lengths, tuple(range(STAGES)), (CAP_BYTES,) * STAGES, token_multiple=tensor_parallel)
     unbound = replace(rates, launch_forward_us=0.0, launch_backward_us=0.0)
-    costs, others = (_costs(one, tensor_parallel, lengths) for one in (rates, unbound))
+    costs, others = (_costs(hardware, tensor_parallel, lengths) for hardware in (rates, unbound))
     aware, unaware = plan(problem, costs), plan(problem, others)
     return Change(
         batch,
@@ -83,16 +83,19 @@ def _costs(rates: Rates, tensor_parallel: int, lengths: tuple[int, ...]) -> Cost
     return on_device(profile.costs(layers, state_bytes_per_parameter=STATE_BYTES))
 
 
-def _slices(made: Plan) -> int:
+def _slices(plan: Plan) -> int:
     """Return the most slices of a sequence."""
-    return max(Counter(sequence for chunk in made.chunks for sequence, *_ in chunk.segments).values())
+    return max(Counter(sequence for chunk in plan.chunks for sequence, *_ in chunk.segments).values())
 
 
-def _timed_us(made: Plan, problem: Problem, costs: Costs) -> float:
+def _timed_us(timed_plan: Plan, problem: Problem, costs: Costs) -> float:
     """Return the makespan of a plan with other costs than it was made with, without copies to the host."""
-    tables = tabulate(made.chunks, problem, costs, Options().modes(costs))
-    steps = [[tables.num_steps(stage, c, one) for c, one in enumerate(row)] for stage, row in enumerate(made.recompute)]
-    order = [[action for step in row for action in step.actions] for row in made.ranks]
+    tables = tabulate(timed_plan.chunks, problem, costs, Options().modes(costs))
+    steps = [
+        [tables.num_steps(stage, c, recompute) for c, recompute in enumerate(row)]
+        for stage, row in enumerate(timed_plan.recompute)
+    ]
+    order = [[action for step in row for action in step.actions] for row in timed_plan.ranks]
     return makespan_us(order, tables, steps)
 
 
@@ -101,13 +104,13 @@ def lines(changes: list[Change]) -> list[str]:
     header = ["batch", "TP", "slices", "chunks", "as planned without", "as it would run", "planned with", "faster"]
     cells = [
         [
-            one.batch,
-            str(one.tensor_parallel),
-            *(f"{before} to {after}" for before, after in (one.slices, one.chunks)),
-            *(f"{us / 1e3:.1f}" for us in (one.expected_us, one.unaware_us, one.aware_us)),
-            f"{one.unaware_us / one.aware_us - 1:.1%}",
+            change.batch,
+            str(change.tensor_parallel),
+            *(f"{before} to {after}" for before, after in (change.slices, change.chunks)),
+            *(f"{us / 1e3:.1f}" for us in (change.expected_us, change.unaware_us, change.aware_us)),
+            f"{change.unaware_us / change.aware_us - 1:.1%}",
         ]
-        for one in changes
+        for change in changes
     ]
     return table(header, cells)
 

@@ -68,21 +68,21 @@ def _actions(stage: MegatronStage, chunk: Chunk, splits: bool) -> dict[str, Coun
     grad = torch.empty_like(output)
     with Counted(_EVEN_SHARE) as backward:
         stage.backward(context, output, grad, keep_weights=splits)
-    found = {"F": forward, "B-W" if splits else "B": backward}
+    counted = {"F": forward, "B-W" if splits else "B": backward}
     if splits:
-        with Counted(_EVEN_SHARE) as found["W"]:
+        with Counted(_EVEN_SHARE) as counted["W"]:
             stage.weight(context.chunk)
     if view is not None:
         for layer in range(1, NUM_LAYERS + 1):
-            stage.relay.release(layer, view)
-    return found
+            stage.kv_cache.release(layer, view)
+    return counted
 
 
 def _forward(stage: MegatronStage, chunk: Chunk, view: SliceView | None) -> tuple[ChunkContext, torch.Tensor, Counted]:
     stage.begin(lambda _: ChunkInputs())
     shape, dtype, device = stage.message(chunk.num_tokens)
     hidden = ReceiveLeaf().enter(torch.empty(shape, dtype=dtype, device=device))
-    context = ChunkContext(0, SegmentTable.build(chunk, chunk.num_tokens), stage.relay, view)
+    context = ChunkContext(0, SegmentTable.build(chunk, chunk.num_tokens), stage.kv_cache, view)
     with Counted(_EVEN_SHARE) as counted:
         output = stage.forward(context, hidden)
     return context, output, counted

@@ -83,7 +83,9 @@ class Counted(TorchDispatchMode):
         self.names[name] += 1
         self.launches += not (func.is_view or name.startswith(_NO_LAUNCH))
         if name not in _NO_MEMORY:
-            self.allocations += sum(one.alias_info is None and "Tensor" in str(one.type) for one in func._schema.returns)
+            self.allocations += sum(
+                result.alias_info is None and "Tensor" in str(result.type) for result in func._schema.returns
+            )
 
     def figures(self) -> dict[str, Any]:
         """Return the counts by their names."""
@@ -116,12 +118,12 @@ def count_actions(path: Path) -> None:
     from megatron_epp.runtime.attention import kernels
     from megatron_epp.runtime.executor import Executor
 
-    one = replace(
+    kernel = replace(
         kernels.EXACT_ATTENTION,
         forward=_as_one(kernels.EXACT_ATTENTION.forward),
         backward=_as_one(kernels.EXACT_ATTENTION.backward),
     )
-    kernels.choose = lambda *_: one
+    kernels.choose = lambda *_: kernel
     perform = Executor._perform
 
     def performed(self: Any, action: Any) -> None:

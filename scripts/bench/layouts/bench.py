@@ -100,7 +100,7 @@ def all_runs() -> list[Run]:
 
 def row(run: Run, rivals: Sequence[str], names: Sequence[str] = LAYOUTS) -> dict[str, Any]:
     """All figures of one run with some layouts, `auto` among them."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "lengths": run.lengths_like,
         "context": run.context,
         "ranks": run.stages,
@@ -115,26 +115,26 @@ def row(run: Run, rivals: Sequence[str], names: Sequence[str] = LAYOUTS) -> dict
         layouts[name] = _figures(layout, run.planned(layout)) | {"choosing_s": took_s}
     balanced = run.layout("balanced")
     plans = {name: run.planned(balanced, name) for name in rivals}
-    theirs = {name: None if made is None else made.predicted.makespan_us for name, made in plans.items()}
-    return found | {"layouts": layouts, "rivals": theirs}
+    theirs = {name: None if plan is None else plan.predicted.makespan_us for name, plan in plans.items()}
+    return figures | {"layouts": layouts, "rivals": theirs}
 
 
-def _figures(layout: Layout, made: Plan | None) -> dict[str, Any]:
+def _figures(layout: Layout, plan: Plan | None) -> dict[str, Any]:
     where = {
         "layers": layout.layers,
         "placement": layout.placement.kind,
         "stages_per_rank": layout.placement.num_chunks,
         "shards_vocabulary": layout.shards_vocabulary,
     }
-    if made is None:
+    if plan is None:
         return where | {"makespan_us": None}
-    busy_us = sum(_needed_us(step) for steps in made.ranks for step in steps) - sum(map(sum, made.recompute_us))
-    makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
+    busy_us = sum(_needed_us(step) for steps in plan.ranks for step in steps) - sum(map(sum, plan.recompute_us))
+    makespan_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
     return where | {
         "makespan_us": makespan_us,
         "bound_us": bound_us,
-        "efficiency": busy_us / made.num_ranks / makespan_us,
-        "best_efficiency": busy_us / made.num_ranks / bound_us,
+        "efficiency": busy_us / plan.num_ranks / makespan_us,
+        "best_efficiency": busy_us / plan.num_ranks / bound_us,
     }
 
 
@@ -145,7 +145,7 @@ def _needed_us(step: Step) -> float:
 
 def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, Any]:
     """Figures over the runs in which every layout has a plan; ratios where the other planner has one too."""
-    all_planned = [r for r in rows if all(one["makespan_us"] for one in r["layouts"].values())]
+    all_planned = [r for r in rows if all(figures["makespan_us"] for figures in r["layouts"].values())]
     if not all_planned:
         return {"runs": len(rows), "planned": 0}
     of: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         for auto, r in zip(autos, all_planned, strict=True)
     ]
     sharded = [r["layouts"]["vocabulary"] for r in all_planned if "vocabulary" in of]
-    gaps_of_sharded = [one["makespan_us"] / one["bound_us"] - 1 for one in sharded]
+    gaps_of_sharded = [figures["makespan_us"] / figures["bound_us"] - 1 for figures in sharded]
     took_s = {name: [r["layouts"][name]["choosing_s"] for r in rows] for name in ("auto", "vocabulary") if name in of}
     over = {name: [r["layouts"][name]["makespan_us"] / auto for auto, r in zip(autos, all_planned, strict=True)] for name in of}
     theirs = {
@@ -175,7 +175,7 @@ def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, 
         "gap_to_best_bound": [median(gaps), max(gaps)],
         "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
         "vocabulary_gap": [pick(gaps_of_sharded) for pick in (median, max)] if sharded else [],
-        "vocabulary_in_shards": sum(one["shards_vocabulary"] for one in sharded),
+        "vocabulary_in_shards": sum(figures["shards_vocabulary"] for figures in sharded),
         "rivals_over": theirs,
         "choosing_s": {name: [median(times), max(times)] for name, times in took_s.items()},
     }
@@ -186,29 +186,29 @@ def _mean(ratios: Sequence[float]) -> float | None:
     return exp(fmean(map(log, ratios))) if ratios else None
 
 
-def markdown(found: dict[str, Any], rivals: Sequence[str]) -> str:
+def markdown(totals: dict[str, Any], rivals: Sequence[str]) -> str:
     """Format the summary as a table, and lines under it."""
-    if not found["planned"]:
+    if not totals["planned"]:
         return "no run has a plan with every layout"
     rows = []
-    for name, figures in found["layouts"].items():
+    for name, figures in totals["layouts"].items():
         shares = [f"{value:.3f}" for key in ("efficiency", "best_efficiency") for value in figures[key]]
-        rows.append([name, *shares, f"{found['over_auto'][name]:.3f}"])
+        rows.append([name, *shares, f"{totals['over_auto'][name]:.3f}"])
     lines = [
         table(["layout", "efficiency, median", "least", "of the bound, median", "least", "makespan / auto's"], rows),
-        f"{found['planned']} of {found['runs']} runs have a plan with every layout",
-        "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*found["gap_to_best_bound"]),
+        f"{totals['planned']} of {totals['runs']} runs have a plan with every layout",
+        "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*totals["gap_to_best_bound"]),
     ]
-    if found["vocabulary_gap"]:
+    if totals["vocabulary_gap"]:
         lines.append(
             "with the vocabulary in shards ({} runs): above the bound of its own layout, median {:.1%}, most {:.1%}".format(
-                found["vocabulary_in_shards"], *found["vocabulary_gap"]
+                totals["vocabulary_in_shards"], *totals["vocabulary_gap"]
             )
         )
-    for name, own in product(rivals, found["choosing_s"]):
-        ratio = found["rivals_over"][name][own]
+    for name, own in product(rivals, totals["choosing_s"]):
+        ratio = totals["rivals_over"][name][own]
         lines.append(f"{name} with balanced layers over {own}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
-    for name, (usual_s, most_s) in found["choosing_s"].items():
+    for name, (usual_s, most_s) in totals["choosing_s"].items():
         lines.append(f"choosing {name} takes {usual_s:.1f} s of one core at the median and {most_s:.1f} s at most")
     return "\n".join(lines)
 
@@ -217,8 +217,8 @@ def line(figures: dict[str, Any]) -> str:
     """Format one run: efficiency of each layout, with that of its bound in brackets."""
     where = " ".join(f"{figures[key]}" for key in ("lengths", "context", "model", "ranks", "cap_gb"))
     cells = [
-        f"{name} no plan" if one["makespan_us"] is None else f"{name} {one['efficiency']:.3f} ({one['best_efficiency']:.3f})"
-        for name, one in figures["layouts"].items()
+        f"{name} no plan" if own["makespan_us"] is None else f"{name} {own['efficiency']:.3f} ({own['best_efficiency']:.3f})"
+        for name, own in figures["layouts"].items()
     ]
     auto_us = figures["layouts"]["auto"]["makespan_us"]
     ratios = [f"{name} {us / auto_us:.2f}" if us and auto_us else f"{name} -" for name, us in figures["rivals"].items()]
@@ -244,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in runs[: args.first]:
         rows.append(row(run, rivals, names))
         print(line(rows[-1]), flush=True)
-        found = summary(rows, rivals)
+        totals = summary(rows, rivals)
         if args.json is not None:
-            args.json.write_text(json.dumps({"summary": found, "rows": rows}, indent=1) + "\n")
-    print("\n" + markdown(found, rivals))
+            args.json.write_text(json.dumps({"summary": totals, "rows": rows}, indent=1) + "\n")
+    print("\n" + markdown(totals, rivals))
     return 0

@@ -35,7 +35,7 @@ class Trained:
     @staticmethod
     def mean(each: Sequence[Trained]) -> Trained:
         """Return the means of several iterations."""
-        return Trained(*(fmean(getattr(one, name) for one in each) for name in Trained.__slots__))
+        return Trained(*(fmean(getattr(iteration, name) for iteration in each) for name in Trained.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Measured:
 
     def median_us(self, figure: str) -> float:
         """Median of a field of `Trained` over the rounds."""
-        return median(getattr(one, figure) for one in self.rounds)
+        return median(getattr(run, figure) for run in self.rounds)
 
     @property
     def measured_us(self) -> Rounds:
         """Measured makespan of every round."""
-        return Rounds(tuple(one.measured_us for one in self.rounds))
+        return Rounds(tuple(run.measured_us for run in self.rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,53 +75,53 @@ class Ratio:
         return self.measured / self.planned - 1
 
 
-def ratio(found: Measured, base: Measured, figure: str = "measured_us") -> Ratio:
+def ratio(layout: Measured, base: Measured, figure: str = "measured_us") -> Ratio:
     """Return the ratio of two layouts, measured by a field of `Trained`."""
-    planned, measured = (found.median_us(name) / base.median_us(name) for name in ("planned_us", figure))
+    planned, measured = (layout.median_us(name) / base.median_us(name) for name in ("planned_us", figure))
     return Ratio(planned, measured)
 
 
-def verdict(found: Measured, base: Measured, occupancy: Occupancy) -> str:
+def verdict(layout: Measured, base: Measured, occupancy: Occupancy) -> str:
     """Say whether the measured ratio is the planned one, or why that is not known."""
-    if found.layers == base.layers:
+    if layout.layers == base.layers:
         return f"the same layers as {base.name}"
-    if reason := doubt(found.measured_us, base.measured_us, occupancy):
+    if reason := doubt(layout.measured_us, base.measured_us, occupancy):
         return reason
-    error = ratio(found, base).error
+    error = ratio(layout, base).error
     return f"{'as planned, within' if abs(error) <= CLOSE else 'not as planned: more than'} {CLOSE:.0%}"
 
 
-def lines_of(found: Sequence[Measured], occupancy: Occupancy) -> list[str]:
+def lines_of(layouts: Sequence[Measured], occupancy: Occupancy) -> list[str]:
     """Format the layouts as a table, and below it their ratios to even layers with the verdict."""
     header = ["layout", "layers", "planned (ms)", "measured (ms)", "spread", "iteration (ms)", "by processor time (ms)"]
     figures = ("planned_us", "measured_us", "iteration_us", "own_us")
     rows = []
-    for one in found:
-        planned, measured, iteration, own = (f"{one.median_us(name) / 1e3:.0f}" for name in figures)
-        rows.append([one.name, one.layers, planned, measured, f"{one.measured_us.spread:.0%}", iteration, own])
-    base = next(one for one in found if one.name == EVEN)
+    for layout in layouts:
+        planned, measured, iteration, own = (f"{layout.median_us(name) / 1e3:.0f}" for name in figures)
+        rows.append([layout.name, layout.layers, planned, measured, f"{layout.measured_us.spread:.0%}", iteration, own])
+    base = next(layout for layout in layouts if layout.name == EVEN)
     lines = table(header, rows, left=(0, 1))
-    for one in found:
-        if one is not base:
-            lines.append(f"{one.name} / even: {_words(one, base)}; {verdict(one, base, occupancy)}")
+    for layout in layouts:
+        if layout is not base:
+            lines.append(f"{layout.name} / even: {_words(layout, base)}; {verdict(layout, base, occupancy)}")
     return lines
 
 
-def _words(found: Measured, base: Measured) -> str:
-    makespan, iteration, own = (ratio(found, base, name) for name in ("measured_us", "iteration_us", "own_us"))
+def _words(layout: Measured, base: Measured) -> str:
+    makespan, iteration, own = (ratio(layout, base, name) for name in ("measured_us", "iteration_us", "own_us"))
     return (
         f"{makespan.planned:.3f} planned, {makespan.measured:.3f} measured ({makespan.error:+.1%}), "
         f"{own.measured:.3f} by processor time ({own.error:+.1%}), {iteration.measured:.3f} with the optimizer"
     )
 
 
-def report_of(found: Sequence[Measured]) -> list[dict[str, Any]]:
+def report_of(layouts: Sequence[Measured]) -> list[dict[str, Any]]:
     """Return the figures of the layouts for JSON."""
     return [
         {
-            "layout": one.name,
-            "layers": one.layers,
-            "rounds": [{name: getattr(r, name) for name in r.__slots__} for r in one.rounds],
+            "layout": layout.name,
+            "layers": layout.layers,
+            "rounds": [{name: getattr(r, name) for name in r.__slots__} for r in layout.rounds],
         }
-        for one in found
+        for layout in layouts
     ]

@@ -37,10 +37,10 @@ def emulate(num_ranks: int, seconds: float = SECONDS) -> Emulated:
     layouts = {name: run.layout(name) for name in (EVEN, *SEARCHED)}
     plans = {name: run.planned(layout) for name, layout in layouts.items()}
     planned_us, measured_us = {}, {}
-    for name, made in plans.items():
-        assert made is not None, f"no plan of {name} layers fits {CAP_GB} GB"
-        planned_us[name] = made.predicted.makespan_us
-        measured_us[name] = emulated_us(made, seconds * 1e6 / planned_us[EVEN])
+    for name, plan in plans.items():
+        assert plan is not None, f"no plan of {name} layers fits {CAP_GB} GB"
+        planned_us[name] = plan.predicted.makespan_us
+        measured_us[name] = emulated_us(plan, seconds * 1e6 / planned_us[EVEN])
     layers = {name: _text(layout) for name, layout in layouts.items()}
     return Emulated(num_ranks, layers, planned_us, measured_us)
 
@@ -51,15 +51,15 @@ def _text(layout: Layout) -> str:
     return layers_text(layout.halves) + where + ", vocabulary over all ranks" * layout.shards_vocabulary
 
 
-def lines_of(found: Sequence[Emulated]) -> list[str]:
+def lines_of(results: Sequence[Emulated]) -> list[str]:
     """Format pipelines as a table, and below it the layers."""
     header = ["ranks", "layout", "planned (ms)", "measured (ms)", "/ even: planned", "measured", "error"]
     rows = []
-    for one in found:
+    for result in results:
         for name in (EVEN, *SEARCHED):
-            ratio, times = one.ratio(name), (one.planned_us[name], one.measured_us[name])
+            ratio, times = result.ratio(name), (result.planned_us[name], result.measured_us[name])
             cells = [f"{time_us / 1e3:.1f}" for time_us in times]
             shares = ["", "", ""] if name == EVEN else [f"{ratio.planned:.3f}", f"{ratio.measured:.3f}", f"{ratio.error:+.1%}"]
-            rows.append([str(one.num_ranks), name, *cells, *shares])
-    said = [f"{name} on {one.num_ranks} ranks: {one.layers[name]}" for one in found for name in SEARCHED]
+            rows.append([str(result.num_ranks), name, *cells, *shares])
+    said = [f"{name} on {result.num_ranks} ranks: {result.layers[name]}" for result in results for name in SEARCHED]
     return [*table(header, rows, left=(1,)), *said]

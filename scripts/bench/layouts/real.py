@@ -54,24 +54,24 @@ def trained(number: int, folder: Path, rounds: int, iterations: int) -> dict[str
     """Train one of the models with all layouts; print a table and return its figures."""
     case, now = CASES[number], ["starting"]
     with progress(f"{case}", lambda: now[0]):
-        found, occupancy = measure(
+        layouts, occupancy = measure(
             case, folder / f"case-{number}", LAYOUTS, rounds, iterations, lambda text: now.append(now.pop() and text)
         )
-    print("\n".join([f"\n{case}; {occupancy}", *compared.lines_of(found, occupancy)]), flush=True)
-    return {"case": str(case), "occupancy": asdict(occupancy), "layouts": compared.report_of(found)}
+    print("\n".join([f"\n{case}; {occupancy}", *compared.lines_of(layouts, occupancy)]), flush=True)
+    return {"case": str(case), "occupancy": asdict(occupancy), "layouts": compared.report_of(layouts)}
 
 
 def emulation(sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     """Emulate pipelines of some sizes; print a table and return its figures."""
-    found, others = [], OthersMeter()
+    results, others = [], OthersMeter()
     for num_ranks in sizes:
         with progress(f"emulating {num_ranks} ranks"), others.measured():
-            found.append(emulated.emulate(num_ranks, seconds))
-    if found:
-        print("\n".join([f"\n{emulated.MODEL}, emulated", *emulated.lines_of(found)]), flush=True)
+            results.append(emulated.emulate(num_ranks, seconds))
+    if results:
+        print("\n".join([f"\n{emulated.MODEL}, emulated", *emulated.lines_of(results)]), flush=True)
         if (occupancy := others.occupancy(max(sizes))).is_busy:
             print(f"inconclusive: the machine was busy ({occupancy})", flush=True)
-    return [one._asdict() for one in found]
+    return [result._asdict() for result in results]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

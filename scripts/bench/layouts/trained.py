@@ -111,16 +111,16 @@ def measure(
         "epp_costs": profile,
         "epp_trace": list(range(1, iterations + 2)),  # one more than there are: with a single one, no numbers
     }
-    found: dict[str, list[Trained]] = {name: [] for name in layouts}
+    runs: dict[str, list[Trained]] = {name: [] for name in layouts}
     layers, others = {}, OthersMeter()
     for number, order in enumerate(turns(layouts, rounds), start=1):
         for name in order:
             note(f"round {number} of {rounds}, {name}")
             with others.measured():
                 run = train(folder / name, RANKS, settings | flags_of(name), program="megatron_epp.mcore.pinned")
-            found[name].append(summary(folder / name, run.iteration_ms))
+            runs[name].append(summary(folder / name, run.iteration_ms))
             layers[name] = chosen_layers(case, name, (folder / name / "train.log").read_text(errors="replace"))
-    return [Measured(name, layers[name], tuple(found[name])) for name in layouts], others.occupancy(RANKS)
+    return [Measured(name, layers[name], tuple(runs[name])) for name in layouts], others.occupancy(RANKS)
 
 
 def flags_of(name: str) -> dict[str, Any]:
@@ -133,9 +133,9 @@ def summary(folder: Path, iteration_ms: Iterable[float]) -> Trained:
     times_ms = list(iteration_ms)
     each = []
     for (plan, measured), took_ms in list(zip(traces(folder, len(times_ms)), times_ms, strict=True))[WARM_UP:]:
-        one = compare(plan, measured)
-        own_us = one.measured_us if one.undisturbed_us is None else one.undisturbed_us
-        each.append(Trained(one.planned_us, one.measured_us, own_us, 1e3 * took_ms))
+        comparison = compare(plan, measured)
+        own_us = comparison.measured_us if comparison.undisturbed_us is None else comparison.undisturbed_us
+        each.append(Trained(comparison.planned_us, comparison.measured_us, own_us, 1e3 * took_ms))
     return Trained.mean(each)
 
 

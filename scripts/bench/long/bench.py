@@ -51,21 +51,21 @@ def planned(a: argparse.Namespace, tokens: int, options: Options) -> Plan | None
 
 def figures(a: argparse.Namespace, tokens: int, name: str) -> dict[str, Any] | None:
     start_s = time.process_time()
-    made = planned(a, tokens, VARIANTS[name])
+    plan = planned(a, tokens, VARIANTS[name])
     took_s = time.process_time() - start_s
     print(
-        f"{tokens // K}K, {name}: {made.predicted.makespan_us / 1e6 if made else None} s, planned in {took_s:.0f} s",
+        f"{tokens // K}K, {name}: {plan.predicted.makespan_us / 1e6 if plan else None} s, planned in {took_s:.0f} s",
         file=sys.stderr,
     )
-    if made is None:
+    if plan is None:
         return None
     return {
-        "makespan_s": made.predicted.makespan_us / 1e6,
-        "above_bound": made.predicted.makespan_us / made.predicted.lower_bound_us - 1,
-        "chunks": len(made.chunks),
-        "kv_offload_stages": len(made.kv_offload),
-        "copies": sum(map(len, made.copies)),
-        "host_gib": max(host_peak_bytes(made)) / GIB,
+        "makespan_s": plan.predicted.makespan_us / 1e6,
+        "above_bound": plan.predicted.makespan_us / plan.predicted.lower_bound_us - 1,
+        "chunks": len(plan.chunks),
+        "kv_offload_stages": len(plan.kv_offload),
+        "copies": sum(map(len, plan.copies)),
+        "host_gib": max(host_peak_bytes(plan)) / GIB,
         "planning_s": took_s,
     }
 
@@ -84,8 +84,8 @@ def longest(a: argparse.Namespace, name: str) -> int:
 def markdown(report: dict[str, Any]) -> str:
     names = list(VARIANTS)
 
-    def cell(found: dict[str, Any] | None) -> str:
-        return "no plan" if found is None else f"{found['makespan_s']:.1f} s, {found['host_gib']:.0f} GiB"
+    def cell(row: dict[str, Any] | None) -> str:
+        return "no plan" if row is None else f"{row['makespan_s']:.1f} s, {row['host_gib']:.0f} GiB"
 
     rows = [[f"{context}K", *(cell(row[name]) for name in names)] for context, row in report["rows"].items()]
     if report["longest"]:

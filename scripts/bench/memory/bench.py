@@ -78,19 +78,19 @@ def least_cap(problem: Problem, costs: PipelineCosts, options: Options) -> int:
     raise AssertionError("a plan fits one byte")
 
 
-def figures(made: Plan | None) -> dict[str, float] | None:
-    if made is None:
+def figures(plan: Plan | None) -> dict[str, float] | None:
+    if plan is None:
         return None
-    again_us = [sum(row) for row in made.recompute_us]  # one stage on each rank
-    pure_us = [sum(step.time_us for step in steps) - again for steps, again in zip(made.ranks, again_us, strict=True)]
-    makespan_us = made.predicted.makespan_us
+    again_us = [sum(row) for row in plan.recompute_us]  # one stage on each rank
+    pure_us = [sum(step.time_us for step in steps) - again for steps, again in zip(plan.ranks, again_us, strict=True)]
+    makespan_us = plan.predicted.makespan_us
     return {
         "makespan_us": makespan_us,
-        "efficiency": sum(pure_us) / made.num_ranks / makespan_us,
+        "efficiency": sum(pure_us) / plan.num_ranks / makespan_us,
         "busiest": max(pure_us) / makespan_us,
         "recompute_share": sum(again_us) / sum(pure_us + again_us),
-        "offloaded_share": statistics.fmean(share for row in made.offload_share for share in row),
-        "chunks": len(made.chunks),
+        "offloaded_share": statistics.fmean(share for row in plan.offload_share for share in row),
+        "chunks": len(plan.chunks),
     }
 
 
@@ -126,12 +126,12 @@ def longest(case: Case, costs: PipelineCosts, options: Options) -> int:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_cap: dict[str, Any] = {}
     for share in map(str, TIGHTNESS):
         for name in rows[0]["longest"]:
             both = [(r["caps"][share][BASE], r["caps"][share][name]) for r in rows]
             ratios = [base["makespan_us"] / own["makespan_us"] for base, own in both if base and own]
-            found.setdefault(share, {})[name] = {
+            by_cap.setdefault(share, {})[name] = {
                 "faster": exp(statistics.fmean(map(log, ratios))) if ratios else None,
                 "efficiency": statistics.median(own["efficiency"] for _, own in both if own),
                 "busiest": statistics.median(own["busiest"] for _, own in both if own),
@@ -140,23 +140,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: [r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]] for name in rows[0]["longest"]
     }
     return {
-        "by_cap": found,
+        "by_cap": by_cap,
         "free": {key: statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")},
         "longer_context": {name: exp(statistics.fmean(map(log, ratios))) for name, ratios in contexts.items()},
     }
 
 
 def markdown(report: dict[str, Any]) -> str:
-    found = report["summary"]
-    header = ["", *(f"{float(share):.0%} of the way" for share in found["by_cap"]), "longest sequence"]
+    totals = report["summary"]
+    header = ["", *(f"{float(share):.0%} of the way" for share in totals["by_cap"]), "longest sequence"]
     cells = []
-    for name in found["longer_context"]:
-        own = [figures[name] for figures in found["by_cap"].values()]
+    for name in totals["longer_context"]:
+        own = [figures[name] for figures in totals["by_cap"].values()]
         cells.append(
             [
                 name,
                 *(f"{f['faster']:.2f} ({f['efficiency']:.2f}, {f['busiest']:.2f})" for f in own),
-                f"{found['longer_context'][name]:.2f}",
+                f"{totals['longer_context'][name]:.2f}",
             ]
         )
     lines = [f"# Memory features, planned\n\n{len(report['rows'])} cases, {report['minutes']:.1f} minutes."]
@@ -164,18 +164,18 @@ def markdown(report: dict[str, Any]) -> str:
         "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency and the "
         "busiest rank's, under caps between the smallest that whole-layer recompute fits and none; and how much longer a "
         "sequence fits the case's own cap. Without any cap the medians are "
-        f"{found['free']['efficiency']:.2f} and {found['free']['busiest']:.2f}.\n\n{table(header, cells)}"
+        f"{totals['free']['efficiency']:.2f} and {totals['free']['busiest']:.2f}.\n\n{table(header, cells)}"
     )
     header = [
         "case",
         "least (GiB)",
         "free (GiB)",
         "free",
-        *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in found["longer_context"]),
+        *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in totals["longer_context"]),
     ]
     cells = []
     for r in report["rows"]:
-        every = [r["caps"][str(share)][name] for share in TIGHTNESS for name in found["longer_context"]]
+        every = [r["caps"][str(share)][name] for share in TIGHTNESS for name in totals["longer_context"]]
         shown = [f"{f['efficiency']:.2f}" if f else "no plan" for f in (r["free"], *every)]
         cells.append([r["name"], f"{r['least_gib']:.1f}", f"{r['free_gib']:.1f}", *shown])
     lines.append(f"Efficiency of every case:\n\n{table(header, cells)}")
@@ -198,9 +198,9 @@ def main() -> None:
     rows, start_s = [], time.perf_counter()
     plan_row = partial(row, variants=SHARING, sharing=a.sharing) if a.sharing else row
     with ProcessPoolExecutor(a.jobs) as pool:
-        for found in pool.map(plan_row, cases) if a.jobs > 1 else map(plan_row, cases):
-            rows.append(found)
-            print(f"{len(rows)} of {len(cases)}: {found['name']}", file=sys.stderr, flush=True)
+        for result in pool.map(plan_row, cases) if a.jobs > 1 else map(plan_row, cases):
+            rows.append(result)
+            print(f"{len(rows)} of {len(cases)}: {result['name']}", file=sys.stderr, flush=True)
     report = {"rows": rows, "summary": summary(rows), "minutes": (time.perf_counter() - start_s) / 60}
     a.output.mkdir(parents=True, exist_ok=True)
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -50,9 +50,9 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(), "batches": lengths, "load_before": os.getloadavg()[0], "caps": {}}
     for share in a.cap_shares:
         print(f"cap at {share:.0%} of what 1F1B without recompute holds", flush=True)
-        found = summary(run_ranks(run, RANKS, lengths, a.rounds, share))
-        report["caps"][share] = found
-        print(shown(found), flush=True)
+        totals = summary(run_ranks(run, RANKS, lengths, a.rounds, share))
+        report["caps"][share] = totals
+        print(shown(totals), flush=True)
     report["emulated"] = emulated(a.emulate)
     report["load_after"] = os.getloadavg()[0]
     (FOLDER / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -60,13 +60,13 @@ def main() -> None:
 
 def emulated(sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Emulate pipelines of some sizes, with microbatches of both kinds; print a table and return its rows."""
-    found = []
+    results = []
     for kind in ("one sample each", "packed"):
         for num_ranks in sizes:
             with progress(f"emulating {num_ranks} ranks, {kind}"):
-                found.append(compare(kind, num_ranks, 8 * num_ranks, cap_share=0.5))
-    print("\n".join(table(HEADER, lines_of(found))))
-    return [one._asdict() for one in found]
+                results.append(compare(kind, num_ranks, 8 * num_ranks, cap_share=0.5))
+    print("\n".join(table(HEADER, lines_of(results))))
+    return [result._asdict() for result in results]
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,42 +77,42 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         bytes held on the fullest rank, and the losses of each batch; and how many times as fast plans are.
     """
     first, last = ranks[0], ranks[-1]
-    found: dict[str, Any] = {"cap_bytes": first["cap_bytes"], "contenders": {}}
+    totals: dict[str, Any] = {"cap_bytes": first["cap_bytes"], "contenders": {}}
     for name, by_batch in first["times_s"].items():
         quartiles = [statistics.quantiles(times, n=4) for times in by_batch]
-        found["contenders"][name] = {
+        totals["contenders"][name] = {
             "seconds": [middle for _, middle, _ in quartiles],
             "spread": max((high - low) / middle for low, middle, high in quartiles),
-            "held_bytes": max(one["held_bytes"][name] for one in ranks),
+            "held_bytes": max(rank["held_bytes"][name] for rank in ranks),
             "losses": last["losses"][name],
         }
     for ours, theirs in ((PLANNED, STOCK), (CAPPED, FULL)):
-        found[f"{ours} against {theirs}"] = ratio(found, theirs, ours)
-    return found
+        totals[f"{ours} against {theirs}"] = ratio(totals, theirs, ours)
+    return totals
 
 
-def ratio(found: dict[str, Any], slower: str, faster: str) -> dict[str, float]:
+def ratio(totals: dict[str, Any], slower: str, faster: str) -> dict[str, float]:
     """Return how many times as fast a contender is as another: over all batches, and on the worst and the best batch."""
-    ours, theirs = (found["contenders"][name]["seconds"] for name in (faster, slower))
+    ours, theirs = (totals["contenders"][name]["seconds"] for name in (faster, slower))
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return {"all": sum(theirs) / sum(ours), "worst": min(each), "best": max(each)}
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(totals: dict[str, Any]) -> str:
     """Format a summary as a table, with the ratios below."""
     rows = [
         [
             name,
-            f"{sum(one['seconds']):.2f} s",
-            f"{one['spread']:.0%}",
-            f"{one['held_bytes'] / 2**20:.0f} MiB",
-            f"{sum(one['losses']) / len(one['losses']):.5f}",
+            f"{sum(contender['seconds']):.2f} s",
+            f"{contender['spread']:.0%}",
+            f"{contender['held_bytes'] / 2**20:.0f} MiB",
+            f"{sum(contender['losses']) / len(contender['losses']):.5f}",
         ]
-        for name, one in found["contenders"].items()
+        for name, contender in totals["contenders"].items()
     ]
     lines = [*table(["schedule", "all batches", "widest spread", "held", "mean loss"], rows)]
-    lines.append(f"cap on what is held: {found['cap_bytes'] / 2**20:.0f} MiB")
+    lines.append(f"cap on what is held: {totals['cap_bytes'] / 2**20:.0f} MiB")
     for ours, theirs in ((PLANNED, STOCK), (CAPPED, FULL)):
-        one = found[f"{ours} against {theirs}"]
-        lines.append(f"{ours} against {theirs}: {one['all']:.2f}x ({one['worst']:.2f} to {one['best']:.2f} by batch)")
+        gain = totals[f"{ours} against {theirs}"]
+        lines.append(f"{ours} against {theirs}: {gain['all']:.2f}x ({gain['worst']:.2f} to {gain['best']:.2f} by batch)")
     return "\n".join(lines)

@@ -65,29 +65,29 @@ def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared
     problem = Problem((), tuple(range(num_ranks)), (UNLIMITED_BYTES,) * num_ranks)
     stock = plan_as_given(lengths, problem, costs, Options(recompute=0))
     full = plan_as_given(lengths, problem, costs, Options(recompute=32 // num_ranks))
-    least, most = (max(one.plan.predicted.peak_bytes) for one in (full, stock))
+    least, most = (max(case.plan.predicted.peak_bytes) for case in (full, stock))
     cap = int(least + cap_share * (most - least))
     capped = plan_microbatches(lengths, replace(problem, cap_bytes=(cap,) * num_ranks), costs, Options())
     free = plan_microbatches(lengths, problem, costs, Options(recompute=0))
     scale = SECONDS * 1e6 / stock.plan.predicted.makespan_us
-    return Compared(kind, num_ranks, *(_seconds(one, scale) for one in (stock, free, full, capped)))
+    return Compared(kind, num_ranks, *(_seconds(case, scale) for case in (stock, free, full, capped)))
 
 
 def _seconds(planned: OrderedPlan, scale: float) -> float:
     return emulated_us(planned.plan, scale) / 1e6
 
 
-def lines_of(found: Sequence[Compared]) -> list[list[str]]:
+def lines_of(results: Sequence[Compared]) -> list[list[str]]:
     """Format cases as rows of a table."""
     return [
         [
-            one.kind,
-            str(one.num_ranks),
-            *(f"{seconds:.3f}" for seconds in one[2:]),
-            f"{one.stock_s / one.plans_s:.2f}x",
-            f"{one.full_s / one.capped_s:.2f}x",
+            result.kind,
+            str(result.num_ranks),
+            *(f"{seconds:.3f}" for seconds in result[2:]),
+            f"{result.stock_s / result.plans_s:.2f}x",
+            f"{result.full_s / result.capped_s:.2f}x",
         ]
-        for one in found
+        for result in results
     ]
 
 

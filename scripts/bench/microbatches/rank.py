@@ -41,7 +41,7 @@ def run(rank: int, batches: Sequence[Sequence[int]], rounds: int, cap_share: flo
     stock = _stock()
     _iteration(stock, model, batches[0])
     for name, recompute in ((STOCK, None), (FULL, "full")):
-        held[name] = max(_peak_bytes(lambda: _iteration(stock, model, one, recompute), model) for one in batches)  # noqa: B023
+        held[name] = max(_peak_bytes(lambda: _iteration(stock, model, batch, recompute), model) for batch in batches)  # noqa: B023
     cap_bytes = int(cap_share * _most(held[STOCK]))
     contenders = {STOCK: _contender(stock, model), FULL: _contender(stock, model, "full")}
     free = megatron_epp.wrap()
@@ -50,15 +50,15 @@ def run(rank: int, batches: Sequence[Sequence[int]], rounds: int, cap_share: flo
         contenders[name] = _contender(_replanned(schedule), model)
         for number in range(LEARNING):
             contenders[name](batches[number % len(batches)])
-        held[name] = max(_peak_bytes(lambda: contenders[name](one), model) for one in batches)  # noqa: B023
+        held[name] = max(_peak_bytes(lambda: contenders[name](batch), model) for batch in batches)  # noqa: B023
     times: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in contenders}
     losses: dict[str, list[float]] = {name: [0.0] * len(batches) for name in contenders}
     for order in turns(tuple(contenders), rounds):
-        for number, one in enumerate(batches):
+        for number, batch in enumerate(batches):
             for name in order:
                 dist.barrier()
                 start_s = time.perf_counter()
-                results = contenders[name](one)
+                results = contenders[name](batch)
                 dist.barrier()
                 times[name][number].append(time.perf_counter() - start_s)
                 losses[name][number] = sum(results) / max(1, len(results))
@@ -84,9 +84,9 @@ def _static_bytes(schedule: Any) -> int:
 
 
 def _most(mine: int) -> int:
-    found = torch.tensor([mine])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found[0])
+    most = torch.tensor([mine])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most[0])
 
 
 def _pipeline_stage() -> Any:
@@ -165,7 +165,7 @@ def _iteration(
             seq_length=max(lengths),
             micro_batch_size=1,
         )
-    return [one["loss"] for one in results]
+    return [result["loss"] for result in results]
 
 
 @contextmanager

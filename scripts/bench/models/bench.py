@@ -68,15 +68,15 @@ def compared(case: Case, lengths: str, cluster: str, batch: int) -> dict[str, di
     return {row["planner"]: row for row in rows}
 
 
-def row_of(case: Case, lengths: str, found: dict[str, dict[str, Any]]) -> list[str]:
+def row_of(case: Case, lengths: str, figures: dict[str, dict[str, Any]]) -> list[str]:
     """Format a row: the elastic plan's time, and the others' in multiples of it."""
-    own = found["greedy"]
+    own = figures["greedy"]
     cells = [case.model, lengths, f"{own['makespan_us'] / 1e6:.2f} s{', latents' * own['latents']}"]
     for name in PLANNERS:
         if name != "greedy":
-            ratio = found[name].get("makespan_us", math.inf) / own["makespan_us"]
-            cells.append("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x{', latents' * found[name]['latents']}")
-    peaks = [max(one["peak_bytes"]) / 2**30 for one in found.values() if "peak_bytes" in one]
+            ratio = figures[name].get("makespan_us", math.inf) / own["makespan_us"]
+            cells.append("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x{', latents' * figures[name]['latents']}")
+    peaks = [max(own_figures["peak_bytes"]) / 2**30 for own_figures in figures.values() if "peak_bytes" in own_figures]
     return [*cells, f"{min(peaks):.0f} to {max(peaks):.0f} of {own['cap_bytes'][0] / 2**30:.0f} GiB"]
 
 

@@ -117,13 +117,17 @@ def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool
 @cache
 def predicted(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool) -> Prediction | None:
     """Return the figures of a proven plan; None where nothing fits."""
-    made = plan_of(case, layout, planner, split, offload, overlap)
-    return None if made is None else made.predicted
+    plan = plan_of(case, layout, planner, split, offload, overlap)
+    return None if plan is None else plan.predicted
 
 
-def _figures(found: Prediction | None, makespan: str, prefix: str = "") -> dict[str, float | None]:
+def _figures(prediction: Prediction | None, makespan: str, prefix: str = "") -> dict[str, float | None]:
     """Return makespan, bubble and the peak of the fullest rank, by their names in a row; None where there is no plan."""
-    values = (None,) * 3 if found is None else (found.makespan_us, found.bubble_fraction, max(found.peak_bytes) / GIB)
+    values = (
+        (None,) * 3
+        if prediction is None
+        else (prediction.makespan_us, prediction.bubble_fraction, max(prediction.peak_bytes) / GIB)
+    )
     return dict(zip((makespan, f"{prefix}bubble", f"{prefix}peak_gib"), values, strict=True))
 
 
@@ -140,14 +144,14 @@ def draw(folder: Path) -> None:
     for case in CASES:
         if DRAWN.get(case.name) != case.cap_gib or case.tensor_parallel > 1:
             continue
-        found = [("the default planner, one stage per rank", plan_of(case, USUAL, "greedy", False, False))]
+        candidates = [("the default planner, one stage per rank", plan_of(case, USUAL, "greedy", False, False))]
         for name, (planner, _) in ORDERS.items():
             schedule = PLANNERS.entries()[planner]
-            found.append((name, plan_of(case, layout_of(name), planner, schedule.splits_weight, schedule.offloads)))
-        plans = [(name, made) for name, made in found if made is not None]
-        plans.sort(key=lambda one: one[1].predicted.makespan_us)
+            candidates.append((name, plan_of(case, layout_of(name), planner, schedule.splits_weight, schedule.offloads)))
+        plans = [(name, plan) for name, plan in candidates if plan is not None]
+        plans.sort(key=lambda named_plan: named_plan[1].predicted.makespan_us)
         longest_us = SLOWEST * plans[0][1].predicted.makespan_us
-        side_by_side([one for one in plans if one[1].predicted.makespan_us <= longest_us]).savefig(
+        side_by_side([named_plan for named_plan in plans if named_plan[1].predicted.makespan_us <= longest_us]).savefig(
             folder / drawing(case.name), dpi=70
         )
 

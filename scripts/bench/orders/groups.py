@@ -75,7 +75,7 @@ def row(case: Case) -> list[str]:
     assert divided is not None
     degrees = sorted({group.degree for own in divided.of_chunk for group in own})
     took_us = groups.predicted.makespan_us
-    ratios = [f"{took_us / one.predicted.makespan_us:.3f}" for one in (uniform, greedy)]
+    ratios = [f"{took_us / plan.predicted.makespan_us:.3f}" for plan in (uniform, greedy)]
     return [
         case.lengths_like,
         str(case.context_parallel),

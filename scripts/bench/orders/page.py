@@ -162,12 +162,12 @@ away from the busiest rank, and plans the best. It assigns stages looped or in a
 def claims() -> str:
     """Format the table of what papers claim and what our versions do."""
     rows = []
-    for name, (bubble, waits, memory, kept) in CLAIMS.items():
+    for name, (bubble, waits, memory, held) in CLAIMS.items():
         unit = Unit(name, RANKS, MICROBATCHES, SLICES.get(name, 1))
-        made = unit.of_paper()
-        said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if kept is None else f"{memory} = {kept:.3g}"]
+        decisions = unit.of_paper()
+        said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if held is None else f"{memory} = {held:.3g}"]
         source = PLANNERS.entries()[name].source
-        rows.append([f"`{name}`", source, said[0], f"{unit.waits(made):g}", said[1], f"{unit.kept(made):.3g}"])
+        rows.append([f"`{name}`", source, said[0], f"{unit.waits(decisions):g}", said[1], f"{unit.kept(decisions):.3g}"])
     rows.extend(map(list, OWN_CHUNKS))
     rows.append(["`plan --layout auto`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)

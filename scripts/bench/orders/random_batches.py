@@ -71,18 +71,18 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
         orders: names; None for all.
     """
     name, problem = drawn(seed)
-    found: dict[tuple[Layout, str, bool, bool], float | None] = {}
+    makespans_us: dict[tuple[Layout, str, bool, bool], float | None] = {}
 
     def makespan_us(layout: Layout, planner: str, split: bool, overlap: bool) -> float | None:
         key = (layout, planner, split, overlap)
-        if key not in found:
+        if key not in makespans_us:
             there = Problem(problem.lengths, layout.placement.rank_of, problem.cap_bytes)
             options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
             try:
-                found[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
+                makespans_us[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
             except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
-                found[key] = None
-        return found[key]
+                makespans_us[key] = None
+        return makespans_us[key]
 
     rows = {}
     for order in orders or ORDERS:
@@ -99,12 +99,12 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
     return {"seed": seed, "batch": name, "orders": rows}
 
 
-def summary(found: Iterable[dict[str, Any]]) -> list[str]:
+def summary(rows_of_seeds: Iterable[dict[str, Any]]) -> list[str]:
     """Format how often greedy is faster than each order, as fast within `TIE`, and slower."""
     names = f"{'greedy faster':>13} {'as fast':>8} {'slower':>7} {'only greedy':>12} {'only it':>8} {'least ratio':>12}"
-    lines, found = [f"{'order':<15} {names}"], list(found)
-    for order in dict.fromkeys(order for one in found for order in one["orders"]):
-        rows = [one["orders"][order] for one in found if order in one["orders"]]
+    lines, rows_of_seeds = [f"{'order':<15} {names}"], list(rows_of_seeds)
+    for order in dict.fromkeys(order for row in rows_of_seeds for order in row["orders"]):
+        rows = [of_seed["orders"][order] for of_seed in rows_of_seeds if order in of_seed["orders"]]
         both = [row["makespan_us"] / row["greedy_us"] for row in rows if row["makespan_us"] and row["greedy_us"]]
         slower, faster = sum(ratio < 1 - TIE for ratio in both), sum(ratio > 1 + TIE for ratio in both)
         alone = sum(bool(row["greedy_us"] and not row["makespan_us"]) for row in rows)
@@ -125,19 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a line of JSON for every batch")
     args = parser.parse_args(argv)
     first, end = map(int, args.seeds.split(":"))
-    found = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
-    known = {one["seed"] for one in found}
+    rows = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
+    known = {row["seed"] for row in rows}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("a") as output, progress("planning random batches", lambda: f"{len(found)} of {end - first}"):
+    with args.output.open("a") as output, progress("planning random batches", lambda: f"{len(rows)} of {end - first}"):
         for seed in [seed for seed in range(first, end) if seed not in known]:
-            found.append(ratios(seed, args.order))
-            output.write(json.dumps(found[-1]) + "\n")
+            rows.append(ratios(seed, args.order))
+            output.write(json.dumps(rows[-1]) + "\n")
             output.flush()
-    print("\n".join(summary(found)))
-    for one in found:
-        for order, row in one["orders"].items():
+    print("\n".join(summary(rows)))
+    for of_seed in rows:
+        for order, row in of_seed["orders"].items():
             if row["makespan_us"] and row["greedy_us"] and row["makespan_us"] < (1 - TIE) * row["greedy_us"]:
-                print(f"seed {one['seed']}, {one['batch']}: {order} {row['makespan_us'] / row['greedy_us']:.3f}")
+                print(f"seed {of_seed['seed']}, {of_seed['batch']}: {order} {row['makespan_us'] / row['greedy_us']:.3f}")
     return 0
 
 

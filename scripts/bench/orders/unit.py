@@ -14,7 +14,7 @@ from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.layout import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
-from megatron_epp.cost import BlockCosts, Line, PipelineCosts, StageCosts, causal_pairs
+from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
 from megatron_epp.cost.kv_cache import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -43,13 +43,13 @@ def unit_costs(num_stages: int, share: float = 1.0, host_us_per_byte: float = ma
         share: of the unit of time and of the byte that each of F, B and W of a token takes on a stage.
         host_us_per_byte: time of a copy; infinite if nothing can be offloaded.
     """
-    kept: dict[str, Any] = {
+    memory: dict[str, Any] = {
         f"{name}_bytes_per_token": share for name in ("full", "apart", "apart_attended", "attended", "weight")
     }
     # No copy moves less than what recompute would keep.
-    kept |= {"bytes_per_token": share, "input_bytes_per_token": 0.0 if math.isfinite(host_us_per_byte) else share}
-    times = {name: Line(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
-    stage = StageCosts((BlockCosts(kind=INPUT), BlockCosts(kind=LAYER, kv=NO_KV, **kept, **times)))
+    memory |= {"bytes_per_token": share, "input_bytes_per_token": 0.0 if math.isfinite(host_us_per_byte) else share}
+    times = {name: LinearTime(0.0, share * count) for name, count in (("forward", 1), ("backward", 2), ("weight", 1))}
+    stage = StageCosts((BlockCosts(kind=INPUT), BlockCosts(kind=LAYER, kv=NO_KV, **memory, **times)))
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0, host_us_per_byte=host_us_per_byte)
 
 
@@ -63,8 +63,8 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         before: share of what precedes attention in the rest.
     """
 
-    def pass_of(part: float, pairs: float, count: int) -> Line:
-        return Line(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
+    def pass_of(part: float, pairs: float, count: int) -> LinearTime:
+        return LinearTime(0.0, share * count * part * (1 - attention), share * count * pairs * attention * TOKENS / _PAIRS)
 
     def block(kind: str, part: float, pairs: float, **more: Any) -> BlockCosts:
         times = {"forward": pass_of(part, pairs, 1), "backward": pass_of(part, pairs, 2)}
@@ -116,28 +116,28 @@ class Unit:
         """Return the plan with the copies that the schedule wants."""
         options = Options(planner="fixed", split_weight=True, offload=True)
         order = self.of_paper(which).order
-        made = self.order.fit(order, self.chunks, self.problem, self.costs, options)
-        return build_plan(self.problem, self.costs, options, made)
+        decisions = self.order.fit(order, self.chunks, self.problem, self.costs, options)
+        return build_plan(self.problem, self.costs, options, decisions)
 
-    def makespan_us(self, made: Decisions) -> float:
-        return made.makespan_us(self.problem, self.costs)
+    def makespan_us(self, decisions: Decisions) -> float:
+        return decisions.makespan_us(self.problem, self.costs)
 
-    def peak_bytes(self, made: Decisions) -> int:
-        return max(peaks_of(held_bytes(made.order, self.tables, made.recompute_steps, made.sharing)))
+    def peak_bytes(self, decisions: Decisions) -> int:
+        return max(peaks_of(held_bytes(decisions.order, self.tables, decisions.recompute_steps, decisions.sharing)))
 
-    def waits(self, made: Decisions) -> float:
+    def waits(self, decisions: Decisions) -> float:
         """Return the time that a rank waits, in units: F, B and W of a microbatch on all stages of a rank take one each."""
-        return self.makespan_us(made) / TOKENS - 3 * self.microbatches
+        return self.makespan_us(decisions) / TOKENS - 3 * self.microbatches
 
-    def idle_between_ends(self, made: Decisions) -> list[float]:
+    def idle_between_ends(self, decisions: Decisions) -> list[float]:
         """Return the time that every rank waits between its first and its last action, in units."""
-        played = play(made.order, self.tables, made.recompute_steps)
+        played = play(decisions.order, self.tables, decisions.recompute_steps)
         spans = zip(played.start_us, played.end_us, strict=True)
         return [round((ends[-1] - starts[0]) / TOKENS - 3 * self.microbatches, 6) for starts, ends in spans]
 
-    def kept(self, made: Decisions) -> float:
+    def kept(self, decisions: Decisions) -> float:
         """Return the most microbatches whose activations a rank keeps."""
-        return self.peak_bytes(made) / TOKENS
+        return self.peak_bytes(decisions) / TOKENS
 
     def plan(self) -> Plan:
         """Return the plan of the paper's order."""

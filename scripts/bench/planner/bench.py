@@ -60,11 +60,11 @@ def large(cases: list[Case], planners: tuple[str, ...], jobs: int) -> dict[str, 
     """Gap to the bound, and ratios to other planners, over the suite."""
     rows = []
     with ProcessPoolExecutor(jobs) as pool:
-        for found in (
+        for result in (
             pool.map(partial(row, planners=planners), cases) if jobs > 1 else map(partial(row, planners=planners), cases)
         ):
-            rows.append(found)
-            say(f"large: {len(rows)} of {len(cases)}, {name_of(found)}: gap {found.get('gap', float('nan')):.2%}")
+            rows.append(result)
+            say(f"large: {len(rows)} of {len(cases)}, {name_of(result)}: gap {result.get('gap', float('nan')):.2%}")
     planned = [r for r in rows if "gap" in r]
     return (
         {"cases": len(rows), "planned": len(planned)}
@@ -92,9 +92,9 @@ def runs(cases: list[RunCase], jobs: int) -> dict[str, Any]:
     """Ratios to planners whose setting a run fixes."""
     rows = []
     with ProcessPoolExecutor(jobs) as pool:
-        for found in pool.map(run_row, cases) if jobs > 1 else map(run_row, cases):
-            rows.append(found)
-            say(f"runs: {len(rows)} of {len(cases)}, {name_of(found)}")
+        for result in pool.map(run_row, cases) if jobs > 1 else map(run_row, cases):
+            rows.append(result)
+            say(f"runs: {len(rows)} of {len(cases)}, {name_of(result)}")
     return {
         "cases": len(rows),
         "batches": BATCHES,

@@ -56,7 +56,7 @@ class FixedRun:
     """The best setting, what it decides for every batch, and the makespans that follow."""
 
     setting: Setting
-    made: tuple[Decisions, ...]
+    decisions: tuple[Decisions, ...]
     makespan_us: tuple[float, ...]
 
 
@@ -101,17 +101,21 @@ def fixed_run(batches: Sequence[Problem], worst: Sequence[Problem], costs: Costs
     for size in chunk_sizes(largest, options) if options.planner in ("seq1f1b", "chunkflow") else (None,):
         arranged = [_arrange(problem, costs, options, size) for problem in problems]
         sample = arranged[: len(batches)]
-        if sum(lower_bound_us(one.tables) for one in sample) >= best_us:
+        if sum(lower_bound_us(batch.tables) for batch in sample) >= best_us:
             continue
         # From fast to slow, so the first that fits is this size's best.
-        setting = next((s for s in _settings(options.planner, arranged, size) if all(one.fits(s) for one in arranged)), None)
-        if setting is not None and (took_us := sum(one.makespan_us(setting) for one in sample)) < best_us:
+        setting = next(
+            (s for s in _settings(options.planner, arranged, size) if all(batch.fits(s) for batch in arranged)), None
+        )
+        if setting is not None and (took_us := sum(batch.makespan_us(setting) for batch in sample)) < best_us:
             best, best_us = (setting, sample), took_us
     if best is None:
         cap = min(largest.cap_bytes)
         raise InfeasibleError(f"no setting of {options.planner!r} fits a memory cap of {cap} bytes per rank in all batches")
     setting, sample = best
-    return FixedRun(setting, tuple(one.decisions(setting) for one in sample), tuple(one.makespan_us(setting) for one in sample))
+    return FixedRun(
+        setting, tuple(batch.decisions(setting) for batch in sample), tuple(batch.makespan_us(setting) for batch in sample)
+    )
 
 
 def _arrange(problem: Problem, costs: Costs, options: Options, size: int | None) -> _Arranged:
@@ -136,6 +140,6 @@ def _chunks(problem: Problem, options: Options, size: int | None) -> tuple[Chunk
 def _settings(planner: str, arranged: Sequence[_Arranged], size: int | None) -> list[Setting]:
     """With chunks of one size, from least recompute to most."""
     if planner == "chunkflow":
-        most = max(len(group) for one in arranged for group in slice_groups(one.chunks))
+        most = max(len(group) for batch in arranged for group in slice_groups(batch.chunks))
         return [Setting(size, retain=retain) for retain in budgets(most)]
     return [Setting(size, recompute=count) for count in range(max(arranged[0].tables.num_layers) + 1)]

@@ -59,20 +59,20 @@ that fit every batch, and besides a batch with a sequence as long as may come (t
 time of the batches. The pipelines are the same for all planners and have room for that longest sequence."""
 
 
-def _against(found: dict[str, Any]) -> str:
-    return f"{TUNED}\n\n{_ratios(found)}"
+def _against(totals: dict[str, Any]) -> str:
+    return f"{TUNED}\n\n{_ratios(totals)}"
 
 
-def _runs(found: dict[str, Any]) -> str:
+def _runs(totals: dict[str, Any]) -> str:
     header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all features: faster by"]
-    names = list(found["against"])
+    names = list(totals["against"])
     rows = []
-    for r in found["rows"]:
+    for r in totals["rows"]:
         ours_us = r.get("makespan_us")
         features = "no plan" if ours_us is None else _percent(ours_us / r["all_features"]["makespan_us"] - 1)
         rows.append([*_case(r), features, *(_fixed(r["rivals"][name], ours_us) for name in names)])
     settings = table([*header, *names], rows)
-    return f"{FIXED.format(**found)}\n\n{_ratios(found)}\n\nTheir time over ours, and the setting:\n\n{settings}"
+    return f"{FIXED.format(**totals)}\n\n{_ratios(totals)}\n\nTheir time over ours, and the setting:\n\n{settings}"
 
 
 def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
@@ -83,10 +83,10 @@ def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
     return f"{_ratio(rival['makespan_us'] / ours_us) if ours_us else '-'} ({setting})"
 
 
-def _ratios(found: dict[str, Any]) -> str:
+def _ratios(totals: dict[str, Any]) -> str:
     rows = []
-    for name, r in found["against"].items():
-        more = found["against_all_features"][name]
+    for name, r in totals["against"].items():
+        more = totals["against_all_features"][name]
         rows.append(
             [
                 name,
@@ -114,7 +114,7 @@ def _ratios(found: dict[str, Any]) -> str:
     text = table(
         [*header, "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win", "they win (all features)"], rows
     )
-    for name, r in found["against"].items():
+    for name, r in totals["against"].items():
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
             if cases:
                 text += f"\n\nOurs {what} {name}: " + "; ".join(cases) + "."
@@ -126,11 +126,11 @@ def _case(r: dict[str, Any]) -> list[str]:
     return [*case, f"{r['tensor_parallel']} x {r['context_parallel']}", str(r["cap_gb"]), f"{r['tokens']:,}"]
 
 
-def _large(found: dict[str, Any]) -> str:
+def _large(totals: dict[str, Any]) -> str:
     header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
     header += ["planning (ms)", "all features: faster by", "gap", "uses", "planning (ms)", "why the gap"]
     rows = []
-    for r in found["rows"]:
+    for r in totals["rows"]:
         if "gap" not in r:
             rows.append([*_case(r), "", "no plan", *[""] * 7, "the cap is below the least that any plan takes"])
             continue
@@ -138,13 +138,13 @@ def _large(found: dict[str, Any]) -> str:
         more = r["all_features"]
         uses = ", ".join(word for word, used in (("W", more["splits_weight"]), ("offload", more["offloads"])) if used)
         features = [_percent(r["makespan_us"] / more["makespan_us"] - 1), _percent(more["gap"]), uses or "none"]
-        times = [f"{one['planning_ms']:.0f}" for one in (r, more)]
+        times = [f"{figures['planning_ms']:.0f}" for figures in (r, more)]
         rows.append([*_case(r), *figures, times[0], *features, times[1], _explained(r)])
-    return f"{_gaps(found)}\n\n{table(header, rows)}"
+    return f"{_gaps(totals)}\n\n{table(header, rows)}"
 
 
-def _gaps(found: dict[str, Any]) -> str:
-    more = found["all_features"]
+def _gaps(totals: dict[str, Any]) -> str:
+    more = totals["all_features"]
 
     def spread(gaps: dict[str, Any]) -> str:
         within = _percent(gaps["share_within_5_percent"])
@@ -152,7 +152,7 @@ def _gaps(found: dict[str, Any]) -> str:
 
     faster = _percent((more["over_default"] or 1.0) - 1)
     return (
-        f"## Gap to the lower bound\n\n{found['planned']} of {found['cases']} cases have a plan. Gap: {spread(found)}. With "
+        f"## Gap to the lower bound\n\n{totals['planned']} of {totals['cases']} cases have a plan. Gap: {spread(totals)}. With "
         f"all features: {spread(more)}, and {faster} faster plans (geometric mean). The bound is that of the chosen chunks. "
         "Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain. A stage has the "
         "fewest ranks (TP x CP) that leave room under its cap."

@@ -45,42 +45,44 @@ class RunCase(Case):
 
 def run_row(case: RunCase) -> dict[str, Any]:
     """All figures of one run: total makespans over its batches."""
-    found = facts(case) | {"longest": case.longest, "batches": BATCHES, "tokens": sum(sum(p.lengths) for p in case.batches)}
+    row = facts(case) | {"longest": case.longest, "batches": BATCHES, "tokens": sum(sum(p.lengths) for p in case.batches)}
     for name, features in (("", {}), ("all_features", ALL_FEATURES)):
-        made, planning_ms = _ours(case, features)
-        if made is None:
-            return found | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
-        total = {"makespan_us": sum(one.predicted.makespan_us for one in made), "planning_ms": planning_ms}
+        plans, planning_ms = _ours(case, features)
+        if plans is None:
+            return row | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
+        total = {"makespan_us": sum(plan.predicted.makespan_us for plan in plans), "planning_ms": planning_ms}
         if name:
-            found[name] = total
+            row[name] = total
             continue
-        recompute = [where_the_time_goes(one, case.costs, {})["recompute_share"] for one in made]
-        found |= total | {"recompute_share": sum(recompute) / len(recompute)}
-    found["rivals"] = {name: _theirs(case, name) for name in FIXED}
-    return found
+        recompute = [where_the_time_goes(plan, case.costs, {})["recompute_share"] for plan in plans]
+        row |= total | {"recompute_share": sum(recompute) / len(recompute)}
+    row["rivals"] = {name: _theirs(case, name) for name in FIXED}
+    return row
 
 
 def _ours(case: RunCase, features: dict[str, bool]) -> tuple[list[Plan] | None, float]:
     options = Options(planner=OURS, context=case.context, **features)
     start_s = time.process_time()
     try:
-        made = [plan(problem, case.costs, options) for problem in case.batches]
+        plans = [plan(problem, case.costs, options) for problem in case.batches]
     except InfeasibleError:
-        made = None
-    return made, (time.process_time() - start_s) * 1e3 / BATCHES
+        plans = None
+    return plans, (time.process_time() - start_s) * 1e3 / BATCHES
 
 
 def _theirs(case: RunCase, name: str) -> dict[str, Any]:
     """The best setting's total; its plans are built, so they have passed `check`."""
     options = Options(planner=name, context=case.context)
     try:
-        found = fixed_run(case.batches, [case.worst], case.costs, options)
+        run = fixed_run(case.batches, [case.worst], case.costs, options)
     except InfeasibleError:
         return {"makespan_us": None}
-    made = [build_plan(problem, case.costs, options, one) for problem, one in zip(case.batches, found.made, strict=True)]
-    setting = found.setting
+    plans = [
+        build_plan(batch, case.costs, options, decisions) for batch, decisions in zip(case.batches, run.decisions, strict=True)
+    ]
+    setting = run.setting
     return {
-        "makespan_us": sum(one.predicted.makespan_us for one in made),
+        "makespan_us": sum(plan.predicted.makespan_us for plan in plans),
         "chunk_tokens": setting.chunk_tokens,
         "recompute": setting.recompute,
         "retain": setting.retain,

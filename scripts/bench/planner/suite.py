@@ -112,12 +112,12 @@ class Case:
         for context in (ranks for ranks in range(1, MOST_CONTEXT_PARALLEL + 1) if heads % (shape.tensor_parallel * ranks) == 0):
             shape = self._by_blocks(replace(shape, context_parallel=context))
             stages = self._costs(shape).stages
-            kept = max(
+            bytes_per_token = max(
                 s.num_layers * (2 * s.kv.bytes_per_token + s.layers.input_bytes_per_token)
                 + sum(e.bytes_per_token for e in s.ends)
                 for s in stages
             )
-            if static + kept * self.longest <= LEAST_SHARE * cap:
+            if static + bytes_per_token * self.longest <= LEAST_SHARE * cap:
                 break
         return shape
 
@@ -145,10 +145,10 @@ class Case:
         problem, costs = self.problem, self.costs
         start_s = time.process_time()
         try:
-            made = plan(problem, costs, Options(planner=planner, context=self.context, **options))
+            best = plan(problem, costs, Options(planner=planner, context=self.context, **options))
         except InfeasibleError:
-            made = None
-        return made, (time.process_time() - start_s) * 1e3
+            best = None
+        return best, (time.process_time() - start_s) * 1e3
 
 
 def all_cases() -> list[Case]:
@@ -169,20 +169,20 @@ def sampled_cases() -> list[Case]:
 
 def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
-    found = facts(case)
-    ours, found["planning_ms"] = case.plan(OURS)
+    columns = facts(case)
+    ours, columns["planning_ms"] = case.plan(OURS)
     more, more_ms = case.plan(OURS, **ALL_FEATURES)
     if ours is None or more is None:
-        found["refused"] = True
+        columns["refused"] = True
     else:
-        found |= figures(ours) | where_the_time_goes(ours, case.costs, {})
-        found["all_features"] = figures(more) | where_the_time_goes(more, case.costs, ALL_FEATURES) | {"planning_ms": more_ms}
-    found["rivals"] = {}
+        columns |= figures(ours) | where_the_time_goes(ours, case.costs, {})
+        columns["all_features"] = figures(more) | where_the_time_goes(more, case.costs, ALL_FEATURES) | {"planning_ms": more_ms}
+    columns["rivals"] = {}
     for name in planners:
         theirs, planning_ms = case.plan(name)
         makespan_us = None if theirs is None else theirs.predicted.makespan_us
-        found["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
-    return found
+        columns["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
+    return columns
 
 
 def facts(case: Case) -> dict[str, Any]:
@@ -201,37 +201,37 @@ def facts(case: Case) -> dict[str, Any]:
     }
 
 
-def figures(made: Plan) -> dict[str, Any]:
+def figures(plan: Plan) -> dict[str, Any]:
     """A plan's size, makespan and gap, and the features it uses."""
-    predicted = made.predicted
+    predicted = plan.predicted
     return {
-        "chunks": len(made.chunks),
+        "chunks": len(plan.chunks),
         "makespan_us": predicted.makespan_us,
         "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
-        "splits_weight": any(step.action.op is Op.W for steps in made.ranks for step in steps),
-        "offloads": any(made.copies),
+        "splits_weight": any(step.action.op is Op.W for steps in plan.ranks for step in steps),
+        "offloads": any(plan.copies),
     }
 
 
-def where_the_time_goes(made: Plan, costs: PipelineCosts, features: dict[str, bool]) -> dict[str, Any]:
+def where_the_time_goes(plan: Plan, costs: PipelineCosts, features: dict[str, bool]) -> dict[str, Any]:
     """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
-    asked = Problem(made.lengths, made.placement, made.cap_bytes, made.token_multiple)
-    tables = tabulate(made.chunks, asked, costs)
-    again = [sum(row) for row in made.recompute_us]
-    busy = [sum(step.time_us for step in steps) for steps in made.ranks]
+    asked = Problem(plan.lengths, plan.placement, plan.cap_bytes, plan.token_multiple)
+    tables = tabulate(plan.chunks, asked, costs)
+    again = [sum(row) for row in plan.recompute_us]
+    busy = [sum(step.time_us for step in steps) for steps in plan.ranks]
     rank = max(range(len(busy)), key=busy.__getitem__)
-    makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
+    makespan_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
     forced_us = bound_us - lower_bound_us(tables, options=Options(**features))
     above_us = makespan_us - bound_us
     recompute_us = min(above_us, max(0.0, again[rank] - forced_us))
-    peak = max(p / cap for p, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))
+    peak = max(p / cap for p, cap in zip(plan.predicted.peak_bytes, plan.cap_bytes, strict=True))
     return {
         "recompute_share": again[rank] / makespan_us,
         "idle_share": 1 - busy[rank] / makespan_us,
         "peak_over_cap": peak,
         "gap_of_recompute": recompute_us / bound_us,
         "gap_of_waiting": (above_us - recompute_us) / bound_us,
-        "why": _why(recompute_us, above_us - recompute_us, peak, len(made.chunks), made.num_stages),
+        "why": _why(recompute_us, above_us - recompute_us, peak, len(plan.chunks), plan.num_stages),
     }
 
 

@@ -66,7 +66,7 @@ QWEN3_8B: dict[str, Any] = {
     "swiglu": True,
     "bf16": True,
 }
-FOUND = (
+PUBLISHED = (
     Measured(
         name="Qwen3-8B, 1M tokens, TRL",
         source="Hugging Face TRL, pull request 6846",
@@ -114,69 +114,76 @@ class Compared:
         return self.attention_tflops / (self.planned_s - self.rest_s)
 
 
-def question_of(one: Measured) -> Question:
+def question_of(measured: Measured) -> Question:
     """Return the question of which parallel sizes are best for the measured batch on the measured devices."""
-    cluster = load_cluster(one.cluster)
-    options = Options(context=one.tokens)
-    return Question(one.flags, cluster, one.devices, cap_of(None, cluster), (one.tokens,), one.tokens, options=options)
+    cluster = load_cluster(measured.cluster)
+    options = Options(context=measured.tokens)
+    return Question(
+        measured.flags, cluster, measured.devices, cap_of(None, cluster), (measured.tokens,), measured.tokens, options=options
+    )
 
 
-def _config(one: Measured) -> Configuration:
-    return Configuration(1, one.devices, 1, 1, layers=(int(one.flags["num_layers"]),))
+def _config(measured: Measured) -> Configuration:
+    return Configuration(1, measured.devices, 1, 1, layers=(int(measured.flags["num_layers"]),))
 
 
-def planned(one: Measured) -> Plan:
+def planned(measured: Measured) -> Plan:
     """Plan the measured batch with the measured sizes, every layer recomputed, without a memory cap."""
-    asked, layers = question_of(one), int(one.flags["num_layers"])
-    config = _config(one)
+    asked, layers = question_of(measured), int(measured.flags["num_layers"])
+    config = _config(measured)
     problem = replace(asked.problem(config, asked.lengths), cap_bytes=(UNLIMITED_BYTES,))
     return plan(problem, asked.costs(config), replace(asked.options, recompute=layers))
 
 
-def compared(one: Measured) -> Compared:
+def compared(measured: Measured) -> Compared:
     """Compare a measurement with its plan."""
-    made, layers = planned(one), int(one.flags["num_layers"])
-    pairs = one.tokens * (one.tokens + 1) / 2 / one.devices
-    width = int(one.flags["num_attention_heads"]) * int(one.flags["kv_channels"])
+    plan, layers = planned(measured), int(measured.flags["num_layers"])
+    pairs = measured.tokens * (measured.tokens + 1) / 2 / measured.devices
+    width = int(measured.flags["num_attention_heads"]) * int(measured.flags["kv_channels"])
     forward, backward = 4 * width * pairs * layers, 10 * width * pairs * layers
-    layer = question_of(one).profile(_config(one)).layer
+    layer = question_of(measured).profile(_config(measured)).layer
     us_per_pair = 2 * layer.forward.per_pair_us + layer.backward.per_pair_us
-    attention_s = us_per_pair * pairs * one.devices * layers / 1e6
-    planned_s = made.predicted.makespan_us / 1e6
+    attention_s = us_per_pair * pairs * measured.devices * layers / 1e6
+    planned_s = plan.predicted.makespan_us / 1e6
     return Compared(
-        name=one.name,
-        measured_s=one.step_s,
+        name=measured.name,
+        measured_s=measured.step_s,
         planned_s=planned_s,
-        measured_gb=one.memory_gb,
-        planned_gb=max(made.predicted.peak_bytes) / 1e9,
+        measured_gb=measured.memory_gb,
+        planned_gb=max(plan.predicted.peak_bytes) / 1e9,
         attention_tflops=(2 * forward + backward) / 1e12,
         rest_s=planned_s - attention_s,
-        recomputed=all(recompute.num_layers == layers for row in made.recompute for recompute in row),
+        recomputed=all(recompute.num_layers == layers for row in plan.recompute for recompute in row),
     )
 
 
-def lines(one: Measured, found: Compared, advice: Advice | None) -> Iterator[str]:
+def lines(measured: Measured, result: Compared, advice: Advice | None) -> Iterator[str]:
     """Yield a table, and what the difference comes from.
 
     Args:
         advice: for its batch and devices; None leaves the row out.
     """
     rows = [
-        [f"measured ({one.source})", f"CP {one.devices}", f"{one.step_s:.0f} s", f"{one.memory_gb:.1f} GB"],
-        ["planned, every layer recomputed", f"CP {one.devices}", f"{found.planned_s:.0f} s", f"{found.planned_gb:.1f} GB"],
+        [f"measured ({measured.source})", f"CP {measured.devices}", f"{measured.step_s:.0f} s", f"{measured.memory_gb:.1f} GB"],
+        [
+            "planned, every layer recomputed",
+            f"CP {measured.devices}",
+            f"{result.planned_s:.0f} s",
+            f"{result.planned_gb:.1f} GB",
+        ],
     ]
     if advice is not None:
         best = advice.best[0]
         offload = ", offload" * advice.question.options.offload
         step, peak = f"{best.parts.step_us / 1e6:.0f} s", f"{best.peak_bytes / 1e9:.1f} GB"
         rows.append(["best that advise finds", f"{best.config.name}{offload}", step, peak])
-    yield from table((one.name, "sizes", "step", "fullest device"), rows, left=(0, 1))
+    yield from table((measured.name, "sizes", "step", "fullest device"), rows, left=(0, 1))
     yield ""
     yield (
-        f"Attention is {found.attention_tflops / 1e3:,.0f} PFLOP of each device. If the rest takes the {found.rest_s:.0f} s "
-        f"that are planned for it, it ran at {found.measured_rate:.0f} TFLOP/s, and the plan has {found.planned_rate:.0f}."
+        f"Attention is {result.attention_tflops / 1e3:,.0f} PFLOP of each device. If the rest takes the {result.rest_s:.0f} s "
+        f"that are planned for it, it ran at {result.measured_rate:.0f} TFLOP/s, and the plan has {result.planned_rate:.0f}."
     )
-    yield f"In the measured run: {one.remarks}."
+    yield f"In the measured run: {measured.remarks}."
 
 
 def main() -> None:
@@ -191,12 +198,11 @@ def main() -> None:
             print(json.dumps({"row": step.row.number, "name": step.row.name, "measured_s": step.row.measured_s} | figures))
     else:
         print("\n".join((*rows_of(steps), "")))
-    for one in FOUND:
-        found = compared(one)
+    for measured in PUBLISHED:
+        result = compared(measured)
         if args.json:
-            print(json.dumps(asdict(found) | {"measured_rate": found.measured_rate, "planned_rate": found.planned_rate}))
+            print(json.dumps(asdict(result) | {"measured_rate": result.measured_rate, "planned_rate": result.planned_rate}))
             continue
-        advice = (
-            None if args.no_advice else advise(replace(question_of(one), options=Options(context=one.tokens, offload=True)))
-        )
-        print("\n".join(lines(one, found, advice)))
+        options = Options(context=measured.tokens, offload=True)
+        advice = None if args.no_advice else advise(replace(question_of(measured), options=options))
+        print("\n".join(lines(measured, result, advice)))

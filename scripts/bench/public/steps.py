@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost import Line, ModelShape, PipelineCosts, Rates
+from megatron_epp.cost import LinearTime, ModelShape, PipelineCosts, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, exchange_line
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_cluster
@@ -64,9 +64,9 @@ def question_of(row: Row) -> Question:
     return Question(flags, cluster, row.config.devices, UNLIMITED_BYTES, lengths, row.tokens * row.per_chunk)
 
 
-def again_line(row: Row, shape: ModelShape, rates: Rates) -> Line:
+def again_line(row: Row, shape: ModelShape, rates: Rates) -> LinearTime:
     """Time of the parts of a layer that run again in its backward."""
-    flops, num_bytes, line = 0.0, 0.0, Line()
+    flops, num_bytes, line = 0.0, 0.0, LinearTime()
     if NORMS in row.again:
         num_bytes += 4 * shape.hidden_bytes_per_token
     if ACTIVATION in row.again:
@@ -79,7 +79,7 @@ def again_line(row: Row, shape: ModelShape, rates: Rates) -> Line:
         queries = (shape.query_rank or 0) * shape.query_width
         flops += 2 * (shape.expansion_parameters + queries) / shape.ranks
         num_bytes += (shape.query_width + shape.kv_bytes_per_token) / shape.ranks
-    return line + Line(0.0, MICROSECONDS * (flops / rates.linear_flops + num_bytes / rates.memory_bytes))
+    return line + LinearTime(0.0, MICROSECONDS * (flops / rates.linear_flops + num_bytes / rates.memory_bytes))
 
 
 def compared(row: Row) -> Step:
@@ -102,7 +102,7 @@ def compared(row: Row) -> Step:
     )
 
 
-def planned(row: Row, asked: Question, again: Line) -> Plan:
+def planned(row: Row, asked: Question, again: LinearTime) -> Plan:
     """Plan a measured step without a memory cap; microbatches are not larger than in the measured run."""
     config, costs = row.config, asked.costs(row.config)
     planner = "interleaved" if config.virtual > 1 else "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
@@ -112,13 +112,13 @@ def planned(row: Row, asked: Question, again: Line) -> Plan:
     return plan(problem, _recomputing(costs, again), options)
 
 
-def _with_slow_host(row: Row, asked: Question, again: Line) -> float:
+def _with_slow_host(row: Row, asked: Question, again: LinearTime) -> float:
     rates = replace(asked.cluster.rates, launch_forward_us=SLOW_HOST_US[0], launch_backward_us=SLOW_HOST_US[1])
     slow = replace(asked, cluster=replace(asked.cluster, rates=rates))
     return planned(row, slow, again).predicted.makespan_us / MICROSECONDS
 
 
-def _recomputing(costs: PipelineCosts, again: Line) -> PipelineCosts:
+def _recomputing(costs: PipelineCosts, again: LinearTime) -> PipelineCosts:
     """Costs whose layers' backwards take longer by what runs again."""
     stages = (stage.changed(LAYER, backward=stage.layers.backward + again) for stage in costs.stages)
     return replace(costs, stages=tuple(stages))
@@ -149,7 +149,7 @@ def rows_of(steps: Sequence[Step]) -> Iterator[str]:
         )
     yield from table(header, lines, left=(0, 1, 5, 6))
     errors = [abs(step.error) for step in steps]
-    close = sum(one <= CLOSE for one in errors)
+    close = sum(error <= CLOSE for error in errors)
     yield f"Median error {median(errors):.1%}, largest {max(errors):.0%}, {close} of {len(errors)} within {CLOSE:.0%}."
 
 

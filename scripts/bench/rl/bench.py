@@ -82,15 +82,17 @@ CASES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SlowestReplica:
     """Time of the slowest replica, and the highest peak; an infinite time where nothing fits."""
 
     time_us: float
     peak_bytes: int
 
     @staticmethod
-    def of(plans: Sequence[Plan]) -> Found:
-        return Found(max(one.predicted.makespan_us for one in plans), max(max(one.predicted.peak_bytes) for one in plans))
+    def of(plans: Sequence[Plan]) -> SlowestReplica:
+        return SlowestReplica(
+            max(plan.predicted.makespan_us for plan in plans), max(max(plan.predicted.peak_bytes) for plan in plans)
+        )
 
 
 class Bench:
@@ -111,40 +113,42 @@ class Bench:
         self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
         self.every_layer = Options(recompute=max(layers))
 
-    def run(self) -> dict[str, Found]:
+    def run(self) -> dict[str, SlowestReplica]:
         """Return what every way takes."""
         shares = balanced(self.lengths, REPLICAS)
-        found = {}
+        results = {}
         for name, rule in RULES.items():
             rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
-            for told, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
-                found[name + told] = Found.of([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
+            for suffix, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
+                results[name + suffix] = SlowestReplica.of(
+                    [plan_as_given(row, self.problem, self.costs, options).plan for row in rows]
+                )
         rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
-        found["order"] = self._planned(rows, self.every_layer)
-        found["recompute"] = self._planned(rows, Options())
-        found["slices"] = self._sliced(())
-        found["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
-        return found
+        results["order"] = self._planned(rows, self.every_layer)
+        results["recompute"] = self._planned(rows, Options())
+        results["slices"] = self._sliced(())
+        results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
+        return results
 
-    def _planned(self, rows: Sequence[Lengths], options: Options) -> Found:
+    def _planned(self, rows: Sequence[Lengths], options: Options) -> SlowestReplica:
         try:
-            return Found.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
+            return SlowestReplica.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
         except InfeasibleError as error:
-            return Found(math.inf, error.least_cap_bytes)
+            return SlowestReplica(math.inf, error.least_cap_bytes)
 
-    def _sliced(self, loss_groups: tuple[int, ...]) -> Found:
+    def _sliced(self, loss_groups: tuple[int, ...]) -> SlowestReplica:
         options = Options(context=self.case.budget)
         alone = tuple((replica,) for replica in range(REPLICAS))
         batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
         shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
-        return Found.of([plan(batch.part(share), self.costs, options) for share in shares])
+        return SlowestReplica.of([plan(batch.part(share), self.costs, options) for share in shares])
 
 
 def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
     return tuple(map(tuple, rows))
 
 
-def rows_of(case: Case, draws: Sequence[dict[str, Found]]) -> list[str]:
+def rows_of(case: Case, draws: Sequence[dict[str, SlowestReplica]]) -> list[str]:
     """Format a row: the mean time of slices, and of other ways the mean multiple of it; ``*`` where the cap is exceeded."""
     slices_s = fmean(draw["slices"].time_us for draw in draws) / 1e6
     cells = [case.model, str(case.stages), case.lengths, f"{slices_s:.1f} s"]
@@ -168,8 +172,8 @@ def main() -> None:
     cases = (replace(CASES[0], samples=6),) if a.reduced else CASES
     figures = [(case, [Bench(case, seed).run() for seed in range(1 if a.reduced else a.draws)]) for case in cases]
     if a.json:
-        told = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
-        print(json.dumps([vars_of(case) | {"time_us": one} for (case, _), one in zip(figures, told, strict=True)]))
+        times_us = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
+        print(json.dumps([vars_of(case) | {"time_us": time_us} for (case, _), time_us in zip(figures, times_us, strict=True)]))
         return
     names = [name for name in figures[0][1][0] if name != "slices"]
     print(table(["model", "stages", "lengths", "slices", *names], [rows_of(case, draws) for case, draws in figures]))

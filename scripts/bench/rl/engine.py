@@ -91,7 +91,7 @@ class Samples:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(one) for one in self.tokens]
+        return [len(tokens) for tokens in self.tokens]
 
     def part(self, rank: int, ranks: int) -> Samples:
         """Return a replica's samples: every so many-th."""
@@ -155,10 +155,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, *rest: object, *
     packed = named["packed_seq_params"]
     ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     sizes = ends.diff().tolist()
-    parts = zip(*(one.transpose(0, 1).split(sizes, dim=1) for one in (query, key, value)), strict=True)
+    parts = zip(*(states.transpose(0, 1).split(sizes, dim=1) for states in (query, key, value)), strict=True)
     attend = torch.nn.functional.scaled_dot_product_attention
-    found = [attend(q[None], k[None], v[None], is_causal=True)[0] for q, k, v in parts]
-    return torch.cat(found, dim=1).transpose(0, 1).flatten(1)
+    outputs = [attend(q[None], k[None], v[None], is_causal=True)[0] for q, k, v in parts]
+    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
 
 def verl_engine(size: Size) -> Any:
@@ -217,11 +217,11 @@ def batch_of(samples: Samples, size: Size, global_count: int, rows: int | None =
     from verl.utils import tensordict_utils
 
     jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    responses = [one[PROMPT:] for one in samples.tokens]
-    masks = [torch.ones_like(one) for one in responses]
+    responses = [tokens[PROMPT:] for tokens in samples.tokens]
+    masks = [torch.ones_like(response) for response in responses]
     columns = {
         "input_ids": jagged(samples.tokens),
-        "prompts": jagged([one[:PROMPT] for one in samples.tokens]),
+        "prompts": jagged([tokens[:PROMPT] for tokens in samples.tokens]),
         "responses": jagged(responses),
         "response_mask": jagged(masks),
         "loss_mask": jagged(masks),
@@ -250,29 +250,31 @@ def ppo_loss(**settings: Any) -> Any:
 def old_logprobs(engine: Any, samples: Samples, size: Size, global_count: int) -> list[Tensor]:
     """Return the log-probabilities of the tokens of every response, by verl's forward pass; on the last stage only."""
     with engine.eval_mode():
-        found = engine.infer_batch(batch_of(samples, size, global_count))
-    return responses_of(found["model_output"]["log_probs"]) if engine.is_mp_src_rank_with_outputs() else []
+        inferred = engine.infer_batch(batch_of(samples, size, global_count))
+    return responses_of(inferred["model_output"]["log_probs"]) if engine.is_mp_src_rank_with_outputs() else []
 
 
 def responses_of(logprobs: Tensor) -> list[Tensor]:
     """Cut what verl returns for every token of a sample, about the next one, to the tokens of the response."""
-    return [one[PROMPT - 1 : -1].detach() for one in logprobs.unbind()]
+    return [row[PROMPT - 1 : -1].detach() for row in logprobs.unbind()]
 
 
 def gradients(engine: Any) -> list[Tensor]:
     """Copy this rank's reduced gradients."""
-    return [one.main_grad.clone() for model in engine.module for one in model.parameters() if one.requires_grad]
+    return [
+        parameter.main_grad.clone() for model in engine.module for parameter in model.parameters() if parameter.requires_grad
+    ]
 
 
 def from_last_stage(mine: Any) -> Any:
     """Return what the last stage of this rank's pipeline has. A collective call."""
     from megatron.core import parallel_state
 
-    found = [mine]
+    values = [mine]
     dist.broadcast_object_list(
-        found, parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+        values, parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
     )
-    return found[0]
+    return values[0]
 
 
 def drawn(count: int, longest: int, vocabulary: int, seed: int, median: float = 24.0) -> Samples:

@@ -82,12 +82,12 @@ def random_plans(count: int, context: int, model: str, stages: int, kinds: Itera
         yield plan(replace(problem, lengths=lengths), costs, Options(context=context))
 
 
-def calls(made: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int]]:
+def calls(plan: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int]]:
     """Yield the attention call of every chunk on a stage, and the chunk's tokens."""
     channels = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
     bytes_per_key = 2 * channels * shape.bytes_per_value
-    for number, chunk in enumerate(made.chunks):
-        tokens, recompute = made.padded_tokens(number), made.recompute[stage][number] if made.recompute else None
+    for number, chunk in enumerate(plan.chunks):
+        tokens, recompute = plan.padded_tokens(number), plan.recompute[stage][number] if plan.recompute else None
         size = call_size(chunk, tokens)
         keys = token_class(size.keys) * bytes_per_key
         heads = heads_at_once(shape.kv_heads_on_rank, keys, shape.queries_per_key)
@@ -95,7 +95,7 @@ def calls(made: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int
 
 
 @dataclass
-class Found:
+class CacheKeys:
     """Keys that a rank has looked up: of attention by library, with shapes as they are and in classes, and of fused layers."""
 
     before: list[Caches] = field(default_factory=lambda: [Caches(as_they_are(library)) for library in LIBRARIES])
@@ -111,26 +111,26 @@ class Found:
         self.chunks_by_tokens[tokens] += 1
 
 
-def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[Found]:
+def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKeys]:
     """Return what every rank has looked up in the course of some plans, one stage on each."""
-    found = [Found() for _ in range(stages)]
-    for made in plans:
-        for stage, one in enumerate(found):
-            for call, tokens in calls(made, stage, shape):
-                one.add(call, tokens)
-    return found
+    counts = [CacheKeys() for _ in range(stages)]
+    for batch_plan in plans:
+        for stage, stage_counts in enumerate(counts):
+            for call, tokens in calls(batch_plan, stage, shape):
+                stage_counts.add(call, tokens)
+    return counts
 
 
-def report(found: list[Found]) -> str:
+def report(counts: list[CacheKeys]) -> str:
     """Return the table, each row of the rank that has most."""
     rows = []
     for number, library in enumerate(LIBRARIES):
-        most = max(found, key=lambda one: one.after[number].total)
+        most = max(counts, key=lambda stage_counts: stage_counts.after[number].total)
         before, after = most.before[number], most.after[number]
         parts = len(after.forward), len(after.again), len(after.backward)
         rows.append([library.name, str(before.total), str(after.total), *map(str, parts), str(after.total + len(most.fused))])
     header = ["attention", "as it is", "in classes", "forward", "recomputed", "backward", "with fused layers"]
-    return "\n".join([*table(header, rows), "", of_tokens(found[0].chunks_by_tokens)])
+    return "\n".join([*table(header, rows), "", of_tokens(counts[0].chunks_by_tokens)])
 
 
 def of_tokens(chunks_by_tokens: Counter[int]) -> str:
@@ -155,5 +155,5 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(SEQUENCES), default=tuple(SEQUENCES))
     args = parser.parse_args(arguments)
     shape = Case(args.kinds[0], args.context, args.stages, args.model, 80).shape
-    found = count(random_plans(args.plans, args.context, args.model, args.stages, args.kinds), shape, args.stages)
-    sys.stdout.write(report(found) + "\n")
+    counts = count(random_plans(args.plans, args.context, args.model, args.stages, args.kinds), shape, args.stages)
+    sys.stdout.write(report(counts) + "\n")

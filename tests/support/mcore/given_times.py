@@ -5,15 +5,15 @@ What was recorded, and of which chunks, is the run's own.
 
 from __future__ import annotations
 
-from megatron_epp.cost import Line
+from megatron_epp.cost import LinearTime
 from megatron_epp.cost.output_layer import PASS_US
 from megatron_epp.mcore import entry
 from megatron_epp.plan import Action, Op, Plan
 
 SHARE = 0.5
 """Share of the vocabulary on each of two ranks."""
-PASSES = {Op.S: Line(3000.0, 40.0), Op.T: Line(1000.0, 90.0)}
-COLLECTIVES = {Op.SPREAD: Line(700.0, 3.0), Op.GATHER: Line(900.0, 5.0)}
+PASSES = {Op.S: LinearTime(3000.0, 40.0), Op.T: LinearTime(1000.0, 90.0)}
+COLLECTIVES = {Op.SPREAD: LinearTime(700.0, 3.0), Op.GATHER: LinearTime(900.0, 5.0)}
 WAIT_US = 20_000.0
 """Wait of the rank that enters a collective first, which is the one or the other."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
@@ -114,7 +114,7 @@ def costs_of(draw: random.Random, placement: Placement) -> PipelineCosts:
 
 def _exchanging(costs: PipelineCosts) -> PipelineCosts:
     """Return costs of which a part of every layer's pass is exchange between tensor-parallel ranks."""
-    stages = (own.changed(LAYER, exchange=Line(0.0, EXCHANGED * own.layers.forward.per_token_us)) for own in costs.stages)
+    stages = (own.changed(LAYER, exchange=LinearTime(0.0, EXCHANGED * own.layers.forward.per_token_us)) for own in costs.stages)
     return replace(costs, stages=tuple(stages))
 
 

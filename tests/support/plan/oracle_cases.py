@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from megatron_epp.cost import BlockCosts, Line, PipelineCosts, Static
+from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, Static
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
@@ -34,8 +34,8 @@ def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
     stages = tuple(
         stage_of(
             num_layers=1,
-            forward=Line(draw.random() * 3, draw.random() + 0.2),
-            backward=Line(draw.random() * 3, 2 * draw.random() + 0.2),
+            forward=LinearTime(draw.random() * 3, draw.random() + 0.2),
+            backward=LinearTime(draw.random() * 3, 2 * draw.random() + 0.2),
             layer_bytes_per_token=draw.randint(8, 20),
             recomputed_layer_bytes_per_token=draw.randint(0, 6),
             extra_bytes_per_token=draw.randint(0, 4),

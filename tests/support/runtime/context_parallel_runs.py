@@ -31,7 +31,7 @@ def differences(rank, links, lengths, chunks, token_multiple, kv_heads, mode):
         worst.append(relative_difference(torch.cat(parts)[: len(rows)], rows))
     for c in reversed(range(len(layer.plan.chunks))):
         layer.backward(c)
-    layer.relay.assert_empty()
+    layer.kv_cache.assert_empty()
     for expected, grads in zip(whole, layer.chunked(), strict=True):
         for wanted, grad in zip(expected[1:], grads, strict=True):
             dist.all_reduce(grad, group=links.activations)
@@ -45,6 +45,6 @@ def cache_bytes(rank, links, kv_heads):
     for group in (None, links.activations):
         layer = ChunkedLayer((16,), [[(0, 0, 8)], [(0, 8, 16)]], len(links.ranks), group=group, kv_heads=kv_heads)
         layer.forward(0)
-        sizes.append(layer.relay.num_bytes)
+        sizes.append(layer.kv_cache.num_bytes)
     assert sizes[0] == 2 * 16 * kv_heads * CHANNELS * 8
     return sizes[1] / sizes[0] * QUERY_HEADS

@@ -34,11 +34,11 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     host = host or HostMemory(torch.device("cpu"), 1 << 30)
-    with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
+    with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
         offload = ActivationOffload(saved, host) if any(plan.copies) else None
         Executor(plan, rank, stages, links, offload=offload, host=host).run()
-    kv_offload = [stage.relay.offloaded for stage in stages.values() if stage.relay.offloaded is not None]
-    left = saved.live_bytes + sum(stage.relay.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)
+    kv_offload = [stage.kv_cache.offloaded for stage in stages.values() if stage.kv_cache.offloaded is not None]
+    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)
     bytes_of = left, saved.peak_bytes, (offload.host_peak_bytes if offload else 0) + sum(x.host_peak_bytes for x in kv_offload)
     return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 from tests.support.runtime.dense_attention import dense_attention
 
@@ -99,7 +99,7 @@ class PlainStage:
 
     def __init__(self, part, batch, reentrant=False):
         self.part, self.batch, self.reentrant = part, batch, reentrant
-        self.relay, self.weights = KVRelay(), WeightGradients()
+        self.kv_cache, self.weights = SlicedKVCache(), WeightGradients()
         for module in part.modules():
             if isinstance(module, nn.Linear):
                 module.forward = functools.partial(linear, module, self.weights)

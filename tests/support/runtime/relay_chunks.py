@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExchange
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.latents import latent_attention
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from tests.support.runtime.dense_attention import dense_attention
@@ -61,11 +61,11 @@ class ChunkedLayer:
         self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
         self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=dtype) for n in lengths]
         self.plan = plan_of(lengths, chunks, token_multiple)
-        self.relay = KVRelay()
+        self.kv_cache = SlicedKVCache()
         self.layers = layers
-        self.contexts = [ChunkContext(c, *_of(layout, self.relay)) for c, layout in enumerate(chunk_layouts(self.plan))]
+        self.contexts = [ChunkContext(c, *_of(layout, self.kv_cache)) for c, layout in enumerate(chunk_layouts(self.plan))]
         if forward_only:
-            self.contexts = [ChunkContext(x.chunk, x.table, x.relay, x.view, forward_only=True) for x in self.contexts]
+            self.contexts = [ChunkContext(x.chunk, x.table, x.kv_cache, x.view, forward_only=True) for x in self.contexts]
         self.outputs = {}
 
     def forward(self, chunk, mode="kept"):
@@ -128,8 +128,8 @@ class ChunkedLayer:
         return sum(self.layers * size_class(view.capacity) * self.cached_width * 8 for view in firsts)
 
 
-def _of(layout, relay):
-    return layout.table, relay, layout.view
+def _of(layout, kv_cache):
+    return layout.table, kv_cache, layout.view
 
 
 def slices(sequence, *cuts):

@@ -83,7 +83,7 @@ def updates(ranks: Forks, folder: Path, steps: int) -> dict[str, Any]:
         f"\n1. {steps} steps of GRPO by verl's engine, two stages and two replicas, with Megatron's schedule and with plans",
         flush=True,
     )
-    found = {
+    steps_of = {
         name: run(ranks, folder / name, RANKS, "updates", environment, steps)
         for name, environment in (("stock", {"MEGATRON_EPP": ""}), ("plans", {"MEGATRON_EPP": "1"}))
     }
@@ -91,20 +91,20 @@ def updates(ranks: Forks, folder: Path, steps: int) -> dict[str, Any]:
     planned = sum(" ms, bubble " in line and "while costs are learnt" not in line for line in log.splitlines())
     if not planned:
         sys.exit(f"no plan has run: {folder / 'plans' / 'log'}")
-    first, second = found["stock"], found["plans"]
+    first, second = steps_of["stock"], steps_of["plans"]
 
     def largest_difference(name: str) -> float:
         return max(
             abs(ours - theirs) / max(1e-6, abs(theirs))
-            for one, other in zip(second, first, strict=True)
-            for row, wanted in zip(one[name], other[name], strict=True)
+            for step_of_plans, other in zip(second, first, strict=True)
+            for row, wanted in zip(step_of_plans[name], other[name], strict=True)
             for ours, theirs in zip(row, wanted, strict=True)
         )
 
     weights = max(
         float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
-        for one, other in zip(second, first, strict=True)
-        for ours, theirs in zip(one["weights"], other["weights"], strict=True)
+        for step_of_plans, other in zip(second, first, strict=True)
+        for ours, theirs in zip(step_of_plans["weights"], other["weights"], strict=True)
     )
     last = first[-1]
     rows = [
@@ -120,9 +120,10 @@ def updates(ranks: Forks, folder: Path, steps: int) -> dict[str, Any]:
     ]
     print("\n".join(table(("step", "reward, stock", "loss, stock", "reward, plans", "loss, plans"), rows, left=())))
     differences = {"rewards": largest_difference("rewards"), "losses": largest_difference("losses"), "weights": weights}
-    told = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+    listed = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
     print(
-        f"largest relative differences of all ranks and steps: {told}; {planned} plans were made from learnt costs", flush=True
+        f"largest relative differences of all ranks and steps: {listed}; {planned} plans were made from learnt costs",
+        flush=True,
     )
     return {"largest_relative_differences": differences, "plans": planned, "rewards": last["rewards"], "losses": last["losses"]}
 
@@ -138,29 +139,29 @@ def sliced(ranks: Forks, folder: Path, rounds: int, has_verl: bool, size: verl.S
     print("(a minute or two)", flush=True)
     others = OthersMeter()
     with others.measured():
-        found, *_ = run(ranks, folder / "slices", 2, "slices", {"MEGATRON_EPP": ""}, rounds, int(has_verl), size.longest)
-    whole, plan = map(from_json, found["plans"])
-    held = found["held_bytes"]
+        results, *_ = run(ranks, folder / "slices", 2, "slices", {"MEGATRON_EPP": ""}, rounds, int(has_verl), size.longest)
+    whole, plan = map(from_json, results["plans"])
+    held = results["held_bytes"]
     every, fewer, none = held
-    print(f"with a token budget of half the longest sample: {found['refusal']}")
+    print(f"with a token budget of half the longest sample: {results['refusal']}")
     print(
         f"with a budget of {max(lengths):,} tokens: {format_bytes(held[none])} of activations; {format_bytes(held[fewer])} "
         f"with all but one layer of a stage recomputed, {format_bytes(held[every])} with every layer"
     )
-    print(f"cap for slices: {format_bytes(found['cap_bytes'])}; they take {format_bytes(found['sliced_bytes'])}")
-    mine, theirs = found["losses"]
-    print(f"loss: {mine:.7f} whole, {theirs:.7f} in slices; gradients differ by {found['gradients']:.1e} of their norm")
-    times = {name: Rounds(tuple(values)) for name, values in found["times_s"].items()}
+    print(f"cap for slices: {format_bytes(results['cap_bytes'])}; they take {format_bytes(results['sliced_bytes'])}")
+    mine, theirs = results["losses"]
+    print(f"loss: {mine:.7f} whole, {theirs:.7f} in slices; gradients differ by {results['gradients']:.1e} of their norm")
+    times = {name: Rounds(tuple(values)) for name, values in results["times_s"].items()}
     stated = whole.predicted.makespan_us / plan.predicted.makespan_us
     measured = times[slices.STOCK].median / times[slices.SLICES].median
     rows = [
         [
             name,
-            f"{one.predicted.makespan_us / 1e6:.2f}",
+            f"{drawn.predicted.makespan_us / 1e6:.2f}",
             f"{times[name].median:.2f}",
             *(f"{edge:.2f}" for edge in times[name].range),
         ]
-        for name, one in ((slices.STOCK, whole), (slices.SLICES, plan))
+        for name, drawn in ((slices.STOCK, whole), (slices.SLICES, plan))
     ]
     print("\n".join(table(("", "planned, s", "measured, s", "least", "most"), rows)))
     reason = doubt(times[slices.STOCK], times[slices.SLICES], others.occupancy(2))
@@ -168,7 +169,7 @@ def sliced(ranks: Forks, folder: Path, rounds: int, has_verl: bool, size: verl.S
     ratios = f"the plan states {stated:.2f} times as fast, measured {measured:.2f}, by the least times {least:.2f}"
     print(f"{reason + ': ' if reason else ''}{ratios}", flush=True)
     _leave(folder, whole, plan)
-    return {name: value for name, value in found.items() if name != "plans"} | {
+    return {name: value for name, value in results.items() if name != "plans"} | {
         "stated": stated,
         "measured": measured,
         "by_least_times": least,
@@ -179,7 +180,7 @@ def sliced(ranks: Forks, folder: Path, rounds: int, has_verl: bool, size: verl.S
 def _leave(folder: Path, whole: Plan, plan: Plan) -> None:
     save(plan, folder / "slices.json")
     both = [("whole microbatches, 1F1B, every layer recomputed", whole), ("slices", plan)]
-    save_page([Shown(*one) for one in both], folder / "update.html")
+    save_page([Shown(*named_plan) for named_plan in both], folder / "update.html")
     save_picture(side_by_side(both), folder / "update.png")
 
 

@@ -39,7 +39,7 @@ class Imitation:
         rows = by_budget(samples.lengths, budget)
         (model,) = self.module
         model.zero_grad_buffer()
-        told = get_forward_backward_func()(
+        losses = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, samples, len(rows)),
             data_iterator=iter(rows),
             model=self.module,
@@ -47,7 +47,7 @@ class Imitation:
             seq_length=1,
             micro_batch_size=1,
         )
-        return sum(told)
+        return sum(losses)
 
 
 def by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

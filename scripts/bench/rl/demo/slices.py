@@ -79,9 +79,9 @@ class Updates:
             if self._imitation is not None:
                 return _shared(self._imitation.update(self.samples, budget))
             assert self._engine is not None
-            given = verl.batch_of(self.samples, replace(self.size, budget=budget), SAMPLES)
-            told = self._engine.train_batch(given, self._loss)
-            return _shared(sum(told["loss"]) if told else 0.0)
+            batch = verl.batch_of(self.samples, replace(self.size, budget=budget), SAMPLES)
+            metrics = self._engine.train_batch(batch, self._loss)
+            return _shared(sum(metrics["loss"]) if metrics else 0.0)
 
     def sliced(self, train: Any) -> float:
         """Update in slices; return the loss."""
@@ -90,7 +90,7 @@ class Updates:
 
     def gradients(self) -> torch.Tensor:
         """Copy this rank's gradients."""
-        return torch.cat([one.main_grad.flatten() for one in self.model.parameters()])
+        return torch.cat([parameter.main_grad.flatten() for parameter in self.model.parameters()])
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def measured(updates: Updates, rounds: int) -> dict[str, Any]:
         "refusal": refusal,
         "losses": (loss, in_slices),
         "gradients": float((theirs - own).norm() / own.norm()),
-        "plans": [to_json(one) for one in planned],
+        "plans": [to_json(plan) for plan in planned],
     }
 
 
@@ -175,18 +175,18 @@ def _static_bytes(updates: Updates) -> int:
 
     probe = megatron_epp.wrap_samples(loss=updates.loss)
     probe(model=updates.model, samples=updates.columns, forward_only=True)
-    found = min(stage.static_bytes for stage in probe._run.costs.stages)
+    least = min(stage.static_bytes for stage in probe._run.costs.stages)
     probe.close()
-    return int(found)
+    return int(least)
 
 
 def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, float]:
     """Return the most bytes that autograd holds on any rank during an update, and the loss."""
     with SavedTensors(updates.model.parameters()) as saved:
         loss = update()
-    found = torch.tensor([saved.peak_bytes])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found[0]), loss
+    peak = torch.tensor([saved.peak_bytes])
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak[0]), loss
 
 
 def _shared(mine: float) -> float:

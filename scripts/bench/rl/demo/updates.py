@@ -31,13 +31,13 @@ def main() -> None:
     engine = verl.with_optimizer(verl.verl_engine(size), LEARNING_RATE)
     logging.getLogger("megatron_epp.mcore.patches").setLevel(logging.WARNING)
     loss = verl.ppo_loss(loss_agg_mode="seq-mean-token-mean")
-    found: dict[str, Any] = {"rewards": [], "losses": []}
+    record: dict[str, Any] = {"rewards": [], "losses": []}
     for step in range(steps):
         rewards, losses = _step(engine, size, loss, step)
-        found["rewards"].append(rewards)
-        found["losses"].append(losses)
-    weights = [one.detach().clone() for model in engine.module for one in model.parameters()]
-    torch.save(found | {"weights": weights}, folder / f"rank-{dist.get_rank()}.pt")
+        record["rewards"].append(rewards)
+        record["losses"].append(losses)
+    weights = [parameter.detach().clone() for model in engine.module for parameter in model.parameters()]
+    torch.save(record | {"weights": weights}, folder / f"rank-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -58,8 +58,8 @@ def _step(engine: Any, size: verl.Size, loss: Any, step: int) -> tuple[list[floa
     for part in range(PARTS):
         batch = verl.batch_of(known.part(part, PARTS), size, count // PARTS)
         with engine.train_mode():
-            told = engine.train_batch(batch, loss)
-        losses.append(sum(told["loss"]) if told else 0.0)
+            metrics = engine.train_batch(batch, loss)
+        losses.append(sum(metrics["loss"]) if metrics else 0.0)
     return rewards.tolist(), losses
 
 

@@ -105,14 +105,14 @@ def of_batches(executor, batches):
                 prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
-                saved = SavedTensors(others, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
+                saved = SavedTensors(others, lambda: sum(stage.kv_cache.num_bytes for stage in self.stages.values()))
                 offload = ActivationOffload(saved, run.host)
                 for stage in self.stages.values():
                     stage.begin(prepared.inputs.chunk)
                 with saved:
                     running = plan, self.rank, self.stages, self.links, None, None, offload
                     executor(*running, host=run.host, program=prepared.program).run()
-                caches = [stage.relay.offloaded for stage in self.stages.values() if stage.relay.offloaded is not None]
+                caches = [stage.kv_cache.offloaded for stage in self.stages.values() if stage.kv_cache.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {

@@ -335,16 +335,17 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
-    from megatron_epp.cost import Line
+    from megatron_epp.cost import LinearTime
     from megatron_epp.cost.blocks import LAYER
     from megatron_epp.mcore.iteration import run
 
-    learn, lines = run.fitted_costs, {name: Line(0.0, value) for name, value in us_per_token.items()}
+    learn, lines = run.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
         return replace(
-            costs, stages=tuple(stage.changed(**dict.fromkeys(lines, Line())).changed(LAYER, **lines) for stage in costs.stages)
+            costs,
+            stages=tuple(stage.changed(**dict.fromkeys(lines, LinearTime())).changed(LAYER, **lines) for stage in costs.stages),
         )
 
     run.fitted_costs = fixed

@@ -125,12 +125,12 @@ def by_levels(executor):
             for model in models:
                 model.zero_grad_buffer()
             calls.clear()
-            host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.relay for stage in self.stages.values()]
+            host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.kv_cache for stage in self.stages.values()]
             others = [self._upload.buffer, *(p for stage in self.stages.values() for p in stage.parameters)]
-            with SavedTensors(others, lambda: sum(relay.num_bytes for relay in relays)) as saved:
+            with SavedTensors(others, lambda: sum(kv_cache.num_bytes for kv_cache in relays)) as saved:
                 offload = ActivationOffload(saved, host)
                 self.again(variant, offload, host).run()
-            caches = [relay.offloaded for relay in relays if relay.offloaded is not None]
+            caches = [kv_cache.offloaded for kv_cache in relays if kv_cache.offloaded is not None]
             assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
             away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)

@@ -99,37 +99,40 @@ def _found(modules: Modules) -> Iterator[tuple[str, str, str, int]]:
             for name in _kept(modules, module, change):
                 yield name, change.scope.name, module.file, change.line
         if module.file.startswith(LAYERS):
-            for one in module.classes.values():
-                for attribute, method, line in one.adds_to:
-                    yield f"{module.name}:{one.name}.{attribute}", method, module.file, line
+            for owner in module.classes.values():
+                for attribute, method, line in owner.adds_to:
+                    yield f"{module.name}:{owner.name}.{attribute}", method, module.file, line
         yield from _objects(modules, module)
 
 
 def _objects(modules: Modules, module: Module) -> Iterator[tuple[str, str, str, int]]:
     """Yield the objects that a module and its classes make, if methods of their own change them."""
-    for prefix, variables in (("", module.variables), *((f"{one.name}.", one.attributes) for one in module.classes.values())):
+    for prefix, variables in (
+        ("", module.variables),
+        *((f"{owner.name}.", owner.attributes) for owner in module.classes.values()),
+    ):
         for name, value in variables.items():
             path = reference(value.func) if isinstance(value, ast.Call) else None
-            made = None if path is None else _resolved(modules, module, path)
-            if made is not None and len(made) == 2 and _changes_itself(modules, *made):
-                yield f"{module.name}:{prefix}{name}", f"methods of {made[1]}", module.file, module.lines[prefix + name]
+            target = None if path is None else _resolved(modules, module, path)
+            if target is not None and len(target) == 2 and _changes_itself(modules, *target):
+                yield f"{module.name}:{prefix}{name}", f"methods of {target[1]}", module.file, module.lines[prefix + name]
 
 
 def _changes_itself(modules: Modules, module: str, name: str, steps: int = 0) -> bool:
-    found = modules[module].classes.get(name)
-    if found is None or found.changes_itself or steps > _MOST_STEPS:
-        return found is not None and found.changes_itself
-    bases = (_resolved(modules, modules[module], base) for base in found.bases)
+    definition = modules[module].classes.get(name)
+    if definition is None or definition.changes_itself or steps > _MOST_STEPS:
+        return definition is not None and definition.changes_itself
+    bases = (_resolved(modules, modules[module], base) for base in definition.bases)
     return any(len(base) == 2 and _changes_itself(modules, *base, steps + 1) for base in bases if base is not None)
 
 
 def _kept(modules: Modules, module: Module, change: Change) -> Iterator[str]:
     """Yield the names of what a change changes, if that is no local object."""
     meant = _meant(change)
-    found = None if meant is None else _resolved(modules, module, meant, change.scope)
-    if found is None:
+    resolved = None if meant is None else _resolved(modules, module, meant, change.scope)
+    if resolved is None:
         return
-    owner, name, *rest = found
+    owner, name, *rest = resolved
     where = modules[owner]
     if name in where.classes:
         if len(rest) > 1 and rest[1] == CALL:
@@ -174,15 +177,15 @@ def _meant(change: Change) -> Reference | None:
 
 def _of_first(scope: Scope, rest: Reference, binds: bool) -> Reference | None:
     """Return what an attribute of a method's first argument is, if the class keeps it."""
-    made = scope.of_class
-    assert made is not None  # only methods have a first argument
+    owner = scope.of_class
+    assert owner is not None  # only methods have a first argument
     if rest[:1] == (TYPE,):
-        return (made.name, *rest[1:]) if rest[1:] else None
+        return (owner.name, *rest[1:]) if rest[1:] else None
     if scope.first == "cls":
-        return (made.name, *rest) if rest else None
-    if not rest or CALL in rest or (binds and len(rest) == 1) or rest[0] in made.own:
+        return (owner.name, *rest) if rest else None
+    if not rest or CALL in rest or (binds and len(rest) == 1) or rest[0] in owner.own:
         return None
-    return (made.name, *rest) if _is_container(made.attributes.get(rest[0])) else None
+    return (owner.name, *rest) if _is_container(owner.attributes.get(rest[0])) else None
 
 
 def _is_container(value: ast.expr | None) -> bool:
@@ -194,10 +197,10 @@ def _results(modules: Modules, where: Module, function: str, steps: int = 0) -> 
     for path in where.functions.get(function, ()) if steps < _MOST_STEPS else ():
         if path[0] == "cls" and "." in function:
             path = (function.rpartition(".")[0], *path[1:])
-        found = _resolved(modules, where, path)
-        if found is None:
+        resolved = _resolved(modules, where, path)
+        if resolved is None:
             continue
-        owner, name, *rest = found
+        owner, name, *rest = resolved
         if name in modules[owner].variables and not rest:
             yield f"{owner}:{name}"
         elif name in modules[owner].classes and len(rest) == 1 and rest[0] != CALL:
@@ -208,12 +211,12 @@ def _results(modules: Modules, where: Module, function: str, steps: int = 0) -> 
 
 def _declared(where: Module, name: str, attribute: str) -> str:
     """Return ``Class.attribute`` with the class of the module that declares it, which may be a base."""
-    one: Class | None = where.classes[name]
+    ancestor: Class | None = where.classes[name]
     for _ in range(_MOST_STEPS):
-        if one is None or attribute in one.attributes:
+        if ancestor is None or attribute in ancestor.attributes:
             break
-        one = next((where.classes[base[0]] for base in one.bases if base[0] in where.classes), None)
-    return f"{name if one is None else one.name}.{attribute}"
+        ancestor = next((where.classes[base[0]] for base in ancestor.bases if base[0] in where.classes), None)
+    return f"{name if ancestor is None else ancestor.name}.{attribute}"
 
 
 def _resolved(
