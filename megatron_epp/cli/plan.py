@@ -120,7 +120,9 @@ def _plan(args: argparse.Namespace) -> int:
         refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
         best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
-    if args.output:
+    if args.output and refusal:  # the plan shown is of a larger cap
+        tell(f"{args.output} is not written: nothing fits the cap")
+    elif args.output:
         save(best, args.output)
     if args.layout_out:
         write_text(args.layout_out, layout.to_json())

@@ -70,8 +70,9 @@ def test_json_has_every_figure(report):
     assert smallest["makespan_us"] > 0
 
 
-def test_a_batch_that_does_not_fit_is_shown_with_the_smallest_cap_that_does(report):
-    text = report("--memory-gb", "0.02")
+def test_a_batch_that_does_not_fit_is_shown_with_the_smallest_cap_that_does_and_not_written(report, tmp_path):
+    text = report("--memory-gb", "0.02", "-o", str(tmp_path / "plan.json"))
+    assert not (tmp_path / "plan.json").exists()
     assert text.startswith("no plan fits a memory cap of")
     smallest, unit, *_ = row_of(text, "without offload")
     assert unit == "GiB"
