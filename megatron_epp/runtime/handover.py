@@ -1,0 +1,139 @@
+"""What a layer hands on from a slice to the next one alone: states of a recurrence, tails of a convolution or of a window.
+
+Keys and values grow with the sequence, and every later slice reads them (`attention.kv_cache`). What is handed over here has a
+bounded size: the next slice alone reads it, so its gradient is complete at once. It lives from its slice's forward to the next
+slice's backward.
+
+A layer has two nodes in a slice's graph. The one at its start brings in what the slice before has left, and its backward stores
+the gradient; the one at its end, around the layer's output, brings that gradient in when the earlier slice runs backward. All
+between them is ordinary autograd, so hooks of data parallelism, recompute and counting need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.attention.segments import RelayError, SliceView, Tensors
+from megatron_epp.runtime.autograd.handles import SavedHandle
+
+
+class Boundary(NamedTuple):
+    """Boundary between two slices of a sequence, in one layer; `token` is the first one behind it."""
+
+    layer: int
+    sequence: int
+    token: int
+
+
+@dataclass(slots=True)
+class Handover:
+    """States of one stage's layers at the boundaries of slices, and their gradients, in one iteration."""
+
+    _states: dict[Boundary, Tensors] = field(default_factory=dict)
+    _gradients: dict[Boundary, Tensors] = field(default_factory=dict)
+    _to_recompute: dict[Boundary, SavedHandle] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of states that no slice has read yet, and of gradients that none has taken."""
+        held = (tensor for part in (self._states, self._gradients) for tensors in part.values() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    def enter(self, layer: int, view: SliceView, *, forward_only: bool = False) -> Tensors:
+        """Return what the slice before has handed over; nothing for a first slice.
+
+        A layer that recomputes runs first without gradients, and calls this again in its backward. What it read is kept for
+        that by autograd, as a tensor of this slice, so that it is counted and offloaded with the others.
+
+        Args:
+            layer: number of the layer, unique in its stage.
+            forward_only: no backward follows.
+
+        Raises:
+            RelayError: the slice before has not run.
+        """
+        if view.start == 0:
+            return ()
+        boundary = Boundary(layer, view.sequence, view.start)
+        if (handle := self._to_recompute.pop(boundary, None)) is not None:
+            state = handle.take()
+        elif (state := self._states.pop(boundary, ())) and not torch.is_grad_enabled() and not forward_only:
+            self._to_recompute[boundary] = SavedHandle(*state)
+        if not state:
+            raise RelayError(
+                f"layer {layer}, sequence {view.sequence}: the slice at token {view.start} finds no state of the one before it"
+            )
+        if not torch.is_grad_enabled():
+            return state
+        entered: Tensors = _Enter.apply(torch.empty(0, requires_grad=True), self, boundary, *state)
+        return entered
+
+    def leave(self, layer: int, view: SliceView, output: Tensor, state: Tensors, *, forward_only: bool = False) -> Tensor:
+        """Hand over the state at the end of a slice, and return the layer's output, through which its gradient comes.
+
+        A recomputed forward leaves nothing: the next slice has run backward. Nor does a last slice.
+
+        Args:
+            layer, forward_only: as `enter` takes them.
+            output: of the layer, or of a part behind the state: any tensor that gets a gradient in the slice's backward.
+        """
+        boundary = Boundary(layer, view.sequence, view.end)
+        if view.is_last_slice:
+            return output
+        if boundary not in self._gradients:
+            self._states[boundary] = tuple(map(_alone, state))
+        if not torch.is_grad_enabled() or forward_only:
+            return output
+        left: Tensor = _Leave.apply(output, self, boundary, *state)
+        return left
+
+    def assert_empty(self) -> None:
+        """Raise `RelayError` if a state or a gradient outlived its iteration."""
+        if left := {**self._states, **self._gradients, **self._to_recompute}:
+            raise RelayError(f"states at {sorted(left)} were never taken")
+
+    def store_gradient(self, boundary: Boundary, gradient: Tensors) -> None:
+        """Keep the gradient of a state until the slice that has left it runs backward."""
+        self._gradients[boundary] = gradient
+
+    def take_gradient(self, boundary: Boundary) -> Tensors:
+        """Return the gradient of a state. Raises `RelayError` if the next slice has not run backward."""
+        if (gradient := self._gradients.pop(boundary, None)) is None:
+            raise RelayError(
+                f"layer {boundary.layer}, sequence {boundary.sequence}: the backward of the slice before token "
+                f"{boundary.token} comes before that of the slice behind it"
+            )
+        return gradient
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, and without the memory of what it is a part of."""
+    tensor = tensor.detach()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, handover: Handover, boundary: Boundary, *state: Tensor) -> Tensors:
+        ctx.handover, ctx.boundary = handover, boundary
+        return tuple(tensor.view_as(tensor) for tensor in state)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[None, ...]:
+        ctx.handover.store_gradient(ctx.boundary, gradient)
+        return (None, None, None, *[None] * len(gradient))
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, handover: Handover, boundary: Boundary, *state: Tensor) -> Tensor:
+        ctx.handover, ctx.boundary = handover, boundary
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, None, None, *ctx.handover.take_gradient(ctx.boundary))
