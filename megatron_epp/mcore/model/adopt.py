@@ -101,6 +101,8 @@ def number_attentions(model: torch.nn.Module) -> None:
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
     again = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
+    adopted = tuple(kind for row in KINDS for kind in row.modules())
+    inside = {part for module in model.modules() if isinstance(module, adopted) for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
             if module in names:
@@ -111,7 +113,7 @@ def number_attentions(model: torch.nn.Module) -> None:
             module.number = len(names)
             names[module] = name
             module.stride = len(again) * (module in again)
-        elif _mixes_tokens(name, module):
+        elif module not in inside and _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
                 "into each other there, and slices lose its state; use --epp-microbatches user, which cuts and packs nothing"

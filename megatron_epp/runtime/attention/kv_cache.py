@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
+from megatron_epp.runtime.handover import Handover
 from megatron_epp.runtime.offload.host import HostMemory
 
 
@@ -110,18 +111,20 @@ class SlicedKVCache:
     Attributes:
         fp32_gradients: for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
         offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
+        handover: what layers hand on to the next slice alone.
     """
 
     fp32_gradients: str = "auto"
     offloaded: HostStore | None = None
+    handover: Handover = field(default_factory=Handover)
     _device: DeviceStore = field(default_factory=DeviceStore)
     _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
     _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all caches and accumulators on the device now."""
-        return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
+        """Bytes of all caches and accumulators on the device now, and of what is handed over."""
+        return self._device.num_bytes + self.handover.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
         """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
@@ -249,7 +252,8 @@ class SlicedKVCache:
         self._store(view).free(view, HeadGroup(layer, part))
 
     def assert_empty(self) -> None:
-        """Raise `KVCacheError` if a cache outlived its iteration."""
+        """Raise `KVCacheError` if a cache, or what was handed over, outlived its iteration."""
+        self.handover.assert_empty()
         if self._groups:
             left = sorted({(group.layer, sequence) for sequence, group in self._groups})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")

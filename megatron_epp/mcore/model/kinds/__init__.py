@@ -6,9 +6,10 @@ Files of this folder are read where flags are checked, on machines without Megat
 from __future__ import annotations
 
 from megatron_epp.mcore.model.kinds.experts import EXPERTS
+from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
 from megatron_epp.mcore.model.kinds.kind import ATTENTION, MLP, PREDICTION, LayerKind
 from megatron_epp.mcore.model.kinds.latent_attention import LATENT_ATTENTION
 
 __all__ = ["KINDS", "LayerKind"]
 
-KINDS: tuple[LayerKind, ...] = (ATTENTION, LATENT_ATTENTION, MLP, EXPERTS, PREDICTION)
+KINDS: tuple[LayerKind, ...] = (ATTENTION, LATENT_ATTENTION, GATED_DELTA, MLP, EXPERTS, PREDICTION)

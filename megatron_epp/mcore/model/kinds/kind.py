@@ -27,6 +27,7 @@ class LayerKind:
         carries: what slices of a sequence hand on in such a layer; empty for nothing.
         symbol: in hybrid patterns; empty for none.
         flags: of Megatron's that plans cannot honour with such layers.
+        modules: function that returns Megatron's classes that mix tokens without core attention, and that `adopt` changes.
         problems: function from parsed flags to what else cannot be honoured, a line each.
         adopt: changes such layers of a model chunk that Megatron has built, ahead of data parallelism.
     """
@@ -35,6 +36,7 @@ class LayerKind:
     carries: str = ""
     symbol: str = ""
     flags: tuple[MegatronFlag, ...] = ()
+    modules: Callable[[], tuple[type, ...]] = tuple
     problems: Callable[[argparse.Namespace], Iterable[str]] = _nothing
     adopt: Callable[[Any, argparse.Namespace], None] = _as_it_is
 
@@ -47,7 +49,6 @@ ATTENTION = LayerKind(
         MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
         MegatronFlag("--softmax-type", ("vanilla",)),
         MegatronFlag("--window-size"),
-        MegatronFlag("--experimental-attention-variant"),
         MegatronFlag("--qk-clip"),
         MegatronFlag("--log-max-attention-logit"),
         MegatronFlag(

@@ -1,0 +1,105 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5), whose slices hand on a state and the last rows ahead of their convolution."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.model.kinds.kind import LayerKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+GATED_DELTA_NET = "gated_delta_net"
+"""Value of `--experimental-attention-variant`."""
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why a model with gated delta nets cannot be trained as asked."""
+    if getattr(args, "experimental_attention_variant", None) != GATED_DELTA_NET:
+        return
+    ranks, heads = args.tensor_model_parallel_size * args.context_parallel_size, args.linear_num_key_heads
+    if heads is not None and heads % ranks:
+        yield (
+            f"--linear-num-key-heads {heads} cannot be shared evenly by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} x --context-parallel-size {args.context_parallel_size}"
+        )
+
+
+def modules() -> tuple[type, ...]:
+    """Return Megatron's classes of such layers; none where the release has none."""
+    try:
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    except ImportError:
+        return ()
+    return (GatedDeltaNet,)
+
+
+def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    nets = [module for module in model.modules() if isinstance(module, modules())]
+    for number, net in enumerate(nets):
+        net.forward = functools.partial(_forward, net, number)
+
+
+def _forward(net: Any, number: int, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
+    """Run a gated delta net on a chunk, called as Megatron's own is; return its output ``[tokens, 1, hidden]`` and bias."""
+    from megatron_epp.runtime.attention.context_parallel import of_group
+
+    projected, _bias = net.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
+    keys, values, heads = net.qk_dim_local_tp, net.v_dim_local_tp, net.num_v_heads_local_tp
+    q, k, v, gate, strength, decay = projected[:, 0].split([keys, keys, values, values, heads, heads], dim=-1)
+    q, k = (x.unflatten(1, (-1, net.key_head_dim)) for x in (q, k))
+    v, gate = (x.unflatten(1, (-1, net.value_head_dim)) for x in (v, gate))
+    shared = of_group(net.pg_collection.cp)
+    mix = functools.partial(_layer(net, number, shared), context=packed_seq_params.context)
+    out = shared.attend(mix, q, (k, v, strength[..., None], decay[..., None]))
+    normed = net._apply_gated_norm(out, gate)
+    return net.out_proj(normed.view(len(out), 1, -1))
+
+
+def _layer(net: Any, number: int, shared: Any) -> Any:
+    import torch
+    from fla.modules.l2norm import l2norm
+
+    from megatron_epp.runtime.gated_delta import DeltaLayer
+
+    def own_channels(weight: Tensor) -> Tensor:
+        """Return the entries of a convolution's weight for this rank's heads."""
+        keys, values = net.qk_dim_local_tp, net.v_dim_local_tp
+        widths = net.key_head_dim, net.key_head_dim, net.value_head_dim
+        parts = zip(weight.split([keys, keys, values]), widths, strict=True)
+        return torch.cat([shared.own_heads(part.unflatten(0, (-1, width))).flatten(0, 1) for part, width in parts])
+
+    return DeltaLayer(
+        number=number,
+        filters=own_channels(net.conv1d.weight),
+        bias=own_channels(net.conv1d.bias) if net.conv_bias else None,
+        decay=shared.own_heads(net.A_log),
+        step=shared.own_heads(net.dt_bias),
+        rule=net.gated_delta_rule,
+        normalise=l2norm if net.use_qk_l2norm else None,
+        convolve=None if net.config.deterministic_mode else functools.partial(_convolve, net.activation),
+        activation=net.act_fn,
+    )
+
+
+def _convolve(activation: str, rows: Tensor, filters: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    from fla.modules.convolution import causal_conv1d
+
+    return causal_conv1d(x=rows, weight=filters, bias=bias, activation=activation, cu_seqlens=offsets)[0]
+
+
+GATED_DELTA = LayerKind(
+    name="gated delta nets",
+    carries="states, and rows ahead of a convolution",
+    symbol="G",
+    flags=(MegatronFlag("--experimental-attention-variant", (None, GATED_DELTA_NET)),),
+    modules=modules,
+    problems=_problems,
+    adopt=_adopt,
+)
+"""Packed sequences run in one call where the kernels take offsets. Megatron's own forward would mix them (`ChunkParams`)."""

@@ -1,0 +1,145 @@
+"""Gated delta rule over the sequences of a chunk: convolution and recurrence begin anew with each, and a slice goes on where
+the one before it has ended (`handover`).
+
+The layer is that of Gated Delta Networks (https://arxiv.org/abs/2412.06464): of every head it keeps a matrix ``[key channels,
+value channels]`` in fp32, and of the convolution ahead of it the last rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_epp.runtime.attention.segments import Tensors
+from megatron_epp.runtime.context import ChunkContext
+
+
+class Rule(Protocol):
+    """Kernel of the gated delta rule, as flash-linear-attention has it: ``[1, tokens, heads, channels]``."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayer:
+    """A layer's weights for the heads that a rank has, and its kernels.
+
+    Attributes:
+        number: of the layer, unique in its stage.
+        filters: of the convolution, ``[channels, 1, width]``: all queries' channels, then keys' and values'.
+        bias: of the convolution, ``[channels]``; None without.
+        decay: logarithms of the heads' decays ``[value heads]``.
+        step: bias of the gate of the decay ``[value heads]``.
+        rule: kernel of the recurrence.
+        normalise: scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are.
+        convolve: kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for
+            torch's, sequence by sequence.
+        activation: of the convolution's output, where torch's runs.
+        takes_offsets: kernels take packed sequences; otherwise they run sequence by sequence.
+    """
+
+    number: int
+    filters: Tensor
+    bias: Tensor | None
+    decay: Tensor
+    step: Tensor
+    rule: Rule
+    normalise: Callable[[Tensor], Tensor] | None
+    convolve: Callable[..., Tensor] | None
+    activation: Callable[[Tensor], Tensor]
+
+    @property
+    def takes_offsets(self) -> bool:
+        return self.convolve is not None
+
+    def __call__(self, q: Tensor, rest: Tensors, context: ChunkContext) -> Tensor:
+        """Return the output of a chunk's tokens, ``[tokens, value heads, channels]``.
+
+        Args:
+            q: queries ``[tokens, key heads, channels]``, ahead of the convolution.
+            rest: keys, shaped as these; values ``[tokens, value heads, channels]``; and the inputs of the gates of the write
+                strength and of the decay, ``[tokens, value heads, 1]`` each.
+        """
+        k, v, strength, decay = rest
+        view, handover = context.view, context.relay.handover
+        state = () if view is None else handover.enter(self.number, view, forward_only=context.forward_only)
+        tail, memory = state or (None, None)
+        rows = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+        mixed, own_rows = self._convolved(rows, tail, context)
+        widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
+        q, k, v = (part.unflatten(1, x.shape[1:]) for part, x in zip(mixed.split(widths, dim=1), (q, k, v), strict=True))
+        if self.normalise is not None:
+            q, k = self.normalise(q.contiguous()), self.normalise(k.contiguous())
+        copies = v.shape[1] // q.shape[1]  # groups of value heads share a key head
+        q, k = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (q, k))
+        log_decay = -self.decay.exp() * functional.softplus(_wide(decay[..., 0]) + self.step)
+        out, memory = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memory, context)
+        if view is None or view.is_last_slice:
+            return out
+        assert memory is not None  # of a slice that another one follows
+        return handover.leave(self.number, view, out, (own_rows, memory), forward_only=context.forward_only)
+
+    def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Tensor]:
+        """Return the convolution of a chunk's rows, and the last rows of its slice, which stand ahead of the next one's.
+
+        Args:
+            tail: those of the slice before.
+        """
+        ahead, starts = self.filters.shape[-1] - 1, context.table.query_starts
+        # The tail stands in front of the slice, and what comes out for it is dropped: kernels need to know of no state.
+        held = 0 if tail is None else ahead
+        rows = rows if tail is None else torch.cat([tail, rows])
+        ends = [0, *(end + held for end in starts[1:])]
+        slice_rows = rows[: ends[1]]
+        own_rows = functional.pad(slice_rows, (0, 0, max(0, ahead - ends[1]), 0))
+        own_rows = own_rows[len(own_rows) - ahead :]
+        if self.convolve is not None:
+            offsets = torch.tensor(ends, device=rows.device, dtype=torch.int32)
+            mixed = self.convolve(rows[None], self.filters[:, 0], self.bias, offsets)[0]
+        else:
+            mixed = torch.cat([self._one(rows[start:end], ahead) for start, end in pairwise(ends)])
+        return mixed[held:], own_rows
+
+    def _one(self, rows: Tensor, ahead: int) -> Tensor:
+        """Convolve one sequence, ``[tokens, channels]``."""
+        padded = functional.pad(rows.t()[None], (ahead, 0))
+        out = functional.conv1d(padded, self.filters, self.bias, groups=len(self.filters))
+        return self.activation(out)[0].t()
+
+    def _recurred(
+        self, heads: Tensors, log_decay: Tensor, strength: Tensor, memory: Tensor | None, context: ChunkContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the recurrence, and the state behind the chunk's slice if another one follows."""
+        starts, is_followed = context.table.query_starts, context.view is not None and not context.view.is_last_slice
+        columns = [x[None].contiguous() for x in (*heads, log_decay, strength)]
+
+        def run(start: int, end: int, **options: Any) -> tuple[Tensor, Tensor | None]:
+            q, k, v, g, beta = (x[:, start:end] for x in columns)
+            return self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
+
+        if context.view is None and self.takes_offsets:
+            offsets = context.table.cu_seqlens(log_decay.device)[0]
+            return run(0, starts[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0], None
+        outs, last = [], None
+        begin = 0
+        if context.view is not None:  # alone, since a state of every sequence would be in memory otherwise
+            own, last = run(0, starts[1], initial_state=memory, output_final_state=is_followed)
+            outs, begin = [own[0]], 1
+        rest = starts[begin:]
+        if len(rest) > 2 and self.takes_offsets:
+            offsets = context.table.cu_seqlens(log_decay.device)[0][begin:] - rest[0]
+            outs.append(run(rest[0], rest[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0])
+        else:
+            outs += [run(*ends, initial_state=None, output_final_state=False)[0][0] for ends in pairwise(rest)]
+        return torch.cat(outs), last
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
