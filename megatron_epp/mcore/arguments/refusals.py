@@ -281,7 +281,6 @@ def vocabulary_problems(args: Namespace) -> Iterator[str]:
 
 REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
-    "G": "gated delta net",
     "D": "sparse attention (DSA)",
     "/": "multi-token prediction",
 }

@@ -634,6 +634,20 @@ _HYBRID_EXPERTS = Row(
     ),
     check=_check_hybrid,
 )
+_DELTA = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-conv-kernel-dim 4"
+)
+_HYBRID_DELTA = Row(
+    name="hybrid model of gated delta nets, attention and MLP layers",
+    case=case(
+        {"pp": 2},
+        "llama",
+        "--epp-slices 3 --epp-recompute 1",
+        both=f"{_DELTA} --hybrid-layer-pattern G-*|-G-G --spec tests.support.mcore.delta_hybrid stack_spec",
+    ),
+    check=_check_hybrid,
+)
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(
@@ -733,6 +747,7 @@ ROWS = (
     *_cut_shards(),
     _HYBRID,
     _HYBRID_EXPERTS,
+    _HYBRID_DELTA,
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),

@@ -1,0 +1,35 @@
+"""A hybrid model's layers without Transformer Engine, gated delta nets among them.
+
+For `--spec tests.support.mcore.delta_hybrid stack_spec`.
+"""
+
+from dataclasses import replace
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from tests.support.mcore import fla_stand_in, local_hybrid
+
+fla_stand_in.install()
+
+_NET = ModuleSpec(
+    module=GatedDeltaNet,
+    submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear),
+)
+
+stack_spec = ModuleSpec(
+    module=local_hybrid.stack_spec.module,
+    submodules=replace(
+        local_hybrid.stack_spec.submodules,
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm, self_attention=_NET, self_attn_bda=get_bias_dropout_add
+            ),
+        ),
+    ),
+)

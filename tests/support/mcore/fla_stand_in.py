@@ -1,0 +1,77 @@
+"""The functions of flash-linear-attention that Megatron's gated delta nets call, in plain torch: its kernels are Triton's.
+
+`install` puts them where Megatron has imported them from. Imports Megatron.
+"""
+
+import sys
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+
+import torch
+from torch.nn import functional
+
+
+def l2norm(x, dim=-1, eps=1e-6):
+    return x * torch.rsqrt(x.square().sum(dim=dim, keepdim=True) + eps)
+
+
+def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    """Convolve packed sequences ``[1, tokens, channels]`` with ``[channels, width]``."""
+    assert initial_state is None
+    assert not output_final_state
+    (parts,) = _sequences(cu_seqlens, x)
+    convolve = partial(functional.conv1d, weight=weight[:, None], bias=bias, groups=len(weight))
+    out = [convolve(functional.pad(part.transpose(1, 2), (weight.shape[1] - 1, 0))).transpose(1, 2) for part in parts]
+    out = torch.cat(out, dim=1)
+    return (functional.silu(out) if activation in ("silu", "swish") else out), None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+):
+    """Apply the rule token by token, in fp64, so that it does not matter where a sequence is cut."""
+    assert not use_qk_l2norm_in_kernel
+    tensors = [x.double() for x in (q, k, v, g, beta)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    outs, states = [], []
+    for number, (qs, ks, vs, gs, bs) in enumerate(zip(*_sequences(cu_seqlens, *tensors), strict=True)):
+        rows = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
+        state = torch.zeros(rows, dtype=torch.float64) if initial_state is None else initial_state[number : number + 1].double()
+        for t in range(qs.shape[1]):
+            state = state * gs[:, t, :, None, None].exp()
+            read = torch.einsum("bhkv,bhk->bhv", state, ks[:, t])
+            state = state + torch.einsum("bhk,bhv->bhkv", ks[:, t], bs[:, t, :, None] * (vs[:, t] - read))
+            outs.append(torch.einsum("bhkv,bhk->bhv", state, qs[:, t]) * scale)
+        states.append(state)
+    return torch.stack(outs, dim=1).to(v.dtype), torch.cat(states).float() if output_final_state else None
+
+
+def _sequences(cu_seqlens, *tensors):
+    """Yield for every tensor its parts, one of each packed sequence."""
+    for x in tensors:
+        ends = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        yield [x[:, start:end] for start, end in pairwise(ends) if start < end]
+
+
+def install():
+    """Have Megatron find these functions."""
+    from megatron.core.ssm import gated_delta_net
+
+    parts = {
+        "fla.modules.l2norm": l2norm,
+        "fla.modules.convolution": causal_conv1d,
+        "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
+    }
+    for name, function in parts.items():
+        for at in range(1, name.count(".") + 2):
+            folder = ".".join(name.split(".")[:at])
+            sys.modules.setdefault(folder, ModuleType(folder))
+        setattr(sys.modules[name], function.__name__, function)
+    own = [module for name, module in sys.modules.items() if name.startswith(gated_delta_net.__name__)]
+    for module in own:
+        for function in parts.values():
+            if hasattr(module, function.__name__):
+                setattr(module, function.__name__, function)
+        if hasattr(module, "HAVE_FLA"):
+            module.HAVE_FLA = True
