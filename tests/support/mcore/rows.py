@@ -638,16 +638,37 @@ _DELTA = (
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
     "--linear-conv-kernel-dim 4"
 )
-_HYBRID_DELTA = Row(
-    name="hybrid model of gated delta nets, attention and MLP layers",
-    case=case(
-        {"pp": 2},
-        "llama",
-        "--epp-slices 3 --epp-recompute 1",
-        both=f"{_DELTA} --hybrid-layer-pattern G-*|-G-G --spec tests.support.mcore.delta_hybrid stack_spec",
-    ),
-    check=_check_hybrid,
-)
+DELTA: dict[str, dict[str, Any]] = {
+    "two stages": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-recompute 1", "pattern": "G-*|-G-G"},
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "plan": "--epp-slices 7",
+        "pattern": "G-*|-G-G",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "pattern": "GE*E",
+    },
+}
+
+
+def _check_delta(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
+def _deltas() -> list[Row]:
+    spec = "--spec tests.support.mcore.delta_hybrid stack_spec"
+    return [
+        Row(
+            name=f"gated delta nets: {name}",
+            case=case(row["cell"], "llama", row["plan"], both=f"{_DELTA} --hybrid-layer-pattern {row['pattern']} {spec}"),
+            check=_check_delta,
+        )
+        for name, row in DELTA.items()
+    ]
+
+
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(
@@ -747,7 +768,7 @@ ROWS = (
     *_cut_shards(),
     _HYBRID,
     _HYBRID_EXPERTS,
-    _HYBRID_DELTA,
+    *_deltas(),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
