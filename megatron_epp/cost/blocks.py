@@ -17,13 +17,15 @@ from megatron_epp.plan.reading import MOST_LAYERS, brief, printable
 from megatron_epp.plan.recompute import FULL, MODES
 
 INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", "mlp", "prediction", "head"
+HANDOVER = "handover"
 """Kinds of blocks: the stage's input, with the embedding that makes it; layers; attention at the stage's end or an MLP at its
-start, whose other half another stage has; layers of multi-token prediction; final norm, logits and loss."""
-KINDS = (INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD)
+start, whose other half another stage has; layers of multi-token prediction; final norm, logits and loss; and what layers hand
+on to the next slice alone."""
+KINDS = (INPUT, HANDOVER, LAYER, ATTENTION, MLP, PREDICTION, HEAD)
 _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _IDLE_US = 1.0
 """Time of a backward that computes nothing, before it is measured. Assumed: an order of plans needs some."""
-_ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD}
+_ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD, HANDOVER: memory.STATES}
 CODEC = Codec(
     least={
         **dict.fromkeys(("heads", "kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
@@ -89,6 +91,10 @@ class BlockCosts(PartCosts):
             the stage's end: both take as long as a layer, keep as much and recompute together, but backward comes to that
             attention first and to the MLP last, so these bytes go later than a layer's.
         kv: keys and values that one caches; None without attention.
+        state_bytes: handed on to the next slice alone: held from a slice's forward to its backward, first the state and from
+            the next slice's backward on its gradient.
+        tail_bytes: that a layer keeps besides in a slice which is not the first, such as rows of the slice before ahead of its
+            own.
     """
 
     kind: str
@@ -98,6 +104,8 @@ class BlockCosts(PartCosts):
     working_bytes_per_token: float = 0.0
     first_mlp_bytes_per_token: float = 0.0
     kv: KVBytes | None = None
+    state_bytes: float = 0.0
+    tail_bytes: float = 0.0
 
     @property
     def group(self) -> int:
@@ -123,7 +131,9 @@ class BlockCosts(PartCosts):
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
-        return np.zeros(len(work.tokens))
+        return np.where(work.sliced & ~work.last, self.state_bytes, 0.0) + np.where(
+            work.sliced & ~work.first, self.tail_bytes, 0.0
+        )
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of the gradient of the whole sequence's keys and values, of one."""

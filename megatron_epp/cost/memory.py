@@ -10,6 +10,7 @@ LAYERS = "layers that keep everything"
 RECOMPUTE_MODE_ITEMS = {name: f"layers that recompute ({mode.name})" for name, mode in MODES.items()}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
+STATES = "states of slices"
 CACHE = "keys and values of slices"
 CACHE_GRADIENT = "gradients of keys and values"
 KV_OFFLOAD = "KV offload buffers"
@@ -26,6 +27,7 @@ DYNAMIC = (
     *RECOMPUTE_MODE_ITEMS.values(),
     INPUTS,
     HEAD,
+    STATES,
     CACHE,
     CACHE_GRADIENT,
     KV_OFFLOAD,

@@ -184,14 +184,17 @@ class PipelineCosts:
         """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
         own, per_item, more = self.stages[stage], {}, 0.0 * work.tokens
         per_item[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
+        whole = {LAYERS: (own.num_layers - recompute.num_layers) * own.layers.kept_bytes(work)}
         for name, count in recompute.by_mode():
-            per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, *self._known_mode(stage, name))
+            mode, keeps_kv = self._known_mode(stage, name)
+            per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, mode, keeps_kv)
+            whole[RECOMPUTE_MODE_ITEMS[name]] = count * keeps_kv * own.layers.kept_bytes(work)
         for block in (*own.ends, *own.inner):
             per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
         for name, each in per_item.items():
             per_token = per_token + each
-            more = more + sum(block.kept_bytes(work) for block in own.inner if block.item == name)
+            more = more + whole.get(name, 0.0) + sum(block.kept_bytes(work) for block in own.inner if block.item == name)
             after = self._whole_bytes(per_token * work.tokens + more)
             items[name], before = after - before, after
         return items

@@ -98,7 +98,7 @@ class Handover:
 
     def store_gradient(self, boundary: Boundary, gradient: Tensors) -> None:
         """Keep the gradient of a state until the slice that has left it runs backward."""
-        self._gradients[boundary] = gradient
+        self._gradients[boundary] = tuple(map(_alone, gradient))
 
     def take_gradient(self, boundary: Boundary) -> Tensors:
         """Return the gradient of a state. Raises `RelayError` if the next slice has not run backward."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, MLP, PREDICTION
+from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -121,7 +121,13 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         gradient_bytes_per_token=few.gradient,
         many_gradient_bytes_per_token=many.gradient,
     )
-    return costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
+    costs = costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
+    states = _states(stage)
+    if not states.handed_over:
+        return costs
+    costs = costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
+    received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)
+    return replace(costs, blocks=(received, BlockCosts(kind=HANDOVER, state_bytes=states.handed_over), *rest))
 
 
 def _first_mlp(stage: MegatronStage) -> float:
@@ -262,6 +268,32 @@ class _Slices(NamedTuple):
     left: float
 
 
+class _States(NamedTuple):
+    """Bytes that a slice hands over to the next one alone, and those that layers keep besides because of it."""
+
+    handed_over: int
+    tails: int
+
+
+def _states(stage: MegatronStage) -> _States:
+    """Run three slices of a sequence without recompute, and compare what the second one keeps with what the first does."""
+    (segment,) = bytes_chunk(stage).segments
+    tokens, handover = segment.end, stage.kv_cache.handover
+    meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
+    with meter:
+        for start in (0, tokens, 2 * tokens):
+            view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
+            _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
+            runs.append((output, context))
+            sizes.append(meter.live_bytes)
+            if not start:
+                first_bytes = meter.live_bytes - handover.num_bytes
+        while runs:
+            backward(stage, *runs.pop())
+    states = sizes[1] - first_bytes
+    return _States(states, max(0, sizes[2] - sizes[1] - first_bytes - states))
+
+
 def _of_slices(
     stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
 ) -> _Slices:
@@ -276,10 +308,10 @@ def _of_slices(
     tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
 
     def cached() -> int:
-        """Return the KV cache's bytes; note the live bytes if it has grown, while what attention kept is still held."""
-        if last.runs and kv_cache.num_bytes > begin_bytes:
+        """Return the caches' bytes; note the live bytes if they have grown, while what attention kept is still held."""
+        if last.runs and kv_cache.cache_bytes > begin_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
-        return kv_cache.num_bytes
+        return kv_cache.cache_bytes
 
     cache_bytes = begin_bytes = 0
 
@@ -287,7 +319,7 @@ def _of_slices(
         nonlocal begin_bytes
         last.note(event)
         if event == "gradient in":
-            begin_bytes = kv_cache.num_bytes  # a half after it has made its gradient before
+            begin_bytes = kv_cache.cache_bytes  # a half after it has made its gradient before
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
@@ -298,14 +330,15 @@ def _of_slices(
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
-        cache_bytes = kv_cache.num_bytes
+        cache_bytes = kv_cache.cache_bytes
         backward(stage, *runs.pop(), keep_weights)
-        gradient_bytes, most = kv_cache.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
+        gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())
     of_layer = (stage.num_layers + _has_attention_half(stage) + stage.depths) * 2 * tokens
-    return _Slices(cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens)
+    cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
+    return _Slices(cache, gradient_bytes / of_layer, most / tokens)
 
 
 def _has_attention_half(stage: MegatronStage) -> bool:

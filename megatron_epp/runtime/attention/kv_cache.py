@@ -124,7 +124,12 @@ class SlicedKVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches and accumulators on the device now, and of what is handed over."""
-        return self._device.num_bytes + self.handover.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
+        return self.cache_bytes + self.handover.num_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches and accumulators on the device now."""
+        return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
         """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""

@@ -1,21 +1,43 @@
 """The functions of flash-linear-attention that Megatron's gated delta nets call, in plain torch: its kernels are Triton's.
 
+Like these they keep their inputs for the backward, and nothing that they make of them.
+
 `install` puts them where Megatron has imported them from. Imports Megatron.
 """
 
 import sys
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def l2norm(x, dim=-1, eps=1e-6):
     return x * torch.rsqrt(x.square().sum(dim=dim, keepdim=True) + eps)
 
 
+def keeping_inputs(function):
+    """Return a function that computes again in its backward what it has made of its inputs."""
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        others = {name: value for name, value in kwargs.items() if name not in names}
+
+        def call(*tensors):
+            return function(*tensors[: len(args)], **others, **dict(zip(names, tensors[len(args) :], strict=True)))
+
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(call, *args, *(kwargs[name] for name in names), use_reentrant=True)
+
+    return run
+
+
+@keeping_inputs
 def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None):
     """Convolve packed sequences ``[1, tokens, channels]`` with ``[channels, width]``."""
     assert initial_state is None
@@ -27,6 +49,7 @@ def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, out
     return (functional.silu(out) if activation in ("silu", "swish") else out), None
 
 
+@keeping_inputs
 def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):

@@ -27,6 +27,10 @@ LATENT = (
     f"{LLAMA} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 20 --rope-type rope --no-rope-fusion"
 )
+DELTA = (
+    f"{LLAMA} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+    "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GGG|GGG --spec tests.support.mcore.delta_hybrid stack_spec"
+)
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
@@ -51,6 +55,7 @@ PIPELINES = {
         "latents, seven slices, some recompute": f"{LATENT} --epp-latents on --epp-slices 7 --epp-recompute 2",
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 "
         "--epp-planner seq1f1b",
+        "gated delta nets, seven slices, some recompute": f"{DELTA} --epp-slices 7 --epp-recompute 2",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
     },

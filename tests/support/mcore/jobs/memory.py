@@ -14,6 +14,9 @@ from tests.support.mcore.memory_cases import COMMON, FAST_HOST, MORE, PIPELINES,
 
 def run(data: str, folder: Path, more: bool = False) -> None:
     entry.prepare()
+    from tests.support.mcore import local_hybrid  # imports Megatron
+
+    local_hybrid.use_torch_norms()
     share_planner()
     ranks = int(os.environ["WORLD_SIZE"])
     folder.mkdir(exist_ok=True)
