@@ -101,8 +101,8 @@ def number_attentions(model: torch.nn.Module) -> None:
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
     again = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
-    adopted = tuple(kind for row in KINDS for kind in row.modules())
-    inside = {part for module in model.modules() if isinstance(module, adopted) for part in module.modules()}
+    adopted = {kind for row in KINDS for kind in row.modules()}
+    inside = {part for module in model.modules() if type(module) in adopted for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if isinstance(module, RelayAttention):
             if module in names:

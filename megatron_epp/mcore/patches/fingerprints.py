@@ -27,6 +27,7 @@ _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
+_DELTA = "megatron.core.ssm.gated_delta_net:GatedDeltaNet"
 
 PATCHED: dict[str, tuple[str, ...]] = {
     f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
@@ -49,6 +50,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
 """Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 
 RELIED_ON: dict[str, tuple[str, ...]] = {
+    f"{_DELTA}.forward": ("81b1829e71ac", "6b5b300d75dd", "1264ad1d101a"),
+    f"{_DELTA}._apply_gated_norm": ("218235122197",),
     f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": (
         "c8fd558b6fdc",
         "772d6b7d8182",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.flag import MegatronFlag
@@ -40,15 +40,26 @@ def modules() -> tuple[type, ...]:
 
 
 def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    nets = [module for module in model.modules() if isinstance(module, modules())]
+    nets = [module for module in model.modules() if type(module) in modules()]  # subclasses may compute something else
     for number, net in enumerate(nets):
-        net.forward = functools.partial(_forward, net, number)
+        net.forward = functools.partial(_forward, net, number, net.forward)
 
 
-def _forward(net: Any, number: int, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
-    """Run a gated delta net on a chunk, called as Megatron's own is; return its output ``[tokens, 1, hidden]`` and bias."""
+def _forward(
+    net: Any,
+    number: int,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    *rest: Any,
+    packed_seq_params: Any = None,
+    **named: Any,
+) -> Any:
+    """Run a net on a chunk, as Megatron's own forward is called, which runs it otherwise."""
+    from megatron_epp.mcore.model.core_attention import ChunkParams
     from megatron_epp.runtime.attention.context_parallel import of_group
 
+    if not isinstance(packed_seq_params, ChunkParams):
+        return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
     projected, _bias = net.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
     keys, values, heads = net.qk_dim_local_tp, net.v_dim_local_tp, net.num_v_heads_local_tp
     q, k, v, gate, strength, decay = projected[:, 0].split([keys, keys, values, values, heads, heads], dim=-1)
