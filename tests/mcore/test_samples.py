@@ -23,6 +23,15 @@ LATENT = {
     "qk_pos_emb_head_dim": 2,
     "v_head_dim": 8,
 }
+DELTA = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
 LAYOUTS = [
     pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others but one have one, too
     pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
@@ -30,6 +39,7 @@ LAYOUTS = [
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, LATENT, id="latent attention"),
+    pytest.param(2, DELTA, id="gated delta nets"),
 ]
 
 

@@ -10,6 +10,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from tests.support.mcore import fla_stand_in, local_hybrid
@@ -20,6 +21,14 @@ _NET = ModuleSpec(
     module=GatedDeltaNet,
     submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear),
 )
+
+
+def alternating(spec, num_layers):
+    """Return layers of which every other one has a gated delta net in the place of a spec's attention, the first among them."""
+    delta = replace(spec, submodules=replace(spec.submodules, self_attention=_NET))
+    layers = [(delta, spec)[number % 2] for number in range(num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
+
 
 stack_spec = ModuleSpec(
     module=local_hybrid.stack_spec.module,

@@ -123,6 +123,8 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
     has_engine = specs.HAVE_TE  # in ranks of `transformer_engine.forked`
     layer = specs.get_gpt_layer_with_transformer_engine_spec if has_engine else specs.get_gpt_layer_local_spec
     is_latent = bool(settings.get("multi_latent_attention"))
+    if "experimental_attention_variant" in settings:
+        settings["activation_func"] = torch.nn.functional.silu  # which gated delta nets demand
     if is_latent:
         _take_sizes_of_latent_attention()
     world, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
@@ -146,12 +148,17 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         **settings,
     )
     config.batch_p2p_comm = False
+    spec = layer(num_experts=num_experts, multi_latent_attention=is_latent)
+    if config.experimental_attention_variant is not None:
+        from tests.support.mcore.delta_hybrid import alternating
+
+        spec = alternating(spec, config.num_layers // stages)
     chunks = []
     for number in range(stages // world):
         stage = number * world + rank
         model = GPTModel(
             config,
-            layer(num_experts=num_experts, multi_latent_attention=is_latent),
+            spec,
             vocab_size=64,
             max_sequence_length=64,
             pre_process=stage == 0,
