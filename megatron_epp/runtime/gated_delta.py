@@ -20,7 +20,7 @@ from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 
-class Rule(Protocol):
+class DeltaRule(Protocol):
     """Kernel of the gated delta rule, as flash-linear-attention has it: ``[1, tokens, heads, channels]``."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]: ...
@@ -49,7 +49,7 @@ class DeltaLayer:
     bias: Tensor | None
     decay: Tensor
     step: Tensor
-    rule: Rule
+    rule: DeltaRule
     normalise: Callable[[Tensor], Tensor] | None
     convolve: Callable[..., Tensor] | None
     activation: Callable[[Tensor], Tensor]
@@ -88,8 +88,7 @@ class DeltaLayer:
     def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Tensor]:
         """Return the convolution of a chunk's rows, and the last rows of its slice, which stand ahead of the next one's.
 
-        Args:
-            tail: those of the slice before.
+        `tail` are the last rows of the slice before.
         """
         ahead, starts = self.filters.shape[-1] - 1, context.table.query_starts
         # The tail stands in front of the slice, and what comes out for it is dropped: kernels need to know of no state.

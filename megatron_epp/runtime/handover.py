@@ -1,4 +1,4 @@
-"""What a layer hands on from a slice to the next one alone: states of a recurrence, tails of a convolution or of a window.
+"""Handover of a layer from a slice to the next one alone: states of a recurrence, tails of a convolution or of a window.
 
 Keys and values grow with the sequence, and every later slice reads them (`attention.kv_cache`). What is handed over here has a
 bounded size: the next slice alone reads it, so its gradient is complete at once. It lives from its slice's forward to the next
@@ -51,7 +51,6 @@ class Handover:
 
         Args:
             layer: number of the layer, unique in its stage.
-            forward_only: no backward follows.
 
         Raises:
             RelayError: the slice before has not run.
@@ -78,7 +77,7 @@ class Handover:
         A recomputed forward leaves nothing: the next slice has run backward. Nor does a last slice.
 
         Args:
-            layer, forward_only: as `enter` takes them.
+            layer: as `enter` takes it.
             output: of the layer, or of a part behind the state: any tensor that gets a gradient in the slice's backward.
         """
         boundary = Boundary(layer, view.sequence, view.end)
