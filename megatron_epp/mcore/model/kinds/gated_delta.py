@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.flag import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 
 if TYPE_CHECKING:
