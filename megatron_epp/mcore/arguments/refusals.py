@@ -297,8 +297,8 @@ def pattern_problem(pattern: str | None) -> str:
     others = sorted(set(pattern) - {*known, BETWEEN_STAGES}, key=pattern.index)
     refused = ", ".join(f"{REFUSED_LAYERS.get(symbol, 'unknown')} ({symbol})" for symbol in others)
     return refused and (
-        f"--epp cannot run {refused} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on keys, values and "
-        f"latents, and no other state yet; layers of {can} can run"
+        f"--epp cannot run {refused} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on keys, values, "
+        f"latents and states of gated delta nets, and no other yet; layers of {can} can run"
     )
 
 
