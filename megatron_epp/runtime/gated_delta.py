@@ -67,7 +67,7 @@ class DeltaLayer:
                 strength and of the decay, ``[tokens, value heads, 1]`` each.
         """
         k, v, strength, decay = rest
-        view, handover = context.view, context.relay.handover
+        view, handover = context.view, context.kv_cache.handover
         state = () if view is None else handover.enter(self.number, view, forward_only=context.forward_only)
         tail, memory = state or (None, None)
         rows = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)

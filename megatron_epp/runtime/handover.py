@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.attention.segments import RelayError, SliceView, Tensors
+from megatron_epp.runtime.attention.segments import KVCacheError, SliceView, Tensors
 from megatron_epp.runtime.autograd.handles import SavedHandle
 
 
@@ -53,7 +53,7 @@ class Handover:
             layer: number of the layer, unique in its stage.
 
         Raises:
-            RelayError: the slice before has not run.
+            KVCacheError: the slice before has not run.
         """
         if view.start == 0:
             return ()
@@ -63,7 +63,7 @@ class Handover:
         elif (state := self._states.pop(boundary, ())) and not torch.is_grad_enabled() and not forward_only:
             self._to_recompute[boundary] = SavedHandle(*state)
         if not state:
-            raise RelayError(
+            raise KVCacheError(
                 f"layer {layer}, sequence {view.sequence}: the slice at token {view.start} finds no state of the one before it"
             )
         if not torch.is_grad_enabled():
@@ -91,18 +91,18 @@ class Handover:
         return left
 
     def assert_empty(self) -> None:
-        """Raise `RelayError` if a state or a gradient outlived its iteration."""
+        """Raise `KVCacheError` if a state or a gradient outlived its iteration."""
         if left := {**self._states, **self._gradients, **self._to_recompute}:
-            raise RelayError(f"states at {sorted(left)} were never taken")
+            raise KVCacheError(f"states at {sorted(left)} were never taken")
 
     def store_gradient(self, boundary: Boundary, gradient: Tensors) -> None:
         """Keep the gradient of a state until the slice that has left it runs backward."""
         self._gradients[boundary] = tuple(map(_alone, gradient))
 
     def take_gradient(self, boundary: Boundary) -> Tensors:
-        """Return the gradient of a state. Raises `RelayError` if the next slice has not run backward."""
+        """Return the gradient of a state. Raises `KVCacheError` if the next slice has not run backward."""
         if (gradient := self._gradients.pop(boundary, None)) is None:
-            raise RelayError(
+            raise KVCacheError(
                 f"layer {boundary.layer}, sequence {boundary.sequence}: the backward of the slice before token "
                 f"{boundary.token} comes before that of the slice behind it"
             )

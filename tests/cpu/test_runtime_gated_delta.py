@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.gated_delta import DeltaLayer
@@ -81,12 +81,12 @@ class Net(torch.nn.Module):
         return x + layer(q, (k, v, strength[..., None], gate[..., None]), context).flatten(1)
 
 
-def context_of(chunk: Chunk, relay: KVRelay, *, forward_only: bool = False) -> ChunkContext:
+def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
     part = chunk.slice_of(tuple(LENGTHS.values()))
     length = LENGTHS[0]
     view = None if part is None else SliceView(*part, length, length, len(CUTS))
     table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
-    return ChunkContext(0, table, relay, view, forward_only=forward_only)
+    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only)
 
 
 def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
@@ -94,8 +94,8 @@ def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
     return torch.cat([*parts, torch.ones_like(sequences[0][:PADDING])])
 
 
-def run(net: Net, chunk: Chunk, x: Tensor, relay: KVRelay, recomputed: int) -> Tensor:
-    context = context_of(chunk, relay)
+def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recomputed: int) -> Tensor:
+    context = context_of(chunk, kv_cache)
     for number in range(2):
         x = checkpoint(net, number, x, context, use_reentrant=True) if number < recomputed else net(number, x, context)
     return x
@@ -120,22 +120,22 @@ def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(packs: 
     wanted = {}
     for q, n in LENGTHS.items():
         chunk = Chunk((Segment(q, 0, n),))
-        context = ChunkContext(0, SegmentTable.build(chunk, n), KVRelay())
+        context = ChunkContext(0, SegmentTable.build(chunk, n), SlicedKVCache())
         wanted[q] = net(1, net(0, inputs[q], context), context)
         (wanted[q] * weights[q]).sum().backward()
     whole = gradients(net, inputs)
 
     company = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9))}
     chunks = [Chunk((Segment(0, *ends), *(Segment(*part) for part in company[at]))) for at, ends in enumerate(CUTS)]
-    relay, outputs = KVRelay(), []
+    kv_cache, outputs = SlicedKVCache(), []
     for chunk in chunks:
-        outputs.append(run(net, chunk, tokens_of(chunk, inputs), relay, recomputed))
+        outputs.append(run(net, chunk, tokens_of(chunk, inputs), kv_cache, recomputed))
         sizes = [*(part.num_tokens for part in chunk.segments), PADDING]
         for (q, start, end), out in zip(chunk.segments, outputs[-1].split(sizes)[:-1], strict=True):
             torch.testing.assert_close(out, wanted[q][start:end], rtol=1e-12, atol=1e-12)
     for chunk in reversed(chunks):
         (outputs.pop()[:-PADDING] * tokens_of(chunk, weights)[:-PADDING]).sum().backward()
-    relay.assert_empty()
+    kv_cache.assert_empty()
     for own, other in zip(gradients(net, inputs), whole, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
@@ -150,15 +150,15 @@ def test_whole_sequences_are_packed_in_one_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(globals(), "rule", noted)
     chunk = Chunk((Segment(1, 0, 6), Segment(3, 0, 9)))
     sequences = {q: torch.randn(n, VALUE_HEADS * WIDTH, dtype=torch.float64) for q, n in LENGTHS.items()}
-    Net(packs=True)(0, tokens_of(chunk, sequences), context_of(chunk, KVRelay()))
+    Net(packs=True)(0, tokens_of(chunk, sequences), context_of(chunk, SlicedKVCache()))
     assert [offsets.tolist() for offsets in calls] == [[0, 6, 15, 17]]
 
 
 def test_an_evaluation_leaves_nothing() -> None:
-    net, relay = Net(packs=True), KVRelay()
+    net, kv_cache = Net(packs=True), SlicedKVCache()
     sequences = {q: torch.randn(n, VALUE_HEADS * WIDTH, dtype=torch.float64) for q, n in LENGTHS.items()}
     with torch.no_grad():
         for ends in CUTS:
             chunk = Chunk((Segment(0, *ends),))
-            net(0, tokens_of(chunk, sequences), context_of(chunk, relay, forward_only=True))
-    relay.assert_empty()
+            net(0, tokens_of(chunk, sequences), context_of(chunk, kv_cache, forward_only=True))
+    kv_cache.assert_empty()

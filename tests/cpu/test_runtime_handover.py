@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.runtime.attention.segments import RelayError, SliceView
+from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.handover import Handover
 
@@ -119,10 +119,10 @@ def test_an_evaluation_keeps_nothing(layers: torch.nn.ModuleList) -> None:
 def test_slices_out_of_order_are_refused() -> None:
     first, second = views((4, 4))
     handover, state = Handover(), (torch.ones(2, requires_grad=True) * 1,)
-    with pytest.raises(RelayError, match="layer 0, sequence 7: the slice at token 4 finds no state of the one before it"):
+    with pytest.raises(KVCacheError, match="layer 0, sequence 7: the slice at token 4 finds no state of the one before it"):
         handover.enter(0, second)
     output = handover.leave(0, first, torch.ones(3, requires_grad=True) * 1, state)
-    with pytest.raises(RelayError, match="the backward of the slice before token 4 comes before that of the slice behind it"):
+    with pytest.raises(KVCacheError, match="the backward of the slice before token 4 comes before that of the slice behind it"):
         output.sum().backward()
-    with pytest.raises(RelayError, match="were never taken"):
+    with pytest.raises(KVCacheError, match="were never taken"):
         handover.assert_empty()

@@ -96,7 +96,11 @@ def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
 
 @pytest.mark.parametrize(
     ("pattern", "named"),
-    [("M*-", "state-space (Mamba) (M)"), ("GMD-*E", "state-space (Mamba) (M), sparse attention (DSA) (D)"), ("*-/*", "multi-token")],
+    [
+        ("M*-", "state-space (Mamba) (M)"),
+        ("GMD-*E", "state-space (Mamba) (M), sparse attention (DSA) (D)"),
+        ("*-/*", "multi-token"),
+    ],
 )
 def test_layers_whose_state_slices_cannot_hand_on_are_named(pattern, named):
     with pytest.raises(EppError, match=re.escape(f"--epp cannot run {named}")) as refusal:
