@@ -31,11 +31,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def modules() -> tuple[type, ...]:
-    """Return Megatron's classes of such layers; none where the release has none."""
-    try:
-        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-    except ImportError:
-        return ()
+    """Return Megatron's classes of such layers."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
     return (GatedDeltaNet,)
 
 
