@@ -37,8 +37,8 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     if recompute_share(plan) and explanation.memory:
         lines += ["", "recompute: where a rank is above its cap, the cheapest per byte saved of the chunks that are alive"]
         lines += _recompute(explanation)
-    if not any(other.setting == "copies" for other in explanation.others):
-        lines += ["", "copies to the host were not tried (--offload)"]
+        if not any(other.setting == "copies" for other in explanation.others):
+            lines += ["", "copies to the host were not tried (--offload)"]
     return [*lines, "", "other values of one setting, all else as chosen", *_others(explanation, width)]
 
 

@@ -99,7 +99,9 @@ class DeltaLayer:
         own_rows = functional.pad(slice_rows, (0, 0, max(0, ahead - ends[1]), 0))
         own_rows = own_rows[len(own_rows) - ahead :]
         if self.convolve is not None:
-            offsets = torch.tensor(ends, device=rows.device, dtype=torch.int32)
+            offsets = context.table.cu_seqlens(rows.device)[0]  # no copy from the host in every layer
+            if held:
+                offsets = torch.cat([offsets[:1], offsets[1:] + held])
             mixed = self.convolve(rows[None], self.filters[:, 0], self.bias, offsets)[0]
         else:
             mixed = torch.cat([self._one(rows[start:end], ahead) for start, end in pairwise(ends)])

@@ -1,6 +1,6 @@
 """Rules about sizes: processes, batches and layers divide over replicas, ranks and stages; before Megatron completes flags.
 
-What Megatron asserts about them in words that say as much is left to it (`start.validate`).
+Megatron's own assertions about them are left to it where they say as much (`start.validate`).
 """
 
 from __future__ import annotations

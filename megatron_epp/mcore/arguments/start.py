@@ -70,7 +70,7 @@ START = (
     Rule(_of_megatron, Door.STOCK | Door.DOCUMENTS | Door.USER),
     Rule(_of_megatrons_loop, Door.STOCK | Door.DOCUMENTS),
 )
-"""What else is asked of flags before a run starts, but not before one is only described."""
+"""Further checks of flags before a run starts; a run that is only described does without."""
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:

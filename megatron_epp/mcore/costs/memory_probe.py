@@ -122,9 +122,9 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         many_gradient_bytes_per_token=many.gradient,
     )
     costs = costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
-    states = _states(stage)
-    if not states.handed_over:
+    if not few.hands_over:
         return costs
+    states = _states(stage)
     costs = costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
     received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)
     return replace(costs, blocks=(received, BlockCosts(kind=HANDOVER, state_bytes=states.handed_over), *rest))
@@ -261,11 +261,13 @@ class _Slices(NamedTuple):
         cache, gradient: of a layer's keys and values, and of their gradient.
         left: the most that the last layer's backward holds when this gradient is created, above what was live when that
             backward began and not counting the gradient itself.
+        hands_over: the first slice hands over more than keys and values.
     """
 
     cache: float
     gradient: float
     left: float
+    hands_over: bool
 
 
 class _States(NamedTuple):
@@ -313,7 +315,7 @@ def _of_slices(
             left_bytes.append(meter.live_bytes - last.begin_bytes)
         return kv_cache.cache_bytes
 
-    cache_bytes = begin_bytes = 0
+    cache_bytes, begin_bytes, hands_over = 0, 0, False
 
     def note(event: str) -> None:
         nonlocal begin_bytes
@@ -330,6 +332,7 @@ def _of_slices(
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
+            hands_over = hands_over or kv_cache.handover.num_bytes > 0  # the last slice takes it
         cache_bytes = kv_cache.cache_bytes
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
@@ -338,7 +341,7 @@ def _of_slices(
         backward(stage, *runs.pop())
     of_layer = (stage.num_layers + _has_attention_half(stage) + stage.depths) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
-    return _Slices(cache, gradient_bytes / of_layer, most / tokens)
+    return _Slices(cache, gradient_bytes / of_layer, most / tokens, hands_over)
 
 
 def _has_attention_half(stage: MegatronStage) -> bool:

@@ -95,7 +95,7 @@ class MicrobatchPlan:
 
 
 _Key = tuple[Shapes, tuple[int, ...], bool]
-"""What a plan of microbatches depends on besides costs: their shapes, their bytes on devices, and whether no backward runs."""
+"""Inputs of a plan of microbatches besides costs: their shapes, their bytes on devices, and whether no backward runs."""
 
 
 def _key(agreed: AgreedShapes, forward_only: bool) -> _Key:

@@ -51,7 +51,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
 
 
 NO_LOOP = {"iteration": 0, "train_iters": UNLIMITED_BYTES}
-"""What stands for the state of Megatron's loop, where a program has its own."""
+"""Values for the state of Megatron's loop, where a program has its own."""
 
 
 def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -74,10 +74,13 @@ def _layer(net: Any, number: int, shared: Any) -> Any:
     import torch
     from fla.modules.l2norm import l2norm
 
+    from megatron_epp.runtime.attention.context_parallel import NOT_SHARED
     from megatron_epp.runtime.gated_delta import DeltaLayer
 
     def own_channels(weight: Tensor) -> Tensor:
         """Return the entries of a convolution's weight for this rank's heads."""
+        if shared is NOT_SHARED:
+            return weight
         keys, values = net.qk_dim_local_tp, net.v_dim_local_tp
         widths = net.key_head_dim, net.key_head_dim, net.value_head_dim
         parts = zip(weight.split([keys, keys, values]), widths, strict=True)
