@@ -41,7 +41,7 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.limits import smallest_cap
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.why import explain
 from megatron_epp.report.gantt import save_memory_picture
 from megatron_epp.report.page.data import Shown
@@ -162,14 +162,14 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
     Args:
         refusal: why the batch does not fit under the caps that were asked for; empty if it does.
     """
-    account = account_of(best, costs)
+    breakdown = memory_breakdown(best, costs)
     if args.memory_out and is_page(args.memory_out):
-        save_page([Shown(args.planner, best, account=account)], args.memory_out)
+        save_page([Shown(args.planner, best, breakdown=breakdown)], args.memory_out)
     elif args.memory_out:
-        save_memory_picture(account, args.memory_out)
+        save_memory_picture(breakdown, args.memory_out)
     if not args.json:
-        blocks = [headline(best), peak_table(account), list(peak_lines(account))]
-        blocks.append(curves(account, max(8, args.width - _LABEL_WIDTH)))
+        blocks = [headline(best), peak_table(breakdown), list(peak_lines(breakdown))]
+        blocks.append(curves(breakdown, max(8, args.width - _LABEL_WIDTH)))
         if refusal:
             blocks.insert(0, [*refusal.splitlines(), "What follows is of the smallest cap that would do."])
         say("\n\n".join("\n".join(lines) for lines in blocks), flush=True)
@@ -183,7 +183,7 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
         caps = {
             name: {"cap_bytes": plan.cap_bytes[0], "makespan_us": plan.predicted.makespan_us} for name, plan in smallest.items()
         }
-        say(json.dumps({"refusal": refusal, "ranks": memory_figures(account), "smallest_cap": caps}, indent=1))
+        say(json.dumps({"refusal": refusal, "ranks": memory_figures(breakdown), "smallest_cap": caps}, indent=1))
         return
     rows = [
         [name, format_gib(plan.cap_bytes[0], decimals=4), format_us(plan.predicted.makespan_us)]

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
-from megatron_epp.cost.output_layer import loss_workspace_bytes
+from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
@@ -80,6 +80,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
+        shards=ShardBytes.of(shape),
     )
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
-
-import numpy as np
+from operator import mul
 
 FLASH_2, CUDNN, FLASH_3 = KERNELS = ("flash-attention-2", "cudnn", "flash-attention-3")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -84,7 +84,8 @@ def _between(kernel: str, channels: float, figures: Mapping[tuple[str, int], tup
 
 def _fit(rates: tuple[int, ...]) -> tuple[float, float]:
     """Return r, per second, and h, in tokens, of ``1 / rate = (1 + h / n) / r``; relative errors of rates count alike."""
-    published = np.array(rates, dtype=float)
-    terms = np.stack([published, published / np.array(LENGTHS)], axis=1)  # of rate * (1 / r + h / r / n) = 1
-    (inverse, per_length), *_ = np.linalg.lstsq(terms, np.ones(len(rates)), rcond=None)
-    return float(1e12 / inverse), float(per_length / inverse)
+    # Of rate * (1 / r + h / r / n) = 1, in fractions: the last bits of a library's solution vary with the processor.
+    ahead = [Fraction(rate, length) for rate, length in zip(rates, LENGTHS, strict=True)]
+    square, mixed, far = sum(rate * rate for rate in rates), sum(map(mul, rates, ahead)), sum(map(mul, ahead, ahead))
+    inverse, per_length = far * sum(rates) - mixed * sum(ahead), square * sum(ahead) - mixed * sum(rates)
+    return float(10**12 * (square * far - mixed * mixed) / inverse), float(per_length / inverse)

@@ -70,17 +70,51 @@ def loss_workspace_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularyShards:
+class ShardBytes:
+    """Bytes that the shards of an output layer hold of a chunk (`runtime.loss.shards`).
+
+    Attributes:
+        kept_bytes_per_token: from `S` to `T`, for the whole vocabulary: exponentials in the weights' type; 0 if `T` recomputes.
+        input_bytes_per_token: from `S` to `T`, on each shard: the broadcast input, gathered over tensor-parallel ranks, and in
+            fp32 its part of the input's gradient.
+        passing_bytes_per_token: only while `S` runs, for the whole vocabulary: fp32 exponentials.
+        workspace_bytes: only while `S` or `T` runs, whatever its tokens, for the whole vocabulary: a block's logits.
+        gradient_workspace_bytes: only while `T` runs: the weight gradient, summed over blocks.
+    """
+
+    kept_bytes_per_token: float = 0.0
+    input_bytes_per_token: float = 0.0
+    passing_bytes_per_token: float = 0.0
+    workspace_bytes: float = 0.0
+    gradient_workspace_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, shape: ModelShape, *, fused_accumulation: bool = False) -> ShardBytes:
+        """Return the bytes of a model's shards; `fused_accumulation` as `loss_workspace_bytes` takes it."""
+        blocks, value_bytes, entries = shape.loss_block_tokens, shape.bytes_per_value, shape.vocab_size // shape.tensor_parallel
+        # A token of a chunk is on one of the context-parallel ranks.
+        hidden, ranks = shape.hidden_size / shape.context_parallel, shape.context_parallel
+        copy = value_bytes if value_bytes < FP32_BYTES else 0
+        # A block's part of the weight gradient comes when its fp32 logits have gone, and is added to the sum in fp32.
+        summed = max(FP32_BYTES * shape.hidden_size, (FP32_BYTES + copy) * shape.hidden_size - FP32_BYTES * blocks)
+        gradient = value_bytes * shape.hidden_size if fused_accumulation else summed
+        return cls(
+            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
+            input_bytes_per_token=hidden * (value_bytes + FP32_BYTES),
+            passing_bytes_per_token=0.0 if blocks or value_bytes == FP32_BYTES else entries * FP32_BYTES / ranks,
+            workspace_bytes=float(blocks * entries * (FP32_BYTES + copy)),
+            gradient_workspace_bytes=float(entries * gradient) if blocks else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShards(ShardBytes):
     """Times and bytes of the shards of an output layer, one on each pipeline rank.
 
     Attributes:
         shares: of the vocabulary, one per rank; their sum is 1.
         logits: time of the logits, their softmax and their part of the input's gradient, for the whole vocabulary (`S`).
         gradient: time of the weight gradient, for the whole vocabulary (`T`).
-        kept_bytes_per_token: held from `S` to `T` for the whole vocabulary: the gradient of the logits; 0 if `T` recomputes it.
-        input_bytes_per_token: held from `S` to `T` by each shard: the broadcast input, and its part of the input's gradient.
-        passing_bytes_per_token: held only while `S` runs, for the whole vocabulary: fp32 logits.
-        workspace_bytes: held only while `S` or `T` runs, whatever its tokens: a block's logits; for the whole vocabulary.
         spread: time of the broadcast of a chunk's tokens to all ranks.
         gather: time of the reductions over all ranks.
     """
@@ -88,30 +122,8 @@ class VocabularyShards:
     shares: tuple[float, ...]
     logits: LinearTime
     gradient: LinearTime
-    kept_bytes_per_token: float = 0.0
-    input_bytes_per_token: float = 0.0
-    passing_bytes_per_token: float = 0.0
-    workspace_bytes: float = 0.0
     spread: LinearTime = LinearTime()  # noqa: RUF009 - frozen
     gather: LinearTime = LinearTime()  # noqa: RUF009 - frozen
-
-    def with_bytes(self, shape: ModelShape) -> VocabularyShards:
-        """Return the shards with the bytes that those of a training hold of a chunk (`runtime.loss.shards`).
-
-        From `S` to `T` these are the exponentials in the weights' type, or nothing if logits are recomputed by blocks; the
-        broadcast input, gathered over tensor-parallel ranks; and in fp32 its gradient. While `S` runs, there are fp32
-        exponentials too.
-        """
-        blocks, value_bytes, entries = shape.loss_block_tokens, shape.bytes_per_value, shape.vocab_size / shape.tensor_parallel
-        # A token of a chunk is on one of the context-parallel ranks.
-        hidden, ranks = shape.hidden_size / shape.context_parallel, shape.context_parallel
-        return replace(
-            self,
-            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
-            input_bytes_per_token=hidden * (value_bytes + FP32_BYTES),
-            passing_bytes_per_token=0.0 if blocks or value_bytes == FP32_BYTES else entries * FP32_BYTES / ranks,
-            workspace_bytes=float(blocks * entries * (value_bytes + FP32_BYTES)),
-        )
 
     def of_shard(self, whole: LinearTime, rank: int) -> LinearTime:
         """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.
@@ -152,7 +164,7 @@ class VocabularyShards:
         for share in self.shares:
             to_gradient = size((share * self.kept_bytes_per_token + self.input_bytes_per_token) * tokens)
             in_logits = size(share * (self.passing_bytes_per_token * tokens + self.workspace_bytes))
-            in_gradient = size(share * self.workspace_bytes + 0.0 * tokens)
+            in_gradient = size(share * (self.workspace_bytes + self.gradient_workspace_bytes) + 0.0 * tokens)
             takes.append((to_gradient + in_logits if op is Op.S else in_gradient).tolist())
             gives.append((in_logits if op is Op.S else in_gradient + to_gradient).tolist())
         carried = {Op.SPREAD: self.spread, Op.GATHER: self.gather} if op is Op.S else {}

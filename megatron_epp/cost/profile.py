@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron_epp.cost.kv_cache import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
-from megatron_epp.cost.output_layer import FP32_BYTES, VocabularyShards
+from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes, VocabularyShards
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
@@ -89,6 +89,7 @@ class Profile:
             link; infinite if there is no link.
         host_sharing: consecutive devices that share that link.
         context_exchange_us: see `PipelineCosts`.
+        shards: what shards of the output layer hold; None in a file from before it was recorded.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -117,6 +118,7 @@ class Profile:
     host_us_per_byte: float = math.inf
     host_sharing: int = 1
     context_exchange_us: tuple[float, ...] = ()
+    shards: ShardBytes | None = None
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -200,6 +202,10 @@ class Profile:
         logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
         The broadcast carries a message's bytes; the reduction carries fp32 gradients, once towards the last stage.
         """
+        if self.shards is None:
+            raise EppError(
+                "the profile does not say what shards of the output layer hold: write it again with megatron-epp profile"
+            )
         head, is_blocked = self.head, self.head.workspace_bytes > 0
         gradient = head.backward.scaled(2 / 3) if is_blocked else head.weight
         if gradient == NO_TIME:
@@ -215,10 +221,7 @@ class Profile:
             shares=tuple(shares),
             logits=logits,
             gradient=gradient,
-            kept_bytes_per_token=0.0 if is_blocked else head.weight_bytes_per_token,
-            input_bytes_per_token=self.hidden_bytes_per_token + fp32_bytes,
-            passing_bytes_per_token=0.0 if is_blocked else head.bytes_per_token,
-            workspace_bytes=head.workspace_bytes,
+            **asdict(self.shards),
             spread=moved(self.hidden_bytes_per_token),
             gather=moved(fp32_bytes),
         )

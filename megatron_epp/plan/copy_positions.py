@@ -2,7 +2,7 @@
 compute.
 
 These positions determine the memory of copies: a load's memory is allocated when it is issued, and an offload's is released at
-the `FREE` after it. So the simulator's memory account, lowering and planners all use this module.
+the `FREE` after it. So the simulator's memory, lowering and planners all use this module.
 """
 
 from __future__ import annotations

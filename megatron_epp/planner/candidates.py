@@ -317,10 +317,10 @@ class Candidates:
         self._tables = {other: tables for other, tables in self._tables.items() if other != number}
         self._bounds.pop(number, None)
         self._by_order = {key: known for key, known in self._by_order.items() if key[0] != number}
-        again = [recipe for recipe, known in self.by_recipe.items() if known.table is table]
+        outdated = [recipe for recipe, known in self.by_recipe.items() if known.table is table]
         self.by_recipe = {recipe: known for recipe, known in self.by_recipe.items() if known.table is not table}
         self.fastest_us = min((known.makespan_us for known in self.by_recipe.values()), default=math.inf)
-        for recipe in again:
+        for recipe in outdated:
             self.of(recipe)
         best = self.best()
         self.step(candidate.recipe, best.recipe, "more room for messages: ")

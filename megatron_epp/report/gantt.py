@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import Track, operation, operations
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.reading import printable
@@ -67,7 +67,7 @@ _VARYING = (
     *("#0072B2", "#56B4E9", "#9BD3F5", "#CFE9FA", "#009E73", "#F0E442", "#E69F00"),
     *("#B8860B", "#D55E00", "#F7B58F", "#CC79A7", "#8E5BA6", "#D9C9E3"),
 )
-"""Colours of `Account.order`: Okabe and Ito's, with lighter ones for related items."""
+"""Colours of `MemoryBreakdown.order`: Okabe and Ito's, with lighter ones for related items."""
 _OTHER = "#000000"
 """Colour of items beyond these."""
 
@@ -369,27 +369,27 @@ def text_colour(background: str) -> str:
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 
 
-def item_colours(account: Account) -> dict[str, str]:
+def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
     """Colours ``#RRGGBB`` of all items that any rank ever has, from the bottom of a picture to its top."""
-    names = account.items
-    static = [name for name in names if name in account.static[0]]
-    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=False))
+    names = breakdown.items
+    static = [name for name in names if name in breakdown.static[0]]
+    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(breakdown.order, _VARYING, strict=False))
     return {name: colours.get(name, _OTHER) for name in names}
 
 
-def memory_picture(account: Account) -> Figure:
+def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
 
     Raises:
         EppError: matplotlib is not installed.
     """
-    plan, timeline = account.timeline.plan, account.timeline
+    plan, timeline = breakdown.timeline.plan, breakdown.timeline
     height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
     figure, axes = new_figure((_MEMORY_WIDTH_INCHES, plan.num_ranks * height + 1.8), _MEMORY_DPI, plan.num_ranks, sharey=True)
-    colours, peak = item_colours(account), max(timeline.peak_bytes)
+    colours, peak = item_colours(breakdown), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     for rank, axis in enumerate(axes):
-        _draw_items(axis, account, rank, colours, size)
+        _draw_items(axis, breakdown, rank, colours, size)
         axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
     note = draw_caps(axes, plan.cap_bytes, peak, size)
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
@@ -399,15 +399,15 @@ def memory_picture(account: Account) -> Figure:
     return figure
 
 
-def save_memory_picture(account: Account, path: str | Path) -> None:
+def save_memory_picture(breakdown: MemoryBreakdown, path: str | Path) -> None:
     """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
-    save_picture(memory_picture(account), path)
+    save_picture(memory_picture(breakdown), path)
 
 
-def _draw_items(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:
+def _draw_items(axis: Axes, breakdown: MemoryBreakdown, rank: int, colours: Mapping[str, str], size: int) -> None:
     """Draw the items of a rank as areas, the first at the bottom; `colours` is by item, and the unit is `size` bytes."""
-    moments = {round(moment.time_us, 3): moment.items for moment in account.moments(rank)}
-    times_ms = [*(time_us / 1e3 for time_us in moments), account.timeline.makespan_us / 1e3]
+    moments = {round(moment.time_us, 3): moment.items for moment in breakdown.moments(rank)}
+    times_ms = [*(time_us / 1e3 for time_us in moments), breakdown.timeline.makespan_us / 1e3]
     items = [*moments.values()]
     items.append(items[-1])
     base = [0.0] * len(items)

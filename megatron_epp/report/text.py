@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Segment
 from megatron_epp.plan.kv_offload import host_peaks
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
@@ -317,19 +317,19 @@ def against(plan: Plan, measured: Measured) -> str:
     return "\n".join(table(("", "planned", "measured", "ratio"), rows))
 
 
-def peak_table(account: Account) -> list[str]:
+def peak_table(breakdown: MemoryBreakdown) -> list[str]:
     """Table with a column per rank: static items, items added at the peak, and headroom below the cap."""
-    plan = account.timeline.plan
-    peaks = [account.peak(rank) for rank in range(plan.num_ranks)]
+    plan = breakdown.timeline.plan
+    peaks = [breakdown.peak(rank) for rank in range(plan.num_ranks)]
     size, unit = byte_unit(max(peak.num_bytes for peak in peaks))
 
     def row(name: str, sizes: Sequence[int]) -> list[str]:
         return [name, *(f"{num_bytes / size:.2f}" if num_bytes else "" for num_bytes in sizes)]
 
     static, varying = [], []
-    for name in account.items:
+    for name in breakdown.items:
         sizes = [peak.items.get(name, 0) for peak in peaks]
-        if name in account.static[0]:
+        if name in breakdown.static[0]:
             static.append(row(name, sizes))
         elif any(sizes):
             varying.append(row(name, sizes))
@@ -340,7 +340,7 @@ def peak_table(account: Account) -> list[str]:
     if not any(map(is_unlimited, plan.cap_bytes)):
         room = (cap - peak.num_bytes for cap, peak in zip(plan.cap_bytes, peaks, strict=True))
         rows.append(["headroom", *(f"{num_bytes / size:.2f}" for num_bytes in room)])
-    if any(hosts := host_peak_bytes(plan, account.timeline)):
+    if any(hosts := host_peak_bytes(plan, breakdown.timeline)):
         rows.append(row("host memory, at its peak", hosts))
     rows.append(["the peak is at", *(format_us(peak.time_us) for peak in peaks)])
     header = [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))]
@@ -351,23 +351,23 @@ def peak_table(account: Account) -> list[str]:
     return lines
 
 
-def peak_lines(account: Account) -> Iterator[str]:
+def peak_lines(breakdown: MemoryBreakdown) -> Iterator[str]:
     """Yield a line per rank: the action at its peak, and the chunks that wait for their backward, by recompute modes."""
-    plan = account.timeline.plan
+    plan = breakdown.timeline.plan
     for rank in range(plan.num_ranks):
-        peak = account.peak(rank)
+        peak = breakdown.peak(rank)
         if peak.step is None:
             yield f"rank {rank} needs no more than its static memory"
             continue
-        alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in account.alive(rank, peak)]
+        alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in breakdown.alive(rank, peak)]
         groups = {text: _numbers([c for _, _, c in some]) for text, some in groupby(sorted(alive), key=lambda entry: entry[0])}
         chunks_alive = "; ".join(f"{chunks} (recompute: {text})" for text, chunks in groups.items()) or "no chunk"
         yield f"rank {rank} peaks while {peak.step.action} runs and keeps chunks {chunks_alive}"
 
 
-def curves(account: Account, width: int) -> list[str]:
+def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
     """Draw live bytes over time as lines of text, per rank, up to the cap or, if the cap is far higher, to the highest peak."""
-    timeline, plan = account.timeline, account.timeline.plan
+    timeline, plan = breakdown.timeline, breakdown.timeline.plan
     peak, cap = max(timeline.peak_bytes), max(plan.cap_bytes)
     top, what = (cap, "the cap") if cap < 3 * peak else (peak, "the highest peak")
     lines = [f"live bytes over {format_us(timeline.makespan_us)}; full height: {what}, {format_bytes(top)}"]
@@ -378,27 +378,27 @@ def curves(account: Account, width: int) -> list[str]:
     return lines
 
 
-def memory_figures(account: Account) -> list[dict[str, Any]]:
+def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
     """Return the figures of the memory report as data, one entry per rank."""
-    plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan, account.timeline)
+    plan, hosts = breakdown.timeline.plan, host_peak_bytes(breakdown.timeline.plan, breakdown.timeline)
     rows = []
     for rank in range(plan.num_ranks):
-        peak, cap = account.peak(rank), plan.cap_bytes[rank]
+        peak, cap = breakdown.peak(rank), plan.cap_bytes[rank]
         rows.append(
             {
                 "rank": rank,
                 "stages": plan.stages_of(rank),
-                "static": {name: size for name, size in account.static[rank].items() if size},
+                "static": {name: size for name, size in breakdown.static[rank].items() if size},
                 "static_bytes": plan.static_bytes[rank],
                 "peak": peak.items,
                 "peak_bytes": peak.num_bytes,
                 "peak_us": peak.time_us,
                 "peak_action": None if peak.step is None else str(peak.step.action),
-                "alive": [list(pair) for pair in account.alive(rank, peak)],
+                "alive": [list(pair) for pair in breakdown.alive(rank, peak)],
                 "cap_bytes": cap,
                 "headroom_bytes": cap - peak.num_bytes,
                 "host_peak_bytes": hosts[rank],
-                "live_bytes": account.timeline.live_bytes(rank),
+                "live_bytes": breakdown.timeline.live_bytes(rank),
             }
         )
     return rows

@@ -13,7 +13,7 @@ from megatron_epp.plan import Action, Op, PlanError, Step
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from scripts.bench.orders.unit import TOKENS, Unit
 
 
@@ -67,10 +67,10 @@ def test_a_step_needs_the_working_memory_of_both_actions():
 @pytest.mark.parametrize("options", [Options(), Options(split_weight=True), Options(recompute=2)])
 def test_bytes_by_item_add_up_to_those_of_the_steps(options: Options):
     made, costs = exchanging_plan(options)
-    account = account_of(made, costs)
+    breakdown = memory_breakdown(made, costs)
     for step in (step for row in made.ranks for step in row):
-        assert sum(account.takes[step.action].values()) == step.alloc_bytes
-        assert sum(account.gives[step.action].values()) == step.free_bytes
+        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes
+        assert sum(breakdown.gives[step.action].values()) == step.free_bytes
 
 
 def decisions():

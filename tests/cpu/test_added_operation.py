@@ -12,7 +12,7 @@ from megatron_epp.plan.check.launches import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
@@ -74,7 +74,7 @@ def test_it_takes_memory_in_the_plan(plan):
     bare = replace(plan, ranks=tuple(tuple(s for s in row if s.action.op is not K) for row in plan.ranks))
     higher = [a - b for a, b in zip(simulate(plan).peak_bytes, simulate(bare).peak_bytes, strict=True)]
     assert max(higher) > 0
-    composed = account_of(plan, costs_of([1, 1, 1])).moments(0)
+    composed = memory_breakdown(plan, costs_of([1, 1, 1])).moments(0)
     assert max(moment.items.get("loss shard", 0) for moment in composed) > 0
 
 

@@ -14,9 +14,10 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows
 from megatron_epp.plan import Chunk, Op, Segment
-from megatron_epp.runtime.loss.shards import Shard, logits_pass
+from megatron_epp.runtime.loss.shards import Shard, logits_pass, weight_gradient
 from tests.support.mcore.forked import job, returned
 from tests.support.mcore.megatron_flags import arguments
+from tests.support.runtime.allocations import peak_bytes_of
 
 KEYS = {
     "untied": {"embedding.word_embeddings.weight", "output_layer.weight"},
@@ -102,22 +103,30 @@ def test_auto_is_off_where_on_would_be_refused(flags: str, megatron: dict[str, A
     assert shards_vocabulary(args) is (settled != "off")
 
 
-@pytest.mark.parametrize("block_tokens", [0, 4])
+@pytest.mark.parametrize("block_tokens", [0, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_tokens: int) -> None:
-    tokens, width, entries = 24, 8, 96
+    tokens, width, entries = 256, 32, 4096
     sizes = {"hidden_size": width, "vocab_size": entries, "num_attention_heads": 2, "loss_block_tokens": block_tokens}
     shape = ModelShape(num_layers=4, ffn_hidden_size=16, bytes_per_value=dtype.itemsize, **sizes)
     shards = analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=[1 / 4] * 4).vocabulary
     assert shards is not None
-    rows = shards.with_bytes(shape).rows(Op.S, 4, work_of([Chunk((Segment(0, 0, tokens),))], [tokens]))
-    planned = rows.takes[1][0] - rows.gives[1][0]
+    work = work_of([Chunk((Segment(0, 0, tokens),))], [tokens])
+    logits, gradient = shards.rows(Op.S, 4, work), shards.rows(Op.T, 4, work)
     weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)
+    labels, ones = torch.randint(entries, (tokens,)), torch.ones(tokens)
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
-    found = logits_pass(x, torch.randint(entries, (tokens,)), shard, needs_gradient=True)
-    held = [x, *(one for one in (found.part, found.exponentials) if one is not None)]
-    assert sum(one.nbytes for one in held) == planned
+
+    result = logits_pass(x, labels, shard, needs_gradient=True)
+    tensors = [x, *(tensor for tensor in (result.part, result.exponentials) if tensor is not None)]
+    assert sum(tensor.nbytes for tensor in tensors) == logits.takes[1][0] - logits.gives[1][0]
+    peak = peak_bytes_of(lambda: logits_pass(x, labels, shard, needs_gradient=True))
+    assert logits.takes[1][0] - x.nbytes == pytest.approx(peak, rel=0.06)
+    if block_tokens:  # else the gradient is one tensor, as of any weight
+        log_sum = torch.zeros(tokens)
+        peak = peak_bytes_of(lambda: weight_gradient(x, labels, result, log_sum, ones, shard))
+        assert gradient.takes[1][0] == pytest.approx(peak, rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Op, Plan, Segment, simulat
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.report.gantt import item_colours
 from megatron_epp.report.text import peak_table
@@ -132,15 +132,15 @@ def test_such_a_block_is_planned_checked_simulated_and_explained(layers: list[fl
         assert check(found) == []
         assert from_json(to_json(found)) == found
         assert tuple(simulate(found).peak_bytes) == found.predicted.peak_bytes
-        account = account_of(found, costs)
+        breakdown = memory_breakdown(found, costs)
         for step in (step for row in found.ranks for step in row):
-            assert sum(account.takes[step.action].values()) == step.alloc_bytes
-            assert sum(account.gives[step.action].values()) == step.free_bytes
+            assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes
+            assert sum(breakdown.gives[step.action].values()) == step.free_bytes
     (first, *_) = (step.action for step in tight.ranks[0] if tight.chunks[step.action.chunk].slice_of(LENGTHS) is not None)
     assert first.op is Op.F
-    assert STATES in account.items
-    assert account.takes[first][STATES] == pytest.approx(STATE_BYTES * (1 + costs.fragmentation_share), abs=1)
-    assert any(STATES in moment.items for moment in account.moments(0))
-    assert STATES in item_colours(account)
+    assert STATES in breakdown.items
+    assert breakdown.takes[first][STATES] == pytest.approx(STATE_BYTES * (1 + costs.fragmentation_share), abs=1)
+    assert any(STATES in moment.items for moment in breakdown.moments(0))
+    assert STATES in item_colours(breakdown)
     sliced = made(costs, **options | {"slices": 2, "recompute": 2})
-    assert any(STATES in row for row in peak_table(account_of(sliced, costs)))
+    assert any(STATES in row for row in peak_table(memory_breakdown(sliced, costs)))

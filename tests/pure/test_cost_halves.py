@@ -15,7 +15,7 @@ from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import headline
@@ -97,10 +97,10 @@ def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
         assert from_json(to_json(made)) == made
         assert [made.num_layers[stage] + made.half_layers[stage] / 2 for stage in ranks] == layers
         assert " 4 layers" in headline(made)[0]
-        account = account_of(made, costs)
+        breakdown = memory_breakdown(made, costs)
         for step in (step for _, rows in made.tables for row in rows for step in row):
-            assert sum(account.takes[step.action].values()) == step.alloc_bytes
-            assert sum(account.gives[step.action].values()) == step.free_bytes
+            assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes
+            assert sum(breakdown.gives[step.action].values()) == step.free_bytes
 
 
 def test_the_backward_of_a_half_alone_has_room_for_the_gradient_of_its_keys_and_values():

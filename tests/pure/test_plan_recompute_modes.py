@@ -70,7 +70,7 @@ import sys
 from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import check, from_json, to_grid, to_json
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.report.text import peak_table
 
 shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=1000)
@@ -85,7 +85,7 @@ assert all(again.attention_layers == again.full + again.attention for again in c
 assert all(len(again) == 4 for again in counts)
 assert check(made) == [] and from_json(to_json(made)) == made
 assert any("attention" in str(again) for again in counts)
-assert "recompute (attention)" in "\\n".join(peak_table(account_of(made, costs)))
+assert "recompute (attention)" in "\\n".join(peak_table(memory_breakdown(made, costs)))
 """
 
 

@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from tests.pure.test_planner_account import random_costs
 
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.cost import memory as item
@@ -19,14 +20,13 @@ from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.memory.kv_offload import COPIES_SHARING, SHARINGS, kv_offload_entries, leaves_link, with_kv_offload
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
-from tests.pure.test_planner_account import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
@@ -92,14 +92,14 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
     built = build_plan(asked, costs, options, made)
     assert check(built) == []
     assert built.predicted.makespan_us == pytest.approx(made.makespan_us(asked, costs), rel=1e-12)
-    account = account_of(built, costs)
-    assert item.KV_OFFLOAD in account.items
+    breakdown = memory_breakdown(built, costs)
+    assert item.KV_OFFLOAD in breakdown.items
     for step in (step for row in built.ranks for step in row):
-        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
     for rank in range(stages):
-        assert all(min(moment.items.values()) >= 0 for moment in account.moments(rank))
-        assert account.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
+        assert all(min(moment.items.values()) >= 0 for moment in breakdown.moments(rank))
+        assert breakdown.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
 
 
 def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either():

@@ -12,7 +12,7 @@ from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.tables import tabulate
@@ -179,9 +179,9 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
     timelines = list(map(simulate, plans))
     assert timelines[0].start_us == timelines[1].start_us
     for made in plans:
-        account = account_of(made, costs)
+        breakdown = memory_breakdown(made, costs)
         for step in (step for row in made.ranks for step in row):
-            assert sum(account.takes[step.action].values()) == step.alloc_bytes
+            assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes
     most = max(max(host_peaks(line)) for line in timelines)
     with pytest.raises(InfeasibleError, match=rf"in host memory, where it may have [\d.]+ GiB \({most // 8} bytes\)"):
         plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)

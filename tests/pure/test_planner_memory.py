@@ -1,4 +1,4 @@
-"""Recompute under memory caps: exact accounts, the least peak, and plans that fit."""
+"""Recompute under memory caps: exact sums, the least peak, and plans that fit."""
 
 from __future__ import annotations
 

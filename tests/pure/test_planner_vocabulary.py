@@ -38,7 +38,7 @@ from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.shards import insert
 from megatron_epp.planner.layouts.search import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
@@ -203,7 +203,7 @@ def test_replicas_in_lockstep_are_searched_with_the_shards_in_their_orders(place
 
 
 def test_bytes_between_shard_and_weight_gradient_are_in_the_account(usual):
-    composed = account_of(usual, costs()).moments(1)
+    composed = memory_breakdown(usual, costs()).moments(1)
     assert max(moment.items.get("vocabulary shard", 0) for moment in composed) > 0
     held = [step.alloc_bytes - step.free_bytes for row in usual.ranks for step in row if step.action.op in (Op.S, Op.T)]
     assert sum(held) == 0

@@ -136,8 +136,8 @@ def makespan_us(
 
 def _serial_us(tables: Tables) -> float:
     """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
-    again = sum(float(step.layer_us.sum()) * passes.num_layers for passes in tables.passes for step in passes.frontier)
-    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + again
+    extra = sum(float(step.layer_us.sum()) * passes.num_layers for passes in tables.passes for step in passes.frontier)
+    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + extra
     if math.isinf(tables.host_us_per_byte):
         return work
     return work + 2 * sum(tables.host_us(size) for row in tables.activation for size in row)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
-from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.cost.output_layer import AUTO, ShardBytes
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
@@ -185,7 +185,8 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
     """
     if costs.vocabulary is not None:
         shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-        costs = replace(costs, vocabulary=costs.vocabulary.with_bytes(shape))
+        held = ShardBytes.of(shape, fused_accumulation=bool(args.gradient_accumulation_fusion))
+        costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
         return on_device(costs, share, buffers=buffers)

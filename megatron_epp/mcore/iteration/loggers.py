@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.report.text import main_items
 
 logger = logging.getLogger(__name__)
@@ -104,9 +104,9 @@ def iteration_text(line: dict[str, Any], loss: str = "") -> str:
     return " | ".join(parts)
 
 
-def memory_text(account: Account, iteration: int) -> str:
+def memory_text(breakdown: MemoryBreakdown, iteration: int) -> str:
     """Return a line with the planned peaks and the parts of the highest one."""
-    peaks = [account.peak(rank) for rank in range(len(account.static))]
+    peaks = [breakdown.peak(rank) for rank in range(len(breakdown.static))]
     highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
     sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
     return (

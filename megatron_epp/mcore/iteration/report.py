@@ -22,9 +22,9 @@ from megatron_epp.mcore.iteration.report_folder import ReplicaFigures
 from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.plan import Plan
-from megatron_epp.plan.account import Account
 from megatron_epp.plan.layout import layout_flag
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.service.replica_balance import imbalance
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.text import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
@@ -201,25 +201,25 @@ class IterationReport:
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in ranks]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in ranks]}
 
-    def _log(self, line: dict[str, Any], account: Account | None, hint: str) -> None:
+    def _log(self, line: dict[str, Any], breakdown: MemoryBreakdown | None, hint: str) -> None:
         args, say = self.run.args, loggers.line_of(self.run.names)
         if self.iteration % args.log_interval == 0:
-            if account is not None:
-                say(loggers.memory_text(account, self.iteration))
+            if breakdown is not None:
+                say(loggers.memory_text(breakdown, self.iteration))
             say(loggers.iteration_text(line, "" if self.run.loss is None else self.run.loss.name))
             if hint:
                 say(f"epp hint | {hint}")
         if loggers.is_written(args, self.iteration):
             loggers.write(line)
 
-    def _notes(self, costs: PipelineCosts | None) -> tuple[Account | None, str]:
+    def _notes(self, costs: PipelineCosts | None) -> tuple[MemoryBreakdown | None, str]:
         """Return what is logged once per run: the planned peaks by item, and a hint about the division of layers."""
         run = self.run
         if not run.cuts_documents or self.batch.plan is None or costs is None or self.iteration % run.args.log_interval:
             return None, ""
-        account = None if run.memory_is_told else account_of(self.batch.plan, costs)
+        breakdown = None if run.memory_is_told else memory_breakdown(self.batch.plan, costs)
         run.memory_is_told = True
-        return account, self._hint(self.batch.plan, costs)
+        return breakdown, self._hint(self.batch.plan, costs)
 
     def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
         """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations.

@@ -100,7 +100,7 @@ def number_attentions(model: torch.nn.Module) -> None:
     """
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
-    again = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
+    shared = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
     adopted = {kind for row in KINDS for kind in row.modules()}
     inside = {part for module in model.modules() if type(module) in adopted for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
@@ -112,7 +112,7 @@ def number_attentions(model: torch.nn.Module) -> None:
                 )
             module.number = len(names)
             names[module] = name
-            module.stride = len(again) * (module in again)
+            module.stride = len(shared) * (module in shared)
         elif module not in inside and _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "

@@ -1,1 +1,1 @@
-"""Plans under memory caps: recompute, offload, KV offload, and the account of every byte."""
+"""Plans under memory caps: recompute, offload, KV offload, and a breakdown of every byte."""

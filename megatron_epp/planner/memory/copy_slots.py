@@ -241,8 +241,8 @@ def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: 
 def _of_both(both: tuple[Busy, Busy], limit_us: float, gap: Callable[[Busy, float], float | None]) -> float | None:
     first, second = both
     while (at_us := gap(first, limit_us)) is not None:
-        again = gap(second, at_us)
-        if again is None or again == at_us:
-            return again
-        limit_us = again
+        other_us = gap(second, at_us)
+        if other_us is None or other_us == at_us:
+            return other_us
+        limit_us = other_us
     return None

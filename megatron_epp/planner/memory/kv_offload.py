@@ -103,9 +103,9 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, train
     attending = [position for position, mode in enumerate(MODES.values()) if mode.repeats_attention]
     frontier, left = [], which
     for step in passes.frontier:  # attention, run again, streams them again
-        again = left & np.isin(step.mode, attending)
-        frontier.append(replace(step, layer_us=step.layer_us + np.where(again, host.again_us, 0.0)))
-        left = left & ~again
+        repeats = left & np.isin(step.mode, attending)
+        frontier.append(replace(step, layer_us=step.layer_us + np.where(repeats, host.again_us, 0.0)))
+        left = left & ~repeats
     return replace(
         passes,
         backward_us=passes.backward_us + np.where(which, host.backward_us, 0.0),

@@ -103,13 +103,13 @@ def split_with_copies(
         codes = split_weights(order, tables, offload.recompute_steps, caps, (), gap_share)
         return codes, makespan_us(codes, tables, offload.recompute_steps)
     copies, aims = timed(offload, tables), list(caps)
-    for again in range(ROUNDS):
+    for tries in range(ROUNDS):
         codes = split_weights(order, tables, offload.recompute_steps, aims, away, gap_share)
         after = play(codes, tables, offload.recompute_steps, copies)
         above = [peak - cap for peak, cap in zip(peaks_with_copies(codes, tables, offload, after), caps, strict=True)]
         if max(above) <= 0:
             return codes, after.makespan_us
-        aims = [aim - max(0, over << again) for aim, over in zip(aims, above, strict=True)]
+        aims = [aim - max(0, over << tries) for aim, over in zip(aims, above, strict=True)]
     return None
 
 

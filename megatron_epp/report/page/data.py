@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_epp.plan.account import Account
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.graph import Graph, build_graph
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.serialize import digest
@@ -48,13 +48,13 @@ class Shown(NamedTuple):
         name: its title.
         plan: it is simulated.
         measured: a run of it.
-        account: its memory by item.
+        breakdown: its memory by item.
     """
 
     name: str
     plan: Plan
     measured: Measured | None = None
-    account: Account | None = None
+    breakdown: MemoryBreakdown | None = None
 
 
 def plan_columns(shown: Shown) -> PageColumns:
@@ -77,7 +77,7 @@ def plan_columns(shown: Shown) -> PageColumns:
         "chunks": _chunk_columns(plan),
         "planned": _planned(timeline, graph),
         "memory": _memory_columns(timeline, graph),
-        "items": None if shown.account is None else item_columns(shown.account),
+        "items": None if shown.breakdown is None else item_columns(shown.breakdown),
         "measured": None if shown.measured is None else _measured(plan, shown.measured, graph),
     }
 
@@ -217,20 +217,20 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
     }
 
 
-def item_columns(account: Account) -> PageColumns:
+def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
     """Columns with the memory of every rank by item, with the colours of pictures.
 
     `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
     the item, and the bytes that are added.
     """
-    colours = item_colours(account)
+    colours = item_colours(breakdown)
     index = {name: number for number, name in enumerate(colours)}
     ranks = []
-    for rank in range(account.timeline.plan.num_ranks):
+    for rank in range(breakdown.timeline.plan.num_ranks):
         times: list[float] = []
         changes: list[int] = []
         before: dict[str, int] = {}
-        for moment in account.moments(rank):
+        for moment in breakdown.moments(rank):
             for name in colours:
                 if delta := moment.items.get(name, 0) - before.get(name, 0):
                     changes += [len(times), index[name], delta]

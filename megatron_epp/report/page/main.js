@@ -80,7 +80,7 @@ function addLegend() {
     );
 }
 
-// Items of memory, where the plans have an account of it.
+// Items of memory, where the plans have a breakdown of it.
 function addItemLegend() {
   const items = PLANS.find((plan) => plan.data.items)?.data.items;
   if (!items) return;

@@ -117,11 +117,13 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         rounded = exponentials.to(x.dtype)
         del exponentials
         parts.append(to_fp32(rounded @ shard.weight))
+        if shard.block_tokens:
+            rounded = None  # not beside the next block's logits
     most, summed, predicted = torch.cat(rows, dim=1)
     summary = ShardSummary(most, summed, predicted, is_here)
     if not needs_gradient:
         return Logits(summary)
-    return Logits(summary, parts[0] if len(parts) == 1 else torch.cat(parts), None if shard.block_tokens else rounded)
+    return Logits(summary, parts[0] if len(parts) == 1 else torch.cat(parts), rounded)
 
 
 @torch.no_grad()

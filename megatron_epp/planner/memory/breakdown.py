@@ -15,7 +15,7 @@ from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
-from megatron_epp.plan.account import Account, Items
+from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.planner.kernels.compiled import Numbers
@@ -24,7 +24,7 @@ from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_item
 from megatron_epp.planner.tables import static_items
 
 
-def account_of(plan: Plan, costs: Costs) -> Account:
+def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     """Split the bytes of a plan into items.
 
     Args:
@@ -38,7 +38,7 @@ def account_of(plan: Plan, costs: Costs) -> Account:
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
     more = sorted({name for stage in stages for items in stage.kept_items for name in items}.difference(item.DYNAMIC))
-    return Account(
+    return MemoryBreakdown(
         simulate(plan),
         tuple(
             static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size}
@@ -80,9 +80,9 @@ class _Stage:
         }
         for sizes in self.backward.values():
             sizes.constant[item.DYNAMIC.index(item.KV_OFFLOAD)] += [in_backward for _, in_backward in self.streamed]
-        again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
+        recomputes = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
         self.passing = {name: row.tolist() for name, row in costs.pass_items(stage, work).items()}
-        self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
+        self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in recomputes}
         columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
         self.kept_items = []
         for c, r in enumerate(self.recompute):

@@ -36,7 +36,7 @@ class MemorySample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class MemoryBreakdown:
     """The bytes of a simulated plan by item.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The account of a plan's memory: its items are the bytes that the planner, `check` and `simulate` count, and no others."""
+"""The breakdown of a plan's memory: its items are the bytes that the planner, `check` and `simulate` count, and no others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
-from megatron_epp.plan.account import Account
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from tests.support.plan.planner_cases import problem
 from tests.support.plan.stages import stage_of
 
@@ -56,8 +56,8 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
 
 
 @functools.cache
-def random_account(seed: int) -> Account:
-    """Return the account of a plan that its costs allow, capped so that something has to give in most of them."""
+def random_breakdown(seed: int) -> MemoryBreakdown:
+    """Return the breakdown of a plan that its costs allow, capped so that something has to give in most of them."""
     draw = random.Random(seed)
     stages = draw.randint(1, 3)
     costs = random_costs(draw, stages)
@@ -72,7 +72,7 @@ def random_account(seed: int) -> Account:
             break
         except InfeasibleError:
             continue
-    return account_of(made, costs)
+    return memory_breakdown(made, costs)
 
 
 def steps(made: Plan):
@@ -81,27 +81,27 @@ def steps(made: Plan):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back(seed: int):
-    account = random_account(seed)
-    for step in steps(account.timeline.plan):
-        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+    breakdown = random_breakdown(seed)
+    for step in steps(breakdown.timeline.plan):
+        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_every_moment_the_items_are_the_live_bytes_and_none_is_owed(seed: int):
-    account = random_account(seed)
-    for rank, static in enumerate(account.timeline.plan.static_bytes):
-        moments = account.moments(rank)
-        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
-        assert account.peak(rank).num_bytes == account.timeline.peak_bytes[rank]
-        assert sum(account.static[rank].values()) == static
+    breakdown = random_breakdown(seed)
+    for rank, static in enumerate(breakdown.timeline.plan.static_bytes):
+        moments = breakdown.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == breakdown.timeline.live_bytes(rank)
+        assert breakdown.peak(rank).num_bytes == breakdown.timeline.peak_bytes[rank]
+        assert sum(breakdown.static[rank].values()) == static
         assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
         assert sum(moments[-1].items.values()) == static
 
 
 def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something():
-    accounts = [random_account(seed) for seed in SEEDS]
-    seen = {name for account in accounts for name in account.items}
+    breakdowns = [random_breakdown(seed) for seed in SEEDS]
+    seen = {name for breakdown in breakdowns for name in breakdown.items}
     expected = {*item.DYNAMIC} - {item.KV_OFFLOAD, item.STATES} | {
         item.WORKING,
         item.MESSAGES,
@@ -112,7 +112,7 @@ def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_somet
         "buffers",
     }
     assert seen == expected
-    ops = {step.action.op for account in accounts for step in steps(account.timeline.plan)}
+    ops = {step.action.op for breakdown in breakdowns for step in steps(breakdown.timeline.plan)}
     assert ops == {Op.F, Op.B, Op.W, Op.O, Op.L}
 
 
@@ -139,14 +139,14 @@ def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(shar
     assert check(made) == []
     again = [step.action for step in steps(made) if step.action.op is Op.R]
     assert again
-    account = account_of(made, costs)
+    breakdown = memory_breakdown(made, costs)
     for step in steps(made):
-        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(account.gives[step.action].values()) == step.free_bytes, step
-    assert all(set(account.takes[action]) == {item.RECOMPUTED} for action in again)
+        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
+    assert all(set(breakdown.takes[action]) == {item.RECOMPUTED} for action in again)
     for rank in range(made.num_ranks):
-        moments = account.moments(rank)
-        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
+        moments = breakdown.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == breakdown.timeline.live_bytes(rank)
         assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
 
 
@@ -160,7 +160,7 @@ def test_static_bytes_are_their_items():
 def test_what_fragments_is_a_share_of_what_comes_and_goes():
     draw = random.Random(1)
     costs = on_device(random_costs(draw, 2), 0.25)
-    made = account_of(plan(problem((300, 20), 2), costs), costs)
+    made = memory_breakdown(plan(problem((300, 20), 2), costs), costs)
     moment = made.peak(0)
     passing = {name: size for name, size in moment.items.items() if name in item.DYNAMIC}
     assert passing[item.FRAGMENTATION] == pytest.approx(sum(passing.values()) / 5, abs=10)
@@ -194,7 +194,7 @@ def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
     costs = PipelineCosts("by hand", (stage,), hidden_bytes_per_token=4.0)
     made = plan(problem((10,), 1), costs, Options(slices=2, recompute=recompute))
     backward = next(step.action for step in made.ranks[0] if step.action.op is Op.B)
-    takes = account_of(made, costs).takes[backward]
+    takes = memory_breakdown(made, costs).takes[backward]
     return made.chunks[backward.chunk].num_tokens, {name: size for name, size in takes.items() if size}
 
 
