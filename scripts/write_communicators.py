@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, control_connections, link_ctas
-from megatron_epp.plan.communicators import LARGEST_MESH, directions, most_links
+from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, link_ctas
+from megatron_epp.plan.communicators import LARGEST_MESH, directions, most_links, num_connections
 from megatron_epp.plan.placement import Placement
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
@@ -109,7 +109,7 @@ def document() -> str:
             figures = ours.num_links, ours.num_communicators, ours.ctas, ours.num_sms, round(ours.num_bytes / _MIB)
             links.append((num_ranks, name, *figures, by_nccl.num_sms, round(by_nccl.num_bytes / _MIB)))
         members = num_ranks * TENSOR_AND_CONTEXT
-        control.append((num_ranks, members, control_connections(members), members - 1))
+        control.append((num_ranks, members, num_connections(members, 0), members - 1))
     of_rank = "communicators of a rank", "of the pipeline", "CTAs of a communicator", "SMs of a rank", "memory of a rank (MiB)"
     titles = "PP", "stages", *of_rank, "SMs by NCCL", "memory by NCCL (MiB)"
     parts = HEAD, table(FORMULAS, ("figure", "formula", "source")), LINKS, table(links, titles), CONTROL

@@ -7,8 +7,6 @@ two, in src/graph/paths.cc (ncclTopoComputeP2pChannels). Nothing here has been m
 
 from __future__ import annotations
 
-from megatron_epp.plan.communicators import num_connections
-
 _CTAS = 4
 """Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
 
@@ -41,8 +39,3 @@ def link_ctas(num_links: int, num_sms: int) -> int:
     """
     room = num_sms // _LARGEST_SHARE // max(1, num_links)
     return 1 << max(1, min(_CTAS, room)).bit_length() - 1
-
-
-def control_connections(num_ranks: int) -> int:
-    """Return the most connections of a rank in the group of `num_ranks` ranks that run the same plan."""
-    return num_connections(num_ranks, 0)

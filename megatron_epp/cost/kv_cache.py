@@ -63,14 +63,14 @@ class KVBytes:
             becomes = work.last & self._expands_at_once(seen) & ~wider
             return self._expanded_bytes(seen) / 2 + np.where(becomes, 0.0, 2 * self.bytes_per_token * seen)  # sums in fp32
 
-        def made(keys: IntColumn, heads: int) -> TimeColumn:
+        def transient(keys: IntColumn, heads: int) -> TimeColumn:
             return transient_kv_gradient_bytes(keys, heads, head, self.queries_per_key)
 
         parts = head_parts(self.heads)
-        all_heads, piece = made(seen, self.heads), made(seen, self.heads // parts)
+        all_heads, piece = transient(seen, self.heads), transient(seen, self.heads // parts)
         becomes = work.last & all_at_once(seen, self.heads, head, self.queries_per_key) & ~wider
         resident = all_heads - np.where(becomes, self.bytes_per_token * seen, 0.0)
-        return np.maximum(np.where(work.kv_offload, piece, resident) - made(work.tokens, self.heads), 0.0)
+        return np.maximum(np.where(work.kv_offload, piece, resident) - transient(work.tokens, self.heads), 0.0)
 
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of keys and values that a pass makes of latents at one time; a backward makes as many of their gradients."""

@@ -42,7 +42,7 @@ class SlowStages:
             self._ratios[stage] = [*self._ratios.get(stage, [])[1 - ITERATIONS :], ratio] if ratio > SLOWER else []
 
     @property
-    def found(self) -> dict[int, float]:
+    def slow(self) -> dict[int, float]:
         """Median ratio of every stage that was slow in each of the last `ITERATIONS` iterations."""
         return {stage: statistics.median(some) for stage, some in self._ratios.items() if len(some) >= ITERATIONS}
 

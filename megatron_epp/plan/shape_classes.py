@@ -97,10 +97,3 @@ class CallSize(NamedTuple):
     @property
     def shape_class(self) -> ShapeClass:
         return ShapeClass(segment_class(self.segments), token_class(self.queries), token_class(self.keys))
-
-
-def call_size(chunk: Chunk, padded_tokens: int) -> CallSize:
-    """Return the size of the attention call of a chunk whose token count was padded to `padded_tokens`."""
-    padding = padded_tokens - chunk.num_tokens
-    keys = sum(segment.end for segment in chunk.segments)
-    return CallSize(len(chunk.segments) + (padding > 0), padded_tokens, keys + padding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import sub
@@ -254,7 +254,7 @@ def tabulate(
     passes = tuple(by_stage[stage] for stage in equal_stages)
     added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
-    shards = shard_room(added.get(Op.S), len(message_bytes)) or (0,) * problem.num_ranks
+    shards = shard_room(added, trains) or (0,) * problem.num_ranks
     room = message_room(problem, message_bytes)
     placement = problem.placement
     stages_of = tuple(tuple(s for s in range(problem.num_stages) if placement[s] == rank) for rank in range(max(placement) + 1))
@@ -291,17 +291,32 @@ def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Operatio
     return added
 
 
-def shard_room(rows: OperationRows | None, num_chunks: int) -> tuple[int, ...]:
+def shard_peaks(added: Mapping[Op, OperationRows], trains: bool) -> list[list[int]]:
+    """Return the most bytes that each chunk takes on a rank in its `S`, or when any `T` runs behind it, ``[rank][chunk]``.
+
+    Args:
+        added: rows of the added operations, `S` and `T` among them.
+    """
+    shards, gradients = added[Op.S], added[Op.T]
+    most = [max(takes, default=0) if trains else 0 for takes in gradients.takes]
+    ranks = zip(shards.takes, shards.gives, most, strict=True)
+    return [[max(take, take - give + more) for take, give in zip(takes, gives, strict=True)] for takes, gives, more in ranks]
+
+
+def shard_room(added: Mapping[Op, OperationRows], trains: bool) -> tuple[int, ...]:
     """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN` of the largest.
 
     Args:
-        rows: of `S`; None if there are no shards.
+        added: as `shard_peaks` takes them; without `S` there are no shards.
     """
-    if rows is None:
+    if Op.S not in added:
         return ()
-    others = min(MOST_OPEN, num_chunks) - 1
-    each = zip(rows.takes, rows.gives, strict=True)
-    return tuple(max(takes, default=0) + others * max(map(sub, takes, gives), default=0) for takes, gives in each)
+    rows = added[Op.S]
+    each = zip(shard_peaks(added, trains), rows.takes, rows.gives, strict=True)
+    return tuple(
+        max(peaks, default=0) + (min(MOST_OPEN, len(peaks)) - 1) * max(map(sub, takes, gives), default=0)
+        for peaks, takes, gives in each
+    )
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:

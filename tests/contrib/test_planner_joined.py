@@ -98,7 +98,7 @@ def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():
     times = [*alone, *((action, 9 * step.time_us) for step in made.ranks[0] if step.also for action in step.actions)]
     for _ in range(ITERATIONS):
         slow.add(made, 0, times)
-    assert slow.found == {}
+    assert slow.slow == {}
     for _ in range(ITERATIONS):
         slow.add(made, 0, [(action, 2 * time_us) for action, time_us in times])
-    assert slow.found == {0: 2.0, 3: 2.0}
+    assert slow.slow == {0: 2.0, 3: 2.0}

@@ -31,15 +31,15 @@ def watched(factors: list[float], rank: int = 1) -> SlowStages:
 
 
 def test_a_stage_that_is_slow_for_long_is_found_with_its_ratio() -> None:
-    assert watched([SLOW] * (ITERATIONS - 1)).found == {}
-    assert watched([1.0, *[SLOW] * ITERATIONS]).found == {1: pytest.approx(SLOW)}
-    assert watched([9.0] * ITERATIONS + [SLOW] * ITERATIONS).found == {1: pytest.approx(SLOW)}
+    assert watched([SLOW] * (ITERATIONS - 1)).slow == {}
+    assert watched([1.0, *[SLOW] * ITERATIONS]).slow == {1: pytest.approx(SLOW)}
+    assert watched([9.0] * ITERATIONS + [SLOW] * ITERATIONS).slow == {1: pytest.approx(SLOW)}
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 0.99 * SLOWER])
 def test_one_iteration_at_its_costs_begins_the_count_again(factor: float) -> None:
-    assert watched([SLOW] * (ITERATIONS - 1) + [factor] + [SLOW] * (ITERATIONS - 1)).found == {}
-    assert watched([SLOW] * ITERATIONS + [factor]).found == {}
+    assert watched([SLOW] * (ITERATIONS - 1) + [factor] + [SLOW] * (ITERATIONS - 1)).slow == {}
+    assert watched([SLOW] * ITERATIONS + [factor]).slow == {}
 
 
 def test_passes_of_vocabulary_shards_are_of_ranks_and_no_stage_is_named_for_them() -> None:
@@ -52,7 +52,7 @@ def test_passes_of_vocabulary_shards_are_of_ranks_and_no_stage_is_named_for_them
             made, 1, [(action, 9.0 * time if action.op in (Op.S, Op.N, Op.T) else time) for action, time in took(made, 1, 1.0)]
         )
     assert {step.action.stage for step in made.ranks[1] if step.action.op is Op.N} == {0}
-    assert stages.found == {}
+    assert stages.slow == {}
 
 
 def test_a_slow_stage_costs_what_a_simulation_says() -> None:

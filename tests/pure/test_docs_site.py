@@ -63,6 +63,18 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
+def test_every_file_that_a_page_names_is_there():
+    pages = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    named = {
+        (page, path)
+        for page in pages
+        if page != "CHANGELOG.md"  # which tells of files that have gone
+        for path in re.findall(r"`((?:megatron_epp|tests|scripts|docs|configs|patches)/[\w./-]+)`", (ROOT / page).read_text())
+    }
+    assert len(named) > 100
+    assert not [entry for entry in sorted(named) if not (ROOT / entry[1]).exists() and entry[1] != "megatron_epp/patches/"]
+
+
 def test_the_workflow_installs_what_the_extra_says():
     extra = re.search(r'^DOCS = \["(.+)"\]$', (ROOT / "setup.py").read_text(), re.MULTILINE)
     assert f'pip install "{extra[1]}"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()

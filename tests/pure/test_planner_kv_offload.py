@@ -9,7 +9,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from tests.pure.test_planner_account import random_costs
 
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.cost import memory as item
@@ -27,6 +26,7 @@ from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
+from tests.pure.test_planner_memory_breakdown import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default

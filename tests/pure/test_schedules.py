@@ -37,7 +37,7 @@ def test_gpipe_waits_p_minus_1_microbatches_and_keeps_all(p: int, m: int):
     """1811.06965, section 2.3: bubble ``(p - 1) / (m + p - 1)``."""
     unit = Unit("gpipe", p, m)
     made = unit.of_paper()
-    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * 3, m)
+    assert (unit.waits(made), unit.alive(made)) == ((p - 1) * 3, m)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -45,7 +45,7 @@ def test_1f1b_waits_as_gpipe_and_keeps_p(p: int, m: int):
     """2006.09503, section 3.1; 2104.04473, section 2.2.1: bubble ``(p - 1) / m`` of the work, at most p microbatches."""
     unit = Unit("1f1b-sliced", p, m)
     made = unit.of_paper()
-    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * 3, p)
+    assert (unit.waits(made), unit.alive(made)) == ((p - 1) * 3, p)
 
 
 @pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 8), (8, 8)])
@@ -53,7 +53,7 @@ def test_1f1b_over_slices_keeps_p_minus_1_and_n_slices(p: int, n: int):
     """2406.03488, section 3.2: activations of ``p - 1 + n`` slices, and a bubble of ``p - 1`` slices."""
     unit = Unit("1f1b-sliced", p, 8, slices=n)
     made = unit.of_paper()
-    assert unit.kept(made) == (p - 1 + n) / n
+    assert unit.alive(made) == (p - 1 + n) / n
     assert unit.waits(made) == (p - 1) * 3 / n
 
 
@@ -62,7 +62,7 @@ def test_kfkb_waits_as_1f1b_and_keeps_k_times_as_much(which: int, k: int):
     """2303.01675, section 3.1: k times the microbatches of 1F1B, and no more bubble."""
     unit = Unit("kfkb", 8, 32)
     made = unit.of_paper(which)
-    assert (unit.waits(made), unit.kept(made)) == (7 * 3, 8 * k)
+    assert (unit.waits(made), unit.alive(made)) == (7 * 3, 8 * k)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32)])
@@ -72,7 +72,7 @@ def test_interleaved_1f1b_divides_the_bubble_by_v(p: int, m: int, v: int):
     unit = Unit(f"interleaved, {v}", p, m)
     made = unit.of_paper()
     assert unit.waits(made) == (p - 1) * 3 / v
-    assert unit.kept(made) == pytest.approx(p * (1 + (p - 1) / (p * v)), abs=1 / v)
+    assert unit.alive(made) == pytest.approx(p * (1 + (p - 1) / (p * v)), abs=1 / v)
 
 
 @pytest.mark.parametrize("v", [2, 4])
@@ -80,7 +80,7 @@ def test_breadth_first_divides_the_bubble_by_v_and_keeps_all(v: int):
     """2211.05953, section 3: bubble ``(p - 1) / (v m)`` of the work, activations of all microbatches."""
     unit = Unit(f"breadth-first, {v}", 4, 8)
     made = unit.of_paper()
-    assert (unit.waits(made), unit.kept(made)) == (3 * 3 / v, 8)
+    assert (unit.waits(made), unit.alive(made)) == (3 * 3 / v, 8)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -88,7 +88,7 @@ def test_zb_h1_waits_a_third_of_1f1b_with_its_memory(p: int, m: int):
     """2401.10241, table 1: bubble ``(p - 1)(F + B - W)``, memory ``p``."""
     unit = Unit("zb-h1", p, m)
     made = unit.of_paper()
-    assert (unit.waits(made), unit.kept(made)) == ((p - 1) * (1 + 1 - 1), p)
+    assert (unit.waits(made), unit.alive(made)) == ((p - 1) * (1 + 1 - 1), p)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (6, 24)])
@@ -96,7 +96,7 @@ def test_zb_h2_never_waits_between_its_ends_with_twice_the_memory(p: int, m: int
     """2401.10241, table 1: bubble ``(p - 1)(F + B - 2 W)`` where ranks end one after the other, memory ``2 p - 1``."""
     unit = Unit("zb-h2", p, m)
     made = unit.of_paper()
-    assert unit.kept(made) == 2 * p - 1
+    assert unit.alive(made) == 2 * p - 1
     assert unit.idle_between_ends(made) == [0.0] * p
 
 
@@ -106,7 +106,7 @@ def test_v_half_waits_and_keeps_half_of_1f1b(p: int):
     unit = Unit("v-half", p, 4 * p)
     made = unit.of_paper()
     assert unit.waits(made) <= (p - 1) * 3 / 2
-    assert unit.kept(made) == p // 2 + 1
+    assert unit.alive(made) == p // 2 + 1
 
 
 @pytest.mark.parametrize(("p", "m", "waits"), [(4, 8, 2.5), (5, 20, 5.5), (6, 24, 5.5), (8, 32, 8.5), (16, 64, 20.5)])
@@ -122,7 +122,7 @@ def test_v_min_waits_no_longer_than_its_authors_order_with_a_third_of_the_memory
     unit = Unit("v-min", p, 4 * p)
     made = unit.of_paper()
     assert unit.waits(made) <= min(authors, 2 * (p - 1))
-    assert unit.kept(made) == (p + 1) // 3 + 1
+    assert unit.alive(made) == (p + 1) // 3 + 1
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half"])
@@ -142,7 +142,7 @@ def test_zb_v_waits_only_until_its_last_rank_begins_with_the_memory_of_1f1b(p: i
     """
     unit = Unit("zb-v", p, 4 * p)
     made = unit.of_paper()
-    assert (unit.waits(made), unit.kept(made)) == ((p - 1) / 2, p)
+    assert (unit.waits(made), unit.alive(made)) == ((p - 1) / 2, p)
     between = unit.idle_between_ends(made)
     assert (between[0] <= (p - 1) / 2, between[-1]) == (True, 0)
 
@@ -152,7 +152,7 @@ def test_slimpipe_keeps_little_more_than_a_pth_of_a_sequence(p: int, n: int, v: 
     """2504.14519, section 4.1: activations of ``(1 + 2 (p - 1) / (n v)) / p`` of a sequence on all ranks."""
     unit = Unit(f"slimpipe, {v}", p, 4, slices=n)
     made = unit.of_paper()
-    assert unit.kept(made) == pytest.approx(1 + 2 * (p - 1) / (n * v))
+    assert unit.alive(made) == pytest.approx(1 + 2 * (p - 1) / (n * v))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32), (12, 48)])
@@ -166,7 +166,7 @@ def test_dualpipe_v_waits_no_longer_than_dualpipe_with_its_memory(p: int, m: int
     made = unit.of_paper()
     assert unit.waits(made) <= (p - 1) * ((forward + backward) + backward - 3 * weight)
     assert unit.waits(made) == (p - 1) / 2
-    assert unit.kept(made) == (2 * p + 1) / 2
+    assert unit.alive(made) == (2 * p + 1) / 2
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 11), (4, 16), (8, 32)])

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.shape_classes import CallSize, ShapeClass, all_classes, call_size, segment_class, token_class
+from megatron_epp.plan.shape_classes import CallSize, ShapeClass, all_classes, segment_class, token_class
 from scripts.bench.planner.suite import Case
 from scripts.bench.shapes.bench import MOST, count, random_plans, report
 from scripts.bench.shapes.caches import LIBRARIES, as_they_are
@@ -49,15 +48,9 @@ def test_the_smallest_chunk_of_a_class_is_in_it_and_no_larger_than_its_calls():
     for size in random_sizes(2000):
         shape = size.shape_class
         chunk = shape.smallest()
-        smallest = call_size(chunk, chunk.num_tokens)
+        smallest = CallSize(len(chunk.segments), chunk.num_tokens, sum(segment.end for segment in chunk.segments))
         assert smallest.shape_class == shape
         assert smallest.queries <= max(size.queries, shape.segments // 2 + 1)
-
-
-def test_padding_is_a_segment_of_a_call():
-    chunk = Chunk((Segment(0, 5, 9), Segment(1, 0, 2)))
-    assert call_size(chunk, 6) == CallSize(2, 6, 11)
-    assert call_size(chunk, 8) == CallSize(3, 8, 13)
 
 
 def test_all_classes_of_a_context_have_any_prefix():

@@ -107,7 +107,7 @@ GENERIC = {"found", "one", "made", "given", "kept", "told"}
 
 
 def bound(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the variables and arguments of a file's functions, with their lines."""
+    """Yield the names that a file gives, but for the fields of its records, with their lines."""
     tree = ast.parse(path.read_text())
     fields = {
         entry.target for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for entry in node.body
@@ -118,6 +118,10 @@ def bound(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler) and node.name:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield 1, node.asname
 
 
 def test_variables_are_named_for_what_they_hold() -> None:

@@ -58,11 +58,6 @@ class Comparison:
         """``planned / measured - 1``."""
         return self.planned_us / self.measured_us - 1
 
-    @property
-    def undisturbed_error(self) -> float | None:
-        """``planned / measured - 1`` with `taken_us` subtracted from the measured time."""
-        return None if self.undisturbed_us is None else self.planned_us / (self.measured_us - self.taken_us) - 1
-
 
 def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
     """Plan and times of every iteration of a run."""

@@ -83,7 +83,7 @@ class Progress:
     def __init__(self, tick_us: float, horizon_us: float, bound_us: float) -> None:
         self.tick_us, self.best_us, self.bound_us = tick_us, horizon_us, bound_us
 
-    def found(self, ticks: float) -> None:
+    def better(self, ticks: float) -> None:
         """Log a better plan."""
         self.best_us = min(self.best_us, ticks * self.tick_us)
         self._say()
@@ -135,7 +135,7 @@ def solve(case: Case, start: Decisions | None, time_limit_s: float | None, worke
 def _listener(cp: Any, progress: Progress) -> Any:
     class Listener(cp.CpSolverSolutionCallback):  # type: ignore[misc]
         def on_solution_callback(self) -> None:
-            progress.found(self.objective_value)
+            progress.better(self.objective_value)
 
     return Listener()
 

@@ -37,8 +37,10 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     flags = {name: getattr(args, name, None) for name in FLAGS_OF_COSTS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in CONFIG_OF_COSTS}
-    if getattr(args, "epp_latents", None) == "on":  # else nothing is told, as by versions that knew of none
-        flags["epp_latents"] = "on"
+    # Told only where they are set, so that costs which earlier versions have learnt hold.
+    where_set = {"epp_latents": getattr(args, "epp_latents", None) == "on" and "on"}
+    where_set |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
+    flags |= {name: value for name, value in where_set.items() if value not in (None, False, "vanilla")}
     known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
 

@@ -48,7 +48,7 @@ class StageWatch:
         self._stages.add(plan, self._rank, recorder.took_us())
         self._seen += 1
         if self._seen % ITERATIONS == 0:
-            everyone = self._group.from_each((dist.get_rank(), socket.gethostname(), self._stages.found))
+            everyone = self._group.from_each((dist.get_rank(), socket.gethostname(), self._stages.slow))
             if self._group.is_first:
                 self._tell(plan, everyone)
 

@@ -16,7 +16,7 @@ from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tables import Tables, shard_peaks
 
 SHARD_KINDS = (*KINDS, Op.S, Op.N, Op.T)
 
@@ -81,7 +81,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
         took_us=floats(columns.action_us),
         spread_us=floats(rows.collective_us[Op.SPREAD]),
         gather_us=floats(rows.collective_us[Op.GATHER]),
-        peak_bytes=integers(chain.from_iterable(rows.takes)),
+        peak_bytes=integers(chain.from_iterable(shard_peaks(tables.added, backward))),
         kept_bytes=integers(kept_bytes),
         room_bytes=integers(tables.shard_room),
         last_rank=last_rank,

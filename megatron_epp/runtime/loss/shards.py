@@ -118,7 +118,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
         del exponentials
         parts.append(to_fp32(rounded @ shard.weight))
         if shard.block_tokens:
-            rounded = None  # not beside the next block's logits
+            rounded = None  # before the next block's logits are there
     most, summed, predicted = torch.cat(rows, dim=1)
     summary = ShardSummary(most, summed, predicted, is_here)
     if not needs_gradient:

@@ -20,6 +20,7 @@ from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
+from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
@@ -47,7 +48,7 @@ class Case:
     def problem(self) -> Problem:
         draw, count = DRAWS[self.lengths_like]
         lengths = tuple(np.minimum(draw(count, self.seed), CONTEXT).tolist())
-        cap = int((load_cluster(CLUSTER).device_memory_gb or 80) * 0.9 * 2**30)
+        cap = int((load_cluster(CLUSTER).device_memory_gb or 80) * DEVICE_SHARE * 2**30)
         return Problem(lengths, tuple(range(PIPELINE)), (cap,) * PIPELINE)
 
     @property

@@ -167,7 +167,7 @@ def claims() -> str:
         decisions = unit.of_paper()
         said = [bubble if waits is None else f"{bubble} = {waits:g}", memory if held is None else f"{memory} = {held:.3g}"]
         source = PLANNERS.entries()[name].source
-        rows.append([f"`{name}`", source, said[0], f"{unit.waits(decisions):g}", said[1], f"{unit.kept(decisions):.3g}"])
+        rows.append([f"`{name}`", source, said[0], f"{unit.waits(decisions):g}", said[1], f"{unit.alive(decisions):.3g}"])
     rows.extend(map(list, OWN_CHUNKS))
     rows.append(["`plan --layout auto`", "AdaPtis, 2509.23722", "none for equal layers", "below", "none", "below"])
     return table(["schedule", "source", "bubble, claimed", "here", "memory, claimed", "here"], rows)

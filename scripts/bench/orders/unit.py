@@ -135,7 +135,7 @@ class Unit:
         spans = zip(played.start_us, played.end_us, strict=True)
         return [round((ends[-1] - starts[0]) / TOKENS - 3 * self.microbatches, 6) for starts, ends in spans]
 
-    def kept(self, decisions: Decisions) -> float:
+    def alive(self, decisions: Decisions) -> float:
         """Return the most microbatches whose activations a rank keeps."""
         return self.peak_bytes(decisions) / TOKENS
 

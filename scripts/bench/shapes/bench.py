@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.cost import ModelShape
 from megatron_epp.plan import Plan
-from megatron_epp.plan.shape_classes import CallSize, call_size, token_class
+from megatron_epp.plan.shape_classes import CallSize, token_class
 from megatron_epp.plan.sizing import heads_at_once, size_class
 from megatron_epp.planner import Options, plan
 from megatron_epp.report.text import table
@@ -88,7 +88,9 @@ def calls(plan: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int
     bytes_per_key = 2 * channels * shape.bytes_per_value
     for number, chunk in enumerate(plan.chunks):
         tokens, recompute = plan.padded_tokens(number), plan.recompute[stage][number] if plan.recompute else None
-        size = call_size(chunk, tokens)
+        padding = tokens - chunk.num_tokens
+        keys = sum(segment.end for segment in chunk.segments) + padding
+        size = CallSize(len(chunk.segments) + (padding > 0), tokens, keys)
         keys = token_class(size.keys) * bytes_per_key
         heads = heads_at_once(shape.kv_heads_on_rank, keys, shape.queries_per_key)
         yield Call(size, heads, recompute is not None and recompute.attention_layers > 0), tokens
