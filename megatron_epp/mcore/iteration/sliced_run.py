@@ -250,6 +250,8 @@ def _warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: 
             part.preference,
             part.value_channels,
             shape.relays_latents,
+            part.window,
+            part.has_sinks,
         ): None
         for stage in stages
         for part in stage.decoder.modules()

@@ -37,7 +37,14 @@ class AdoptedAttention(RelayAttention):
         scale = _scale(original, config)
         if isinstance(owner, MultiLatentAttention):
             scale, channels = owner.softmax_scale, (owner.q_head_dim, config.v_head_dim)
-        super().__init__(config, original.layer_number, softmax_scale=scale, k_channels=channels[0], v_channels=channels[1])
+        super().__init__(
+            config,
+            original.layer_number,
+            softmax_scale=scale,
+            k_channels=channels[0],
+            v_channels=channels[1],
+            softmax_offset=getattr(original, "softmax_offset", None),
+        )
         self._original: list[Any] = [original]  # in a list, which torch does not look into
         self.training = original.training
 

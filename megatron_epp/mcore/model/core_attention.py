@@ -11,6 +11,7 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_epp.plan import EppError
@@ -36,8 +37,8 @@ class ChunkParams(PackedSeqParams):
 class RelayAttention(torch.nn.Module):
     """Causal attention over the segments of a chunk, with earlier slices' keys and values from the KV cache.
 
-    Replaces `DotProductAttention` and Transformer Engine's attention. It has no parameters. Under context parallelism heads
-    are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
+    Replaces `DotProductAttention` and Transformer Engine's attention, with their names of parameters. Under context parallelism
+    heads are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
 
     Keys and values are cached by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
     numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
@@ -58,6 +59,7 @@ class RelayAttention(torch.nn.Module):
         k_channels: int | None = None,
         v_channels: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softmax_offset: Tensor | None = None,  # of an attention whose place it takes
         **_: Any,  # what else a release gives its attention, as `cp_comm_type`
     ) -> None:
         super().__init__()
@@ -73,6 +75,28 @@ class RelayAttention(torch.nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
         group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
         self.context_parallel = context_parallel.of_group(group)
+        self.tp_group = getattr(pg_collection, "tp", None) or mpu.get_tensor_model_parallel_group()
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None
+        if softmax_offset is None and config.softmax_type != "vanilla":
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            heads = config.num_attention_heads // self.tp_group.size()
+            softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
+            if config.softmax_type == "learnable":
+                softmax_offset = torch.nn.Parameter(softmax_offset)
+                if config.perform_initialization:
+                    config.init_method(softmax_offset)
+        self.softmax_offset = softmax_offset
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.softmax_offset is not None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> Any:
+        """Return the sinks as Megatron's checkpoints have them; nothing without."""
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -97,5 +121,7 @@ class RelayAttention(torch.nn.Module):
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference
-        out = self.attend(query, (key, value), *options)
+        # Latents know neither: such a model is refused (`kinds.windows`).
+        more = {} if self.window is None and not self.has_sinks else {"sinks": self.softmax_offset, "window": self.window}
+        out = self.attend(query, (key, value), *options, **more)
         return out.reshape(out.shape[0], 1, -1)

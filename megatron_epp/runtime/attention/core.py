@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
-from megatron_epp.runtime.attention.kernels.base import Saved, backward_by_heads
+from megatron_epp.runtime.attention.kernels.base import Saved, add_sinks, backward_by_heads, sinks_gradient
 from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
@@ -30,12 +31,14 @@ class _ChunkAttention(torch.autograd.Function):
         layer: int,
         scale: float,
         preference: str,
+        sinks: Tensor | None,
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
         view, kv_cache, q, cached = context.view, context.kv_cache, compact(q), (k, v)
         # Of no tokens: only shapes, types and device are asked for.
-        kernel = kernels.choose(q, k[:0], v[:0], preference)
+        has_window, has_sinks = context.table.window is not None, sinks is not None
+        kernel = kernels.choose(q, k[:0], v[:0], preference, has_window=has_window, has_sinks=has_sinks)
         parts = 1 if view is None else kv_cache.parts(view, cached[0].shape[1])
         # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
@@ -48,12 +51,14 @@ class _ChunkAttention(torch.autograd.Function):
                 if view is not None:
                     own_k, own_v = kv_cache.append(layer, view, (own_k, own_v), part)
                 out, more = kernel.forward(own_q, own_k, own_v, context.table, scale)
+                if sinks is not None:
+                    add_sinks(out, kernel.log_sums(more), sinks.chunk(parts)[part])
                 outs.append(out)
                 saved += more
             return _joined(outs), tuple(saved)
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
-        ctx.save_for_backward(q, out, *own, *saved)
+        ctx.save_for_backward(q, out, sinks, *own, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
         if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             for part in range(parts):
@@ -64,9 +69,10 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
         view, kv_cache, parts, layer = context.view, context.kv_cache, ctx.parts, ctx.layer
-        q, out, own_k, own_v, *saved = ctx.saved_tensors
+        q, out, sinks, own_k, own_v, *saved = ctx.saved_tensors
         count = len(saved) // parts
         grads: list[Tensors] = []
+        of_sinks: list[Tensor] = []
         for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
             own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, own_k, own_v))
             seen = tuple(uncached) if view is None else kv_cache.fetch(layer, view, uncached, part)
@@ -76,10 +82,12 @@ class _ChunkAttention(torch.autograd.Function):
                 return (dk, dv) if view is None else kv_cache.take_gradient(layer, view, (dk, dv), part, heads)
 
             k, v = seen
+            if sinks is not None:
+                of_sinks.insert(0, sinks_gradient(own_grad, own_out, ctx.kernel.log_sums(own_saved), sinks.chunk(parts)[part]))
             inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
             grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
-        return dq, None, None, None, None, dk, dv
+        return dq, None, None, None, None, torch.cat(of_sinks) if of_sinks else None, dk, dv
 
 
 def _heads(part: int, parts: int, tensors: Iterable[Tensor]) -> Tensors:
@@ -109,8 +117,12 @@ def chunk_attention(
     scale: float,
     context_parallel: ContextParallel = NOT_SHARED,
     preference: str = "auto",
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside every segment of a chunk.
+
+    With a window a slice hands the rows in it on to the next one, and no others are cached.
 
     Args:
         q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where
@@ -120,6 +132,8 @@ def chunk_attention(
         scale: factor on the scores, usually ``channels ** -0.5``.
         context_parallel: how ranks share the chunk's tokens.
         preference: preference of kernels, a key of `kernels.PREFERENCES`.
+        sinks: one more score of every softmax, whose value is zero, ``[query_heads]``.
+        window: tokens ahead of a token that it sees besides itself; None for all.
 
     Returns:
         ``[tokens, query_heads, value_channels]``.
@@ -128,9 +142,35 @@ def chunk_attention(
         KVCacheError: the slices of a sequence run in an order its plan rules out.
         EppError: no kernel of the preference can serve.
     """
+    own_sinks = None if sinks is None else context_parallel.own_heads(sinks)
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:
-        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, *cached)
+        if window is not None:
+            return _within(window, q, cached, context, layer, scale, preference, own_sinks)
+        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, own_sinks, *cached)
         return out
 
     return context_parallel.attend(attend, q, tuple(cached))
+
+
+def _within(
+    window: int,
+    q: Tensor,
+    cached: Tensors,
+    context: ChunkContext,
+    layer: int,
+    scale: float,
+    preference: str,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend inside windows: a slice's keys and values are its own behind the last ones of the slice before."""
+    view, handover, key = context.view, context.kv_cache.handover, -1 - layer  # other layers hand on by numbers from 0
+    tail = () if view is None else handover.enter(key, view, forward_only=context.forward_only)
+    rows = tuple(torch.cat(pair) for pair in zip(tail, cached, strict=True)) if tail else cached
+    alone = replace(context, table=context.table.within(window), view=None)
+    out: Tensor = _ChunkAttention.apply(q, alone, layer, scale, preference, sinks, *rows)
+    if view is None:
+        return out
+    end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
+    state = tuple(x[max(0, end - window) : end] for x in rows)
+    return handover.leave(key, view, out, state, forward_only=context.forward_only)

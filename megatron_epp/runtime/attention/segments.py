@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import NamedTuple
@@ -81,11 +81,13 @@ class SegmentTable:
         segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
         query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
         key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
+        window: tokens ahead of a query that it sees besides itself; None for all.
     """
 
     segments: tuple[Segment, ...]
     query_starts: tuple[int, ...]
     key_starts: tuple[int, ...]
+    window: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +142,22 @@ class SegmentTable:
 
     @cached_property
     def _on_device(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def within(self, window: int) -> SegmentTable:
+        """Return the layout in a layer with a window, where a slice's keys include no more of its prefix than the window."""
+        if window not in self._windows:
+            segments = tuple(Segment(s.sequence, (at := min(s.start, window)), at + s.num_tokens) for s in self.segments)
+            key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
+            self._windows[window] = replace(self, segments=segments, key_starts=key_starts, window=window)
+            for device, offsets in self._on_device.items():  # without another copy from the host: one prefix is shorter
+                own = offsets.clone()
+                own[1, 1:] -= self.key_starts[1] - key_starts[1]
+                self._windows[window].take(device, own)
+        return self._windows[window]
+
+    @cached_property
+    def _windows(self) -> dict[int, SegmentTable]:
         return {}
 
     @staticmethod

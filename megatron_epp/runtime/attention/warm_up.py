@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Heads:
         preference: preference of kernels, a key of `kernels.PREFERENCES`.
         value_channels: width of a head of values; 0 if it is the same.
         is_expanded: keys and values are made of latents, by groups of heads (`latents`).
+        window: of the layer's attention; None for all tokens.
+        has_sinks: softmaxes of the layer have one more score.
     """
 
     query_heads: int
@@ -53,9 +55,13 @@ class Heads:
     preference: str = "auto"
     value_channels: int = 0
     is_expanded: bool = False
+    window: int | None = None
+    has_sinks: bool = False
 
     def parts(self, num_keys: int, offloads_kv: bool) -> set[int]:
         """Return the numbers of groups of heads that attention may process one after the other."""
+        if self.window is not None:
+            return {1}  # its keys and values are not cached
         if self.is_expanded:
             head_bytes = (self.channels + (self.value_channels or self.channels)) * self.dtype.itemsize
             return {self.kv_heads // expanded_at_once(num_keys, self.kv_heads, head_bytes)}
@@ -73,7 +79,16 @@ class Heads:
     def kernel(self) -> kernels.Kernel:
         """Kernel of the calls."""
         q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
-        return kernels.choose(q, k, self.values(k), self.preference)
+        options = {"has_window": self.window is not None, "has_sinks": self.has_sinks}
+        return kernels.choose(q, k, self.values(k), self.preference, **options)
+
+    def table(self, table: SegmentTable) -> SegmentTable:
+        """Return the layout of the calls for a chunk's."""
+        return table if self.window is None else table.within(self.window)
+
+    def longest_prefix(self, longest: int, most_tokens: int) -> int:
+        """Return the most tokens that a slice of `most_tokens` sees of a sequence of `longest`."""
+        return longest if self.window is None else min(longest, most_tokens + self.window)
 
 
 @dataclass(slots=True)
@@ -91,8 +106,8 @@ class KernelWarmUp:
     longest: int
     choice: str = "auto"
     offloads_kv: bool = False
-    _warm: set[ShapeClass] = field(default_factory=set)
-    _repeated: set[ShapeClass] = field(default_factory=set)
+    _warm: set[tuple[ShapeClass, int]] = field(default_factory=set)  # with the position in `_active`
+    _repeated: set[tuple[ShapeClass, int]] = field(default_factory=set)
     _active: Sequence[Heads] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,9 +128,11 @@ class KernelWarmUp:
         if not self._active:
             return 0
         tables = [layout.table for layout in layouts]
-        wanted = {table.shape_class for table in tables}
+        wanted = {(heads.table(table).shape_class, at) for table in tables for at, heads in enumerate(self._active)}
         if not self._warm and tables:
-            wanted |= all_classes(max(table.num_tokens for table in tables), self.longest)
+            most = max(table.num_tokens for table in tables)
+            for at, heads in enumerate(self._active):
+                wanted |= {(shape, at) for shape in all_classes(most, heads.longest_prefix(self.longest, most))}
         missing = sorted(wanted - (self._repeated if repeats else self._warm))
         self._warm |= wanted
         self._repeated |= wanted if repeats else set()
@@ -123,16 +140,15 @@ class KernelWarmUp:
             self._run(missing, repeats)
         return len(missing)
 
-    def _run(self, missing: Sequence[ShapeClass], repeats: bool) -> None:
+    def _run(self, missing: Sequence[tuple[ShapeClass, int]], repeats: bool) -> None:
         active = self._active
         names = ", ".join(sorted({heads.kernel.name for heads in active}))
         begin_s = told_s = time.perf_counter()
         logger.info("warming up %s for %d classes of shapes", names, len(missing))
-        for number, shape in enumerate(missing, 1):
+        for number, (shape, at) in enumerate(missing, 1):
             try:
-                for heads in active:
-                    for parts in sorted(heads.parts(shape.keys, self.offloads_kv)):
-                        run_class(shape, heads, parts, repeats)
+                for parts in sorted(active[at].parts(shape.keys, self.offloads_kv)):
+                    run_class(shape, active[at], parts, repeats)
             except torch.OutOfMemoryError:
                 logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", shape)
             if time.perf_counter() - told_s >= _PROGRESS_S:
@@ -151,7 +167,7 @@ def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> Non
         parts: groups of heads that attention processes one after the other.
     """
     chunk = shape.smallest()
-    table = SegmentTable.build(chunk, chunk.num_tokens)
+    table = replace(SegmentTable.build(chunk, chunk.num_tokens), window=heads.window)
     kernel = heads.kernel
     q = heads.ones(table.num_tokens, heads.query_heads // parts)
     k = heads.ones(table.key_starts[-1], heads.kv_heads // parts)

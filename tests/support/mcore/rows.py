@@ -669,6 +669,36 @@ def _deltas() -> list[Row]:
     ]
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "two stages": {
+        "cell": {"pp": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "plan": "--epp-slices 7",
+        "both": "--window-size 30,0 --softmax-type learnable",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --epp-recompute 4",
+        "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
+    },
+}
+
+
+def _windows() -> list[Row]:
+    return [
+        Row(
+            name=f"windows and sinks: {name}",
+            case=case(row["cell"], "llama", row["plan"], both=row["both"]),
+            check=_check_delta,
+        )
+        for name, row in WINDOWS.items()
+    ]
+
+
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(
@@ -769,6 +799,7 @@ ROWS = (
     _HYBRID,
     _HYBRID_EXPERTS,
     *_deltas(),
+    *_windows(),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),

@@ -13,13 +13,13 @@ from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
-def table_of(cu_q, cu_k):
-    """The segments between offsets that have queries."""
+def table_of(cu_q, cu_k, window=-1):
+    """The segments between offsets that have queries, and the window by its left side, as libraries take it."""
     rows = zip(cu_q.tolist(), cu_q.diff().tolist(), cu_k.tolist(), cu_k.diff().tolist(), strict=False)
     rows = [(q, n, k, keys) for q, n, k, keys in rows if n]
     segments = tuple(Segment(number, keys - n, keys) for number, (_, n, _, keys) in enumerate(rows))
     starts = ((*(row[at] for row in rows), int(cu[-1])) for at, cu in ((0, cu_q), (2, cu_k)))
-    return SegmentTable(segments, *starts)
+    return SegmentTable(segments, *starts, None if window < 0 else window)
 
 
 def exact_flash_attn(calls):
@@ -31,7 +31,7 @@ def exact_flash_attn(calls):
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
     ):  # fmt: skip
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, dropout_p))
-        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k, window_size_left), softmax_scale)
         return out, lse, None, None
 
     def _flash_attn_varlen_backward(
@@ -39,7 +39,7 @@ def exact_flash_attn(calls):
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
         found = EXACT_ATTENTION.backward(
-            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale
+            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k, window_size_left), softmax_scale
         )
         for target, value in zip((dq, dk, dv), found, strict=True):
             target.copy_(value)
@@ -60,7 +60,7 @@ def exact_flash_attn_3(calls):
     ):  # fmt: skip
         assert k_new is v_new is qv is out_ is cu_seqlens_k_new is seqused_q is seqused_k is None
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, 0.0))
-        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_k, window_size_left), softmax_scale)
         return out, lse, torch.tensor([]), torch.tensor([])
 
     def _flash_attn_backward(
@@ -73,7 +73,7 @@ def exact_flash_attn_3(calls):
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k == cu_seqlens_k.diff().max()
         found = EXACT_ATTENTION.backward(
-            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k), softmax_scale
+            dout, q, k, v, out, (softmax_lse,), table_of(cu_seqlens_q, cu_seqlens_k, window_size_left), softmax_scale
         )
         for target, value in zip((dq, dk, dv), found, strict=True):
             target.copy_(value)
@@ -99,7 +99,7 @@ def exact_transformer_engine(calls):
         torch.rand(1, generator=rng_gen)
         causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
-        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_kv), attn_scale)
+        out, (lse,) = EXACT_ATTENTION.forward(q, k, v, table_of(cu_seqlens_q, cu_seqlens_kv, window_size[0]), attn_scale)
         return out, [lse.t().unsqueeze(-1), torch.zeros(2)]
 
     def fused_attn_bwd(
@@ -110,7 +110,7 @@ def exact_transformer_engine(calls):
     ):  # fmt: skip
         assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
         assert all(x.is_contiguous() for x in (q, k, v, o, d_o)), "it sees addresses only"
-        table, lse = table_of(cu_seqlens_q, cu_seqlens_kv), aux_ctx_tensors[0][..., 0].t()
+        table, lse = table_of(cu_seqlens_q, cu_seqlens_kv, window_size[0]), aux_ctx_tensors[0][..., 0].t()
         return *EXACT_ATTENTION.backward(d_o, q, k, v, o, (lse,), table, attn_scale), None
 
     module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
@@ -131,7 +131,7 @@ def older_transformer_engine(calls):
         formats = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd", "bottom_right_diagonal": True}
         return newer(
             max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-            fused_attention_backend, attn_scale=attn_scale, **formats,
+            fused_attention_backend, attn_scale=attn_scale, window_size=window_size, **formats,
         )  # fmt: skip
 
     module.fused_attn_bwd = fused_attn_bwd

@@ -3,8 +3,8 @@
 import torch
 
 
-def dense_attention(q, k, v, scale):
-    """One sequence, bottom-right causal: the last query sees all keys.
+def dense_attention(q, k, v, scale, window=None, sinks=None):
+    """One sequence, bottom-right causal: the last query sees all keys, or itself and as many as the window ahead of it.
 
     q is [queries, query_heads, channels]; k and v are [keys, kv_heads, channels] with keys >= queries.
     """
@@ -12,8 +12,12 @@ def dense_attention(q, k, v, scale):
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhc,khc->hqk", q, k) * scale
     position = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
-    scores = scores.masked_fill(torch.arange(k.shape[0])[None, :] > position, float("-inf"))
-    return torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
+    keys = torch.arange(k.shape[0])[None, :]
+    hidden = (keys > position) if window is None else (keys > position) | (keys < position - window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[0], 1)], dim=-1)
+    return torch.einsum("hqk,khc->qhc", scores.softmax(-1)[..., : k.shape[0]], v)
 
 
 def relative_difference(actual, expected, floor=1e-2):

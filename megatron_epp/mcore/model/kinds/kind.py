@@ -41,20 +41,29 @@ class LayerKind:
     adopt: Callable[[Any, argparse.Namespace], None] = _as_it_is
 
 
+def _attention_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what attention with a window or with sinks cannot be trained with."""
+    window, softmax = getattr(args, "window_size", None), getattr(args, "softmax_type", "vanilla")
+    if window and (window[0] < 1 or window[1] != 0):
+        yield f"--window-size {window[0]},{window[1]}: a window is N,0, of at least one token ahead of a token and none behind"
+    if args.multi_latent_attention and (window or softmax != "vanilla"):
+        flag = f"--window-size {window[0]},{window[1]}" if window else f"--softmax-type {softmax}"
+        yield f"{flag} with --multi-latent-attention was never tried with slices: leave one of them out"
+
+
 ATTENTION = LayerKind(
     name="attention",
-    carries="keys and values",
+    carries="keys and values, of a window alone where a layer has one",
     symbol="*",
     flags=(
         MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
-        MegatronFlag("--softmax-type", ("vanilla",)),
-        MegatronFlag("--window-size"),
         MegatronFlag("--qk-clip"),
         MegatronFlag("--log-max-attention-logit"),
         MegatronFlag(
             "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
         ),
     ),
+    problems=_attention_problems,
 )
 """Core attention is `core_attention.RelayAttention`, which `adopt` puts into every layer's spec."""
 

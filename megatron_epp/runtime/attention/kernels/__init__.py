@@ -15,13 +15,14 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, backward_by_heads, of_narrow_values
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, add_sinks, backward_by_heads, of_narrow_values
 from megatron_epp.runtime.attention.kernels.exact import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
@@ -57,18 +58,21 @@ which builds no plans for new shapes.
 
 _SAMPLE = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
 """Chunk for verification: a slice behind a prefix, a single token, and a packed sequence; no length is a multiple of a tile."""
+_SAMPLE_WINDOW = 33
+"""Window of the verification: shorter than the sample's prefix and than its segments, and no multiple of a tile."""
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, preference: str = "auto") -> Kernel:
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, preference: str = "auto", *, has_window: bool = False, has_sinks: bool = False
+) -> Kernel:
     """Return the kernel for queries, keys and values of these shapes (see `Kernel`), type and device.
 
     Raises `EppError` if no kernel of the preference, a key of `PREFERENCES`, can be used.
     """
-    case = AttentionCase(
-        q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], v.shape[2] if v.shape[2] != k.shape[2] else 0
-    )
+    value_channels = v.shape[2] if v.shape[2] != k.shape[2] else 0
+    case = AttentionCase(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], value_channels, has_window, has_sinks)
     return _choose(case, preference)
 
 
@@ -128,7 +132,7 @@ def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:
 @torch.no_grad()
 def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
-    table = SegmentTable.build(_SAMPLE, _SAMPLE.num_tokens)
+    table = replace(SegmentTable.build(_SAMPLE, _SAMPLE.num_tokens), window=_SAMPLE_WINDOW if case.has_window else None)
     generator = torch.Generator().manual_seed(0)
 
     def random(tokens: int, heads: int, channels: int = case.channels) -> Tensor:
@@ -138,11 +142,14 @@ def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
     q, grad = random(table.num_tokens, case.query_heads), random(table.num_tokens, case.query_heads, values)
     k, v = random(table.key_starts[-1], case.kv_heads), random(table.key_starts[-1], case.kv_heads, values)
     scale = case.channels**-0.5
+    sinks = torch.randn(case.query_heads, generator=generator).to(case.device)
 
     def results(kernel: Kernel, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield outputs and gradients: backward with all key heads at once, then, if there are several, one head at a time."""
         grad, q, k, v = inputs
         out, saved = kernel.forward(q, k, v, table, scale)
+        if case.has_sinks:
+            add_sinks(out, kernel.log_sums(saved), sinks)
         for count in sorted({case.kv_heads, 1}, reverse=True):
             groups: list[Tensors] = []
 

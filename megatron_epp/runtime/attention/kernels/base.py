@@ -26,6 +26,7 @@ class AttentionCase(NamedTuple):
     """Properties of this rank's tensors (not of the chunk) on which the choice of a kernel depends.
 
     `channels` is the width of a head of queries and keys; `value_channels` is the width of values, or 0 if it is the same.
+    Some layers have a window (`SegmentTable.window`), and some have sinks (`add_sinks`).
     """
 
     device: str
@@ -34,6 +35,8 @@ class AttentionCase(NamedTuple):
     query_heads: int
     kv_heads: int
     value_channels: int = 0
+    has_window: bool = False
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Kernel:
             of k and v cover the prefixes too.
         obstacle: returns why it cannot be used for a case here, or None.
         of_heads: selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs.
+        log_sums: returns a view of the log-sum-exp among them, ``[query_heads, tokens]``.
         builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
             backwards, in every thread and for every number of heads.
     """
@@ -61,12 +65,36 @@ class Kernel:
     backward: Backward
     obstacle: Callable[[AttentionCase], str | None]
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+    log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
     builds_plans: bool = False
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
     """Select heads of a log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``."""
     return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
+
+
+def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
+    """Give every head's softmax one more score, whose value is zero, in place: in the output of a kernel and its log-sum-exp.
+
+    With these the kernel's own backward computes the gradients of queries, keys and values: it takes the weights from the
+    log-sum-exp, and their gradient's mean over the scores from the output.
+
+    Args:
+        out: ``[tokens, query_heads, value_channels]``.
+        log_sums: ``[query_heads, tokens]``.
+        sinks: score of each head, ``[query_heads]``.
+    """
+    with_sinks = torch.logaddexp(log_sums, sinks[:, None].to(log_sums.dtype))
+    out.mul_((log_sums - with_sinks).exp().t().unsqueeze(-1))
+    log_sums.copy_(with_sinks)
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks; arguments as `add_sinks` takes and leaves them, and the gradient of the output."""
+    weights = (sinks[:, None].to(log_sums.dtype) - log_sums).exp()
+    of_output = (grad * out).sum(-1, dtype=log_sums.dtype)
+    return -(weights * of_output.t()).sum(1).to(sinks.dtype)
 
 
 MOST_CHANNELS = 256

@@ -25,17 +25,31 @@ def _heads_first(x: Tensor, num_heads: int) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Dense part of the mask: all of a segment's queries against its prefix, or against itself."""
+    """Dense part of the mask: all of a segment's queries against its prefix or itself, or some against their windows."""
 
     queries: slice
     keys: slice
-    causal: bool
-    merge: bool
+    causal: bool = False
+    merge: bool = False
     """True if the rows already hold the result of an earlier block."""
+    window: int | None = None
+    """Keys ahead of its own that a query sees; the block's keys begin with the first query's window."""
+
+
+_WINDOW_QUERIES = 128
+"""Least number of queries of a block with a window; not measured."""
 
 
 def _blocks(table: SegmentTable) -> Iterator[_Block]:
     for segment, q0, k0 in zip(table.segments, table.query_starts, table.key_starts, strict=False):
+        if table.window is not None:  # about as many keys outside the windows as inside
+            step = max(table.window, _WINDOW_QUERIES)
+            for first in range(0, segment.num_tokens, step):
+                last = min(first + step, segment.num_tokens)
+                begin = max(0, segment.start + first - table.window)
+                keys = slice(k0 + begin, k0 + segment.start + last)
+                yield _Block(slice(q0 + first, q0 + last), keys, window=table.window)
+            continue
         queries = slice(q0, q0 + segment.num_tokens)
         prefix_end = k0 + segment.start
         if segment.start > 0:
@@ -49,8 +63,24 @@ def _as_wide(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == widest else functional.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+    """Return the scores of one block, heads first; the last query sees the last key."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if not causal and window is None:
+        return scores
+    queries, keys = scores.shape[-2:]
+    behind = torch.arange(queries, device=q.device)[:, None] + (keys - queries) - torch.arange(keys, device=q.device)
+    hidden = behind < 0 if window is None else (behind < 0) | (behind > window)
+    return scores.masked_fill_(hidden, float("-inf"))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     """Run one dense block, heads first: ``(out [1, heads, n, value_channels], lse [1, heads, n])``."""
+    if window is not None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = _scores(q.to(dtype), k.to(dtype), scale, causal, window)
+        lse = scores.logsumexp(-1)
+        return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(q.dtype), v), lse
     if q.device.type == "cpu":
         wide = _as_wide(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, scale=scale)
@@ -60,19 +90,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one block, given the output and log-sum-exp of the whole row."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and window is None:
         wide = _as_wide(grad, q, k, v, out)
         padded = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*wide, lse, 0.0, causal, scale=scale)
         dq, dk, dv = (whole[..., : x.shape[-1]] for whole, x in zip(padded, (q, k, v), strict=True))
         return dq, dk, dv
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill_(hidden, float("-inf"))
-    weights = torch.exp(scores - lse.unsqueeze(-1))  # as wide as the log-sum-exp
+    weights = torch.exp(_scores(q, k, scale, causal, window) - lse.unsqueeze(-1))  # as wide as the log-sum-exp
     delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
     d_scores = (weights * (torch.matmul(grad, v.transpose(-1, -2)) - delta) * scale).to(q.dtype)
     weights = weights.to(q.dtype)
@@ -83,9 +109,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float)
     num_heads = q.shape[1]
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = torch.empty(num_heads, q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for queries, keys, causal, merge in _blocks(table):
+    for queries, keys, causal, merge, window in _blocks(table):
         own_q, own_k, own_v = (_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys]))
-        part, part_lse = _attend(own_q, own_k, own_v, causal, scale)
+        part, part_lse = _attend(own_q, own_k, own_v, causal, scale, window)
         part, part_lse = part[0].transpose(0, 1), part_lse[0]
         if merge:
             both = torch.logaddexp(lse[:, queries], part_lse)
@@ -100,17 +126,19 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, num_groups = q.shape[1], k.shape[1]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for queries, keys, causal, merge in _blocks(table):
+    dq = torch.empty_like(q)
+    dk, dv = (torch.empty_like(x) if table.window is None else torch.zeros_like(x) for x in (k, v))
+    for queries, keys, causal, merge, window in _blocks(table):
         own_grad, own_q, own_out = (_heads_first(x[queries], num_heads) for x in (grad, q, out))
         own_k, own_v = (_heads_first(x[keys], num_heads) for x in (k, v))
         row_lse = saved[0][:, queries].unsqueeze(0)
-        gq, *gkv = _attend_backward(own_grad, own_q, own_k, own_v, own_out, row_lse, causal, scale)
+        gq, *gkv = _attend_backward(own_grad, own_q, own_k, own_v, own_out, row_lse, causal, scale, window)
         gq = gq[0].transpose(0, 1)
         dq[queries] = dq[queries] + gq if merge else gq
         for target, value in zip((dk, dv), gkv, strict=True):
             heads = value[0].transpose(0, 1)  # [keys, heads, channels]
-            target[keys] = heads if num_groups == num_heads else heads.unflatten(1, (num_groups, -1)).sum(2)
+            part = heads if num_groups == num_heads else heads.unflatten(1, (num_groups, -1)).sum(2)
+            target[keys] = part if window is None else target[keys] + part  # keys are in the windows of two blocks
     return dq, dk, dv
 
 

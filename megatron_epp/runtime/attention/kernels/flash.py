@@ -14,10 +14,14 @@ from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, S
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
+def _window(table: SegmentTable) -> dict[str, int]:
+    return {} if table.window is None else {"window_size_left": table.window, "window_size_right": 0}
+
+
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
     cu_q, cu_k = table.cu_seqlens(q.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale
+        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale, **_window(table)
     )
     return out, (lse,)
 
@@ -28,7 +32,7 @@ def _torch_backward(
     cu_q, cu_k = table.cu_seqlens(q.device)
     sizes, no_dropout = (table.max_query, table.max_key), torch.empty(0, dtype=torch.int64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, saved[0], cu_q, cu_k, *sizes, 0.0, True, no_dropout, no_dropout, scale=scale
+        grad, q, k, v, out, saved[0], cu_q, cu_k, *sizes, 0.0, True, no_dropout, no_dropout, scale=scale, **_window(table)
     )
 
 
@@ -57,8 +61,8 @@ def _package_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, 
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": True,
-        "window_size_left": -1,
-        "window_size_right": -1,
+        "window_size_left": -1 if table.window is None else table.window,
+        "window_size_right": -1 if table.window is None else 0,
         "softcap": 0.0,
         "alibi_slopes": None,
     }
@@ -100,7 +104,7 @@ def _hopper_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, A
     """Arguments that forward and backward share."""
     cu_q, cu_k = table.cu_seqlens(q.device)
     lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": table.max_query, "max_seqlen_k": table.max_key}
-    return lengths | {"softmax_scale": scale}
+    return lengths | {"softmax_scale": scale} | _window(table)
 
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:

@@ -69,7 +69,7 @@ def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale
         "do_format": _FORMAT,
         "attn_bias_type": "no_bias",
         "attn_mask_type": "padding_causal_bottom_right",
-        "window_size": (-1, 0),
+        "window_size": (-1 if table.window is None else table.window, 0),
         "bottom_right_diagonal": True,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
@@ -123,4 +123,8 @@ def _obstacle(case: AttentionCase) -> str | None:
     return f"cuDNN {version} builds a plan for every chunk: 9.6 is needed" if version and version < _LEAST_CUDNN else None
 
 
-TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, True)
+def _log_sums(saved: Saved) -> Tensor:
+    return saved[0].squeeze(-1).t()
+
+
+TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, _log_sums, True)

@@ -1,0 +1,196 @@
+"""Attention with windows and sinks, on slices and packed sequences, computes what dense attention does on each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
+from megatron_epp.runtime.attention.kernels.base import add_sinks, backward_by_heads, sinks_gradient
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import SegmentTable, SliceView, offsets_of
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
+from megatron_epp.runtime.context import ChunkContext
+from tests.support.runtime.dense_attention import dense_attention
+
+HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 3, 0.4
+LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9}
+"""Tokens of sequences by number; the first is cut."""
+CUTS = ((0, 8), (8, 9), (9, 11), (11, 23))
+PADDING = 2
+LAYERS = ((4, True), (None, True), (11, False))
+"""Window of each layer, and whether it has sinks: shorter and longer than slices, and none."""
+
+double = partial(torch.randn, dtype=torch.float64)
+
+
+class Net(torch.nn.Module):
+    """Layers of attention with projections of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(len(LAYERS)):
+            into = torch.nn.Parameter(0.5 * double(HEADS * WIDTH, (HEADS + 2 * KV_HEADS) * WIDTH))
+            self.register_parameter(f"into_{number}", into)
+            self.register_parameter(f"sinks_{number}", torch.nn.Parameter(double(HEADS)))
+
+    def heads(self, number: int, x: Tensor) -> tuple[Tensor, ...]:
+        projected: Tensor = x @ getattr(self, f"into_{number}")
+        return projected.unflatten(1, (-1, WIDTH)).split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+    def sinks(self, number: int) -> Tensor | None:
+        return getattr(self, f"sinks_{number}") if LAYERS[number][1] else None
+
+    def layer(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
+        q, k, v = self.heads(number, x)
+        out = chunk_attention(q, (k, v), context, number, SCALE, sinks=self.sinks(number), window=LAYERS[number][0])
+        return x + out.flatten(1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        for number, (window, _) in enumerate(LAYERS):
+            x = x + dense_attention(*self.heads(number, x), SCALE, window, self.sinks(number)).flatten(1)
+        return x
+
+
+def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
+    part, length = chunk.slice_of(tuple(LENGTHS.values())), LENGTHS[0]
+    room = length + max(LENGTHS.values()) + PADDING
+    view = None if part is None else SliceView(*part, length, room, len(CUTS))
+    if view is not None and view.is_last_slice:
+        view = replace(view, capacity=part.start + chunk.num_tokens + PADDING)
+    table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
+    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only)
+
+
+def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
+    parts = [sequences[number][start:end] for number, start, end in chunk.segments]
+    return torch.cat([*parts, torch.ones_like(sequences[0][:PADDING])])
+
+
+def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recompute: str) -> Tensor:
+    for number in range(len(LAYERS)):
+        context = context_of(chunk, kv_cache)
+        if recompute == "all but attention":
+            context = replace(context, attention_output=CachedAttentionOutput())
+        if recompute == "none":
+            x = net.layer(number, x, context)
+        else:
+            x = checkpoint(net.layer, number, x, context, use_reentrant=True)
+    return x
+
+
+def gradients(net: Net, inputs: dict[int, Tensor]) -> list[Tensor]:
+    tensors = [*inputs.values(), *(weight for name, weight in net.named_parameters() if name != "sinks_2")]
+    copies = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
+    assert len(copies) == len(tensors)
+    for tensor in tensors:
+        tensor.grad = None
+    return copies
+
+
+@pytest.mark.parametrize("recompute", ["none", "all but attention", "all"])
+def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(recompute: str) -> None:
+    torch.manual_seed(3)
+    net = Net()
+    inputs = {q: double(n, HEADS * WIDTH).requires_grad_() for q, n in LENGTHS.items()}
+    weights = {q: torch.randn_like(x) for q, x in inputs.items()}
+    wanted = {q: net.whole(x) for q, x in inputs.items()}
+    for q, out in wanted.items():
+        (out * weights[q]).sum().backward()
+    whole = gradients(net, inputs)
+
+    company = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9))}
+    chunks = [Chunk((Segment(0, *ends), *(Segment(*part) for part in company[at]))) for at, ends in enumerate(CUTS)]
+    kv_cache, outputs = SlicedKVCache(), []
+    for chunk in chunks:
+        outputs.append(run(net, chunk, tokens_of(chunk, inputs), kv_cache, recompute))
+        sizes = [*(part.num_tokens for part in chunk.segments), PADDING]
+        for (q, start, end), out in zip(chunk.segments, outputs[-1].split(sizes)[:-1], strict=True):
+            torch.testing.assert_close(out, wanted[q][start:end], rtol=1e-12, atol=1e-12)
+    for chunk in reversed(chunks):
+        (outputs.pop()[:-PADDING] * tokens_of(chunk, weights)[:-PADDING]).sum().backward()
+    kv_cache.assert_empty()
+    for own, other in zip(gradients(net, inputs), whole, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+
+
+def test_a_slice_hands_on_no_more_rows_than_its_window() -> None:
+    kv_cache, x = SlicedKVCache(), double(8, HEADS, WIDTH)
+    context = context_of(Chunk((Segment(0, 0, 8),)), kv_cache)
+    with torch.no_grad():
+        chunk_attention(x, (x[:, :KV_HEADS], x[:, :KV_HEADS]), context, 0, SCALE, window=3)
+    assert kv_cache.handover.num_bytes == 2 * 3 * KV_HEADS * WIDTH * 8
+    assert kv_cache.cache_bytes == 0
+
+
+def test_an_evaluation_leaves_nothing() -> None:
+    net, kv_cache = Net(), SlicedKVCache()
+    x = double(LENGTHS[0], HEADS * WIDTH)
+    with torch.no_grad():
+        outs = []
+        for ends in CUTS:
+            out = torch.cat([x[slice(*ends)], x[:PADDING]])
+            for number in range(len(LAYERS)):
+                out = net.layer(number, out, context_of(Chunk((Segment(0, *ends),)), kv_cache, forward_only=True))
+            outs.append(out[:-PADDING])
+        torch.testing.assert_close(torch.cat(outs), net.whole(x), rtol=1e-12, atol=1e-12)
+    kv_cache.assert_empty()
+
+
+def test_offsets_within_a_window_need_no_other_copy_from_the_host() -> None:
+    table = SegmentTable.build(Chunk((Segment(0, 11, 20), Segment(1, 0, 4), Segment(2, 0, 1))), 16)
+    device = torch.device("cpu")
+    table.cu_seqlens(device)
+    for window in (3, 11, 40):
+        within = table.within(window)
+        assert within is table.within(window)
+        assert within.key_starts[1] == min(11, window) + 9
+        torch.testing.assert_close(within._on_device[device], offsets_of(within), rtol=0, atol=0)
+        assert table.cu_seqlens(device)[1].tolist() == [0, 20, 24, 25, 27]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 200])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 4e-6), (torch.bfloat16, 3e-2)])
+def test_exact_attention_equals_dense_attention(
+    dtype: torch.dtype, tolerance: float, has_sinks: bool, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    chunk = Chunk((Segment(0, 300, 460), Segment(1, 0, 1), Segment(2, 0, 9)))
+    table = replace(SegmentTable.build(chunk, chunk.num_tokens + 2), window=window)
+    q, grad = (double(table.num_tokens, HEADS, WIDTH).to(dtype) for _ in range(2))
+    k, v = (double(table.key_starts[-1], KV_HEADS, WIDTH).to(dtype) for _ in range(2))
+    sinks = double(HEADS).to(dtype)
+    out, saved = EXACT_ATTENTION.forward(q, k, v, table, SCALE)
+    if has_sinks:
+        add_sinks(out, EXACT_ATTENTION.log_sums(saved), sinks)
+    groups: list[tuple[Tensor, Tensor]] = []
+
+    def take(dk: Tensor, dv: Tensor, heads: slice | None) -> tuple[Tensor, Tensor]:
+        groups.append((dk, dv))
+        return dk[: len(q)], dv[: len(q)]
+
+    dq, *_ = backward_by_heads(EXACT_ATTENTION, grad, q, k, v, out, saved, table, SCALE, take, count=1)
+    results = [out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))]
+    if has_sinks:
+        results.append(sinks_gradient(grad, out, EXACT_ATTENTION.log_sums(saved), sinks))
+
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
+    ends = [*zip(table.query_starts, table.query_starts[1:], table.key_starts, table.key_starts[1:], strict=False)]
+    expected = torch.cat(
+        [
+            dense_attention(exact[0][a:b], exact[1][c:d], exact[2][c:d], SCALE, window, exact[3] if has_sinks else None)
+            for a, b, c, d in ends
+        ]
+    )
+    expected.backward(grad.double())
+    for result, reference in zip(results, [expected, *(x.grad for x in exact)], strict=False):
+        assert reference is not None
+        assert (result.double() - reference).norm() <= tolerance * reference.norm()
