@@ -93,6 +93,7 @@ class BlockCosts(PartCosts):
         kv: keys and values that one caches; None without attention.
         state_bytes: handed on to the next slice alone: held from a slice's forward to its backward, first the state and from
             the next slice's backward on its gradient.
+        state_tokens: tokens of a sequence from which on the state has these bytes, as of a window; fewer have a part of them.
         tail_bytes: that a layer keeps besides in a slice which is not the first, such as rows of the slice before ahead of its
             own.
     """
@@ -105,6 +106,7 @@ class BlockCosts(PartCosts):
     first_mlp_bytes_per_token: float = 0.0
     kv: KVBytes | None = None
     state_bytes: float = 0.0
+    state_tokens: int = 0
     tail_bytes: float = 0.0
 
     @property
@@ -131,9 +133,9 @@ class BlockCosts(PartCosts):
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
-        return np.where(work.sliced & ~work.last, self.state_bytes, 0.0) + np.where(
-            work.sliced & ~work.first, self.tail_bytes, 0.0
-        )
+        share = np.minimum(1.0, (work.prefix_tokens + work.tokens) / max(1, self.state_tokens))
+        states = np.where(work.sliced & ~work.last, share * self.state_bytes, 0.0)
+        return states + np.where(work.sliced & ~work.first, self.tail_bytes, 0.0)
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of the gradient of the whole sequence's keys and values, of one."""

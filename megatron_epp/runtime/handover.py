@@ -36,6 +36,22 @@ class Handover:
     _states: dict[Boundary, Tensors] = field(default_factory=dict)
     _gradients: dict[Boundary, Tensors] = field(default_factory=dict)
     _to_recompute: dict[Boundary, SavedHandle] = field(default_factory=dict)
+    _most_rows: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of states behind long slices, if all have fewer behind short ones; else 0."""
+        return max(self._most_rows.values(), default=0) if all(self._most_rows.values()) else 0
+
+    @property
+    def shorter_bytes(self) -> int:
+        """Bytes that states which no slice has read yet would have in addition if slices were longer."""
+        shorter = 0
+        for boundary, state in self._states.items():
+            for tensor in state:
+                missing = max(0, self._most_rows.get(boundary.layer, 0) - len(tensor))
+                shorter += missing * (tensor.nbytes // max(1, len(tensor)))
+        return shorter
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +87,9 @@ class Handover:
         entered: Tensors = _Enter.apply(torch.empty(0, requires_grad=True), self, boundary, *state)
         return entered
 
-    def leave(self, layer: int, view: SliceView, output: Tensor, state: Tensors, *, forward_only: bool = False) -> Tensor:
+    def leave(
+        self, layer: int, view: SliceView, output: Tensor, state: Tensors, *, forward_only: bool = False, most_rows: int = 0
+    ) -> Tensor:
         """Hand over the state at the end of a slice, and return the layer's output, through which its gradient comes.
 
         A recomputed forward leaves nothing: the next slice has run backward. Nor does a last slice.
@@ -79,10 +97,12 @@ class Handover:
         Args:
             layer: as `enter` takes it.
             output: of the layer, or of a part behind the state: any tensor that gets a gradient in the slice's backward.
+            most_rows: of the state's tensors behind long slices, if short ones have fewer.
         """
         boundary = Boundary(layer, view.sequence, view.end)
         if view.is_last_slice:
             return output
+        self._most_rows[layer] = most_rows
         if boundary not in self._gradients:
             self._states[boundary] = tuple(map(_alone, state))
         if not torch.is_grad_enabled() or forward_only:

@@ -127,7 +127,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     states = _states(stage)
     costs = costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
     received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)
-    return replace(costs, blocks=(received, BlockCosts(kind=HANDOVER, state_bytes=states.handed_over), *rest))
+    handover = BlockCosts(kind=HANDOVER, state_bytes=states.handed_over, state_tokens=stage.kv_cache.handover.most_rows)
+    return replace(costs, blocks=(received, handover, *rest))
 
 
 def _first_mlp(stage: MegatronStage) -> float:
@@ -282,18 +283,25 @@ def _states(stage: MegatronStage) -> _States:
     (segment,) = bytes_chunk(stage).segments
     tokens, handover = segment.end, stage.kv_cache.handover
     meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
+    shorter: list[int] = []
     with meter:
         for start in (0, tokens, 2 * tokens):
             view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
             _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
             runs.append((output, context))
-            sizes.append(meter.live_bytes)
+            sizes.append(meter.held_bytes)
             if not start:
-                first_bytes = meter.live_bytes - handover.num_bytes
+                first_bytes = meter.live_bytes
+            shorter.append(handover.shorter_bytes)
         while runs:
             backward(stage, *runs.pop())
     states = sizes[1] - first_bytes
-    return _States(states, max(0, sizes[2] - sizes[1] - first_bytes - states))
+    more = sizes[2] - sizes[1] - first_bytes
+    # The next slice keeps the state that it reads: rows of a window are counted once. A recurrence keeps a little more of every
+    # sequence, which nothing measures, so its states are counted twice.
+    if handover.most_rows:
+        more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
+    return _States(states + shorter[0], max(0, more))
 
 
 def _of_slices(

@@ -173,4 +173,4 @@ def _within(
         return out
     end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
     state = tuple(x[max(0, end - window) : end] for x in rows)
-    return handover.leave(key, view, out, state, forward_only=context.forward_only)
+    return handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
