@@ -53,9 +53,9 @@ the lengths of your own documents, with tensor parallelism left at 2
     --tensor-parallel 2
 """
 _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
+"""Settings that are searched unless they are given."""
 _NAMES = {name: name.partition("_")[0] for name in _SIZES} | {"expert_tensor_parallel": "expert_tensor"}
 """Fields of `Configuration` by settings of sizes that may be given."""
-"""Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens", "relays_latents")
 """Model settings in which a pipeline may differ from the model that was measured."""
 

@@ -244,12 +244,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
 
 def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
-    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays.
-
-    Args:
-        base: costs by formula, whose shares and bytes stay.
-        everyone: measurements of every rank.
-    """
+    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays as by formula."""
     return replace(
         base,
         logits=_fitted_pass(base, Op.S, base.logits, everyone),
