@@ -38,6 +38,7 @@ from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
@@ -179,9 +180,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "seed": args.seed or None,
         "costs": question.costs_files.get(config.sharing),
     }
-    options = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value not in (None, False)]
-    words = [word for flag, value in options for word in ([flag] if value is True else [flag, str(value)])]
-    return ["--lengths", *lengths, *words]
+    return ["--lengths", *lengths, *flag_words(flags)]
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:
