@@ -13,9 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, brief, brief_text, nearest, number, whole
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, brief_text, nearest, number, whole
 
-MOST_SIZE = (1 << 31) - 1
 type Flags = dict[str, Any]
 
 
