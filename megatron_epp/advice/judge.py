@@ -13,6 +13,7 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.least import least_decisions, one_order_decides
+from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.text import busy_us
@@ -98,14 +99,11 @@ class Plain:
 
 def misfit(question: Question, config: Configuration) -> Misfit | None:
     """Return the refusal if weights and optimizer, or a sequence as long as the context, do not fit; None if they do."""
-    costs, cap = question.costs(config), question.cap_bytes
-    static = [0] * config.pipeline
-    for stage, rank in enumerate(config.rank_of):
-        static[rank] += costs.static_bytes(stage)
+    costs, cap, problem = question.costs(config), question.cap_bytes, question.problem(config, (question.context,))
+    static = static_bytes(problem, costs)
     if max(static) > cap:
         why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
         return Misfit(config.name, why, max(static), config, is_static=True)
-    problem = question.problem(config, (question.context,))
     try:
         _prove_fit(problem, costs, question.options)
     except InfeasibleError as error:

@@ -243,7 +243,6 @@ class Question:
             costs_of=lambda layout: self.costs(config.with_layout(layout)),
             num_layers=int(self.flags["num_layers"]),
             options=self.options,
-            halves=self.profile(config).attention is not None,
             placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
             vocabulary=self.vocabulary,
         )

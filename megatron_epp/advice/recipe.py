@@ -9,6 +9,7 @@ from typing import Any
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
+from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.layout import layers_text
 
 _SIZES = (
@@ -79,7 +80,7 @@ def flags_text(question: Question, config: Configuration) -> str:
     settings = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
     lines = [""]
     for name, value in (megatron_settings(question, config) | {"epp": True} | settings).items():
-        flag = shlex.join(_flag(name, value))
+        flag = shlex.join(flag_words({name: value}))
         if len(lines[-1]) + len(flag) > _WIDTH:
             lines.append("")
         lines[-1] = " ".join(filter(None, (lines[-1], flag)))
@@ -119,10 +120,3 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
     """A model's flags without the parallel sizes, and without this package's."""
     return {name: value for name, value in flags.items() if name not in _SIZES and not name.startswith("epp_")}
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    option = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [option] if value else []
-    return [option, str(value)]

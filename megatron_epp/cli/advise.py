@@ -38,6 +38,7 @@ from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
@@ -53,9 +54,9 @@ the lengths of your own documents, with tensor parallelism left at 2
     --tensor-parallel 2
 """
 _SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
+"""Settings that are searched unless they are given."""
 _NAMES = {name: name.partition("_")[0] for name in _SIZES} | {"expert_tensor_parallel": "expert_tensor"}
 """Fields of `Configuration` by settings of sizes that may be given."""
-"""Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens", "relays_latents")
 """Model settings in which a pipeline may differ from the model that was measured."""
 
@@ -179,9 +180,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "seed": args.seed or None,
         "costs": question.costs_files.get(config.sharing),
     }
-    options = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value not in (None, False)]
-    words = [word for flag, value in options for word in ([flag] if value is True else [flag, str(value)])]
-    return ["--lengths", *lengths, *words]
+    return ["--lengths", *lengths, *flag_words(flags)]
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:

@@ -13,6 +13,7 @@ from megatron_epp.cli.inputs import cluster_of, costs_of, costs_source, flags_of
 from megatron_epp.cli.layout import BALANCED, EVEN, chosen_layout, pipeline_ranks
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.library import DEVICES_PER_NODE
 from megatron_epp.mcore.arguments.parser import names_of, offloads, options_from
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names
@@ -27,8 +28,6 @@ type Change = dict[str, Any]
 """Settings of the table of flags, and their values."""
 _MOST_REPLICAS = 64
 """Most data-parallel replicas that are tried."""
-_DEVICES_PER_NODE = 8
-"""Most tensor-parallel ranks that are tried where no cluster says how many devices a node has."""
 _MOST_CONTEXTS = 8
 """Most contexts that are tried."""
 _TRIED = ("num_stages", "tensor_parallel", "vocab_parallel", "data_parallel", "offload", "recompute", "context")
@@ -65,16 +64,6 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
         line += f" Not tried, since plans of this batch take long: {', '.join(late)}."
     memory_gb = _smaller_device(error, args)
     return line if memory_gb is None else f"A device of {memory_gb:g} GiB has less. {line}"
-
-
-def with_alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ...]) -> InfeasibleError:
-    """Return the error of a batch that does not fit, with the changes that would fit; unchanged if memory is not the obstacle.
-
-    Args:
-        error, args, lengths: as in `alternatives`.
-    """
-    refusal, line = kept_remedies(error, args), alternatives(error, args, lengths)
-    return refusal.with_context(after=f"\n{line}") if line else refusal
 
 
 def _smaller_device(error: InfeasibleError, args: Namespace) -> float | None:
@@ -178,7 +167,7 @@ def _changes(args: Namespace) -> Iterator[list[Change]]:
             yield [{"layout": EVEN}]
     if args.costs is None:
         cluster, tensor = cluster_of(args), flags_of(args).get("tensor_model_parallel_size") or 1
-        devices = _DEVICES_PER_NODE if cluster is None else cluster.devices_per_node
+        devices = DEVICES_PER_NODE if cluster is None else cluster.devices_per_node
         yield [{"tensor_parallel": more, "sequence_parallel": True} for more in _doubled(tensor, devices)]
     if ranks > 1 and args.vocab_parallel == "off":
         yield [{"vocab_parallel": "on"}]

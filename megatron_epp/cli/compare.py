@@ -95,12 +95,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison. Raises `EppError`."""
-    say(compare(args))
-    return 0
-
-
-def compare(args: argparse.Namespace) -> str:
     """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
 
     Raises:
@@ -129,11 +123,13 @@ def compare(args: argparse.Namespace) -> str:
         _draw(args.output, [(entry.planner, entry.plan) for entry in tables[0][2] if entry.plan is not None])
     if args.json:
         common = {"layers": args.layout or BALANCED, "latents": args.latents == "on"}
-        return json.dumps([_row(*table, entry) | common for table in tables for entry in table[2]], indent=1)
+        say(json.dumps([_row(*table, entry) | common for table in tables for entry in table[2]], indent=1))
+        return 0
     texts = [_text(*table, titled=len(tables) > 1) for table in tables]
     if any(entry.plan is not None for *_, entries in tables for entry in entries) and (lines := chosen.lines()):
         texts.append("\n".join(lines))
-    return "\n\n".join(texts)
+    say("\n\n".join(texts))
+    return 0
 
 
 def _best(

@@ -175,7 +175,7 @@ def look(costs: str | None = None) -> Iterator[Finding]:
     """Look at everything, in the order in which the findings build on each other, a file of costs or a profile included."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
-    torch = _import("torch")
+    torch = None if _import_error("torch") else importlib.import_module("torch")
     has_gpu = torch is not None and torch.cuda.is_available()
     if torch is not None:
         yield from _gpu(torch, has_gpu)
@@ -197,13 +197,6 @@ def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Fi
         yield from part()
     except Exception as error:  # whatever a broken installation raises
         yield Finding(subject, PROBLEM, f"{type(error).__name__}: {error}", "install it again")
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError):
-        return None
 
 
 def _import_error(module: str) -> Exception | None:

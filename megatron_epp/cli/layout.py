@@ -177,7 +177,6 @@ def _sample(
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
         options=options_from(args, planner=planner),
-        halves=profile.attention is not None,
         placements=() if all(map(begins_with_greedy, planners)) else (own.placement,),
         vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks),
     )

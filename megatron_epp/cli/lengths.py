@@ -14,15 +14,13 @@ from megatron_epp.data.documents import document_tokens, sequences_of, stream_le
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_BYTES, brief, naming_file, nearest, nearest_number, read_text
+from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
 _SAMPLE = 65536
 """Smallest number of documents of a distribution of which a batch is drawn."""
-MOST_TOKENS = (1 << 31) - 1
-"""Largest number of tokens of a sequence."""
 SOURCES = (
     "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file or its "
     f"prefix, - for stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
@@ -190,9 +188,9 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
         EppError: a document that is not cut has more tokens than any sequence may have.
     """
     if args.context is None:
-        if (longest := max(lengths)) > MOST_TOKENS:
+        if (longest := max(lengths)) > MOST_SIZE:
             raise EppError(
-                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_TOKENS:,} are "
+                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are "
                 "the most: give the --context at which training cuts it"
             )
         return lengths
@@ -204,4 +202,4 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 11 and 0 < int(text) <= MOST_TOKENS
+    return text.isdecimal() and len(text) < 11 and 0 < int(text) <= MOST_SIZE

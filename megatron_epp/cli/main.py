@@ -12,12 +12,13 @@ import importlib
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import megatron_epp
-from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, finish, help_width, tell, tell_error, tell_traceback
+from megatron_epp.cli.terminal import ERROR, PROGRAM, Command, Parser, help_width, say, tell, tell_error
 from megatron_epp.plan.errors import EppError
 
 MODULES = {
@@ -89,39 +90,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse(argv)
         parser = args.parser
         code = int(args.run(args))
-        finish()
+        say(end="", flush=True)  # raises `OSError` if the output cannot be written, as on a full disk
         return code
     except KeyboardInterrupt:
         tell(f"\n{PROGRAM}: interrupted")
         return 130
     except Exception as error:
         if "--debug" in argv:
-            tell_traceback(error)
+            tell("".join(traceback.format_exception(error)).rstrip())
         return _refused(error, parser)
 
 
 def _refused(error: Exception, parser: Parser) -> int:
     """Print why a command ended, in a line or two and with the names of its flags; return the exit code."""
+    code = ERROR
     if isinstance(error, EppError):
         from megatron_epp.mcore.arguments.parser import names_of
 
-        tell_error(error.text(names_of(parser)))
-        return ERROR
-    if isinstance(error, OSError):
-        tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-        return ERROR
-    if isinstance(error, MemoryError):
-        tell_error(f"no memory left{f': {error}' if str(error) else ''}")
-        return ERROR
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _TRAINS:
-        tell_error(f"{parser.prog} needs {error.name}, which is not installed here: {_INSTALL}")
-        return ERROR
-    if isinstance(error, ImportError):
-        tell_error(f"{error}; `{PROGRAM} doctor` says what is missing here")
-        return ERROR
-    what = " ".join(f"{type(error).__name__}: {error}".split())
-    tell_error("; ".join([f"unforeseen {what}", *getattr(error, "__notes__", ()), _REPORT]))
-    return _UNFORESEEN
+        text = error.text(names_of(parser))
+    elif isinstance(error, OSError):
+        text = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    elif isinstance(error, MemoryError):
+        text = f"no memory left{f': {error}' if str(error) else ''}"
+    elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _TRAINS:
+        text = f"{parser.prog} needs {error.name}, which is not installed here: {_INSTALL}"
+    elif isinstance(error, ImportError):
+        text = f"{error}; `{PROGRAM} doctor` says what is missing here"
+    else:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        text, code = "; ".join([f"unforeseen {what}", *getattr(error, "__notes__", ()), _REPORT]), _UNFORESEEN
+    tell_error(text)
+    return code
 
 
 def _command(name: str) -> Command:

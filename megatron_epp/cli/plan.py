@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.cli.alternatives import alternatives, kept_remedies, with_alternatives
+from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.layout import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
@@ -43,7 +43,7 @@ from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.limits import smallest_cap
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.why import explain
-from megatron_epp.report.gantt import save_memory_picture
+from megatron_epp.report.gantt import memory_picture, save_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import curves, format_us, headline, memory_figures, peak_lines, peak_table, summary, table
@@ -112,12 +112,13 @@ def _plan(args: argparse.Namespace) -> int:
         best, lines_why = _planned(problem, costs, args)
         refusal = ""
     except InfeasibleError as error:
+        error, names = kept_remedies(error, args), names_of(args.parser)
         if not args.memory or not error.least_cap_bytes:
-            tell_error(kept_remedies(error, args).text(names_of(args.parser)))  # before what else would fit, which takes longer
+            tell_error(error.text(names))  # before what else would fit, which takes longer
             if line := alternatives(error, args, problem.lengths):
                 tell(line)
             return ERROR
-        refusal = with_alternatives(error, args, problem.lengths).text(names_of(args.parser))
+        refusal = error.with_context(after=f"\n{alternatives(error, args, problem.lengths)}").text(names)
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
         best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
     if args.output and refusal:  # the plan shown is of a larger cap
@@ -166,7 +167,7 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
     if args.memory_out and is_page(args.memory_out):
         save_page([Shown(args.planner, best, breakdown=breakdown)], args.memory_out)
     elif args.memory_out:
-        save_memory_picture(breakdown, args.memory_out)
+        save_picture(memory_picture(breakdown), args.memory_out)
     if not args.json:
         blocks = [headline(best), peak_table(breakdown), list(peak_lines(breakdown))]
         blocks.append(curves(breakdown, max(8, args.width - _LABEL_WIDTH)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cli.layout import BALANCED, Chosen, balanced_at, chosen_layout
-from megatron_epp.cli.terminal import Command, Parser, help_width, say
+from megatron_epp.cli.terminal import Command, help_width, say
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.registry import PLANNERS, PlannerEntry
 from megatron_epp.report.text import table
@@ -57,20 +57,8 @@ def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
     return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the command's flags, of which it has none."""
-    del parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the list."""
-    del args
-    say(planners_text())
-    return 0
-
-
-def planners_text() -> str:
-    """Format the table of planners."""
+def run(_: argparse.Namespace) -> int:
+    """Print the table of planners."""
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
         uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
@@ -78,14 +66,14 @@ def planners_text() -> str:
         rows.append([name, _stages(entry), ", ".join(uses), summary])
     lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
     column = lines[0].index("what it does")
-    wrapped = [row for line in lines for row in _wrapped(line, column, help_width() - 2)]
+    wrapped = [
+        row
+        for line in lines
+        for row in textwrap.wrap(line[column:], help_width() - 2, initial_indent=line[:column], subsequent_indent=" " * column)
+    ]
     lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
-    return "\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE])
-
-
-def _wrapped(line: str, column: int, width: int) -> list[str]:
-    """Split a line of a table whose last column begins at `column`."""
-    return textwrap.wrap(line[column:], width, initial_indent=line[:column], subsequent_indent=" " * column)
+    say("\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE]))
+    return 0
 
 
 def _stages(entry: PlannerEntry) -> str:
@@ -96,4 +84,4 @@ def _stages(entry: PlannerEntry) -> str:
 
 
 _PURPOSE = "list the planners that plans can follow, with their papers"
-COMMAND = Command("schedules", _PURPOSE, add_arguments, run)
+COMMAND = Command("schedules", _PURPOSE, lambda _: None, run)

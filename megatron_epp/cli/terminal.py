@@ -14,7 +14,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -221,16 +220,6 @@ def tell(text: str) -> None:
 def tell_error(text: str) -> None:
     """Print an error. Very long lines are truncated."""
     tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
-
-
-def tell_traceback(error: BaseException) -> None:
-    """Print where an error came from."""
-    tell("".join(traceback.format_exception(error)).rstrip())
-
-
-def finish() -> None:
-    """Flush the output. Raises `OSError` if it cannot be written, as on a full disk."""
-    _write(sys.stdout, "", flush=True)
 
 
 @contextmanager

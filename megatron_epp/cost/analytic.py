@@ -37,7 +37,6 @@ def analytic_costs(
     """Costs of a pipeline. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
-        shape, rates: as `analytic_profile` takes them.
         layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
         state_bytes_per_parameter: see `Profile.costs`.
 
@@ -126,9 +125,6 @@ _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_by
 
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
     """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
-
-    Args:
-        shape: of the model, with its tensor- and context-parallel ranks.
 
     Returns:
         microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of

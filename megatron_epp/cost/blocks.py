@@ -26,6 +26,10 @@ _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _IDLE_US = 1.0
 """Time of a backward that computes nothing, before it is measured. Assumed: an order of plans needs some."""
 _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD, HANDOVER: memory.STATES}
+UNKNOWN_BYTES: dict[str, Any] = dict.fromkeys(
+    f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended")
+)
+"""Sizes of a block that are not measured, as they are where they are unknown."""
 CODEC = Codec(
     least={
         **dict.fromkeys(("heads", "kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
@@ -291,11 +295,10 @@ class StageCosts:
             cached = 0.0 if block.kv is None else block.kv.bytes_per_token
             modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, cached))
             sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), cached)
-            unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
             nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)
             times = dict.fromkeys(("backward", "weight", "exchange"), NO_TIME)
             kv = block.kv and replace(block.kv, gradient_bytes_per_token=0.0, many_gradient_bytes_per_token=0.0)
-            changes: dict[str, Any] = {**sizes, **unknown, **nothing, **times}
+            changes: dict[str, Any] = {**sizes, **UNKNOWN_BYTES, **nothing, **times}
             blocks.append(replace(block, recompute=modes, kv=kv, **changes))
         blocks[0] = replace(blocks[0], backward=LinearTime(_IDLE_US))
         return replace(self, blocks=tuple(blocks))

@@ -26,12 +26,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineFit:
-    """A line through points.
-
-    Attributes:
-        line: the line.
-        errors: ``(line - measured) / measured`` of every point.
-    """
+    """A line through points, and its error ``(line - measured) / measured`` at every one."""
 
     line: LinearTime
     errors: tuple[float, ...]

@@ -8,23 +8,19 @@ settings of inference are ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, brief, brief_text, nearest, number, whole
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, brief_text, nearest, number, whole
 
-MOST_SIZE = (1 << 31) - 1
 type Flags = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config, under one of several names each.
-
-    Attributes:
-        body: as the file has it.
-    """
+    """The values of a config, under one of several names each."""
 
     body: Mapping[str, Any]
 
@@ -95,19 +91,6 @@ class Config:
 type Part = Callable[[Config], Flags]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A kind of model.
-
-    Attributes:
-        parts: functions that read it; the flags of later ones replace those of earlier ones.
-        always: flags that every model of the kind has.
-    """
-
-    parts: tuple[Part, ...]
-    always: Flags = field(default_factory=dict)
-
-
 def flags_of_config(body: Any) -> Flags:
     """Convert a Hugging Face config to Megatron's flags, with underscores in the names.
 
@@ -126,11 +109,10 @@ def flags_of_config(body: Any) -> Flags:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise EppError(f"model_type is {brief(kind)}{nearest(str(kind), ARCHITECTURES)}; known are {known}")
-    architecture, config = ARCHITECTURES[kind], Config(body)
     flags: Flags = {}
-    for part in architecture.parts:
-        flags |= part(config)
-    return flags | architecture.always
+    for part in ARCHITECTURES[kind]:
+        flags |= part(Config(body))
+    return flags
 
 
 def trunk(config: Config) -> Flags:
@@ -254,13 +236,7 @@ def _expert_layers(config: Config) -> Flags:
 
 def runs(values: Sequence[int]) -> str:
     """Write numbers as Megatron reads them, equal neighbours together: ``([0]*3+[1]*58)``."""
-    runs: list[tuple[int, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    return f"({'+'.join(f'[{value}]*{times}' for value, times in runs)})"
+    return f"({'+'.join(f'[{value}]*{len(list(equal))}' for value, equal in groupby(values))})"
 
 
 def sigmoid_router(config: Config) -> Flags:
@@ -426,25 +402,29 @@ def hybrid(config: Config) -> Flags:
     return flags
 
 
+def always(**flags: Any) -> Part:
+    """Return a part for flags that every model of a kind has."""
+    return lambda _: flags
+
+
 _GQA = (trunk, count, heads, rotation, gated_mlp)
-_QK_NORM: Flags = {"qk_layernorm": True}
-_QKV_BIAS: Flags = {"add_qkv_bias": True}
+_QK_NORM = always(qk_layernorm=True)
 _LATENT = (trunk, count, rotation, gated_mlp, latents, experts, sigmoid_router, extra_prediction)
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture((*_GQA, listed_windows)),
-    "mistral": Architecture((*_GQA, usual_windows)),
-    "qwen2": Architecture((*_GQA, switched_windows), _QKV_BIAS),
-    "qwen3": Architecture((*_GQA, switched_windows), _QK_NORM),
-    "olmo3": Architecture((*_GQA, windows), _QK_NORM),
-    "mixtral": Architecture((*_GQA, experts, windows)),
-    "qwen3_moe": Architecture((*_GQA, experts, windows_everywhere), _QK_NORM),
-    "minimax_m2": Architecture((*_GQA, experts, sigmoid_router, listed_windows), _QK_NORM),
-    "glm4_moe": Architecture((*_GQA, experts, sigmoid_router, extra_prediction, listed_windows)),
-    "deepseek_v3": Architecture(_LATENT),
-    "kimi_k2": Architecture(_LATENT),
-    "gpt_oss": Architecture((*_GQA, experts, alternating_windows), {"softmax_type": "learnable", "add_qkv_bias": True}),
-    "qwen3_next": Architecture((*_GQA, experts, gated_delta, extra_prediction), _QK_NORM),
-    "nemotron_h": Architecture((trunk, heads, hybrid)),
+ARCHITECTURES: dict[str, tuple[Part, ...]] = {
+    "llama": (*_GQA, listed_windows),
+    "mistral": (*_GQA, usual_windows),
+    "qwen2": (*_GQA, switched_windows, always(add_qkv_bias=True)),
+    "qwen3": (*_GQA, switched_windows, _QK_NORM),
+    "olmo3": (*_GQA, windows, _QK_NORM),
+    "mixtral": (*_GQA, experts, windows),
+    "qwen3_moe": (*_GQA, experts, windows_everywhere, _QK_NORM),
+    "minimax_m2": (*_GQA, experts, sigmoid_router, listed_windows, _QK_NORM),
+    "glm4_moe": (*_GQA, experts, sigmoid_router, extra_prediction, listed_windows),
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+    "gpt_oss": (*_GQA, experts, alternating_windows, always(softmax_type="learnable", add_qkv_bias=True)),
+    "qwen3_next": (*_GQA, experts, gated_delta, extra_prediction, _QK_NORM),
+    "nemotron_h": (trunk, heads, hybrid),
 }
-"""By ``model_type``."""
+"""By ``model_type``; the flags of later parts replace those of earlier ones."""

@@ -22,7 +22,6 @@ class KeptCosts:
     """Learnt costs of a pipeline.
 
     Attributes:
-        costs: the costs.
         learnt_with: what they were learnt on: model, parallel layout and machine, by name; values are numbers or text.
     """
 
@@ -31,13 +30,10 @@ class KeptCosts:
 
     def obstacle(self, now: Mapping[str, Any]) -> str:
         """Return how a run differs from the one that learnt these costs; empty if it does not."""
-        names = sorted(self.learnt_with.keys() | now.keys())
-        before = {name: self.learnt_with.get(name, "not told") for name in names}
-        after = {name: now.get(name, "not told") for name in names}
         return ", ".join(
-            f"{brief_text(name)} was {brief_text(before[name])} and is {brief_text(after[name])}"
-            for name in names
-            if before[name] != after[name]
+            f"{brief_text(name)} was {brief_text(before)} and is {brief_text(after)}"
+            for name in sorted(self.learnt_with.keys() | now.keys())
+            if (before := self.learnt_with.get(name, "not told")) != (after := now.get(name, "not told"))
         )
 
 

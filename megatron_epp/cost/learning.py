@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, UNKNOWN_BYTES, BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import VocabularyShards
@@ -204,25 +204,10 @@ def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
     return replace(costs, stages=tuple(replace(stage, blocks=tuple(map(whole, stage.blocks))) for stage in costs.stages))
 
 
-def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
-    """Set the bytes that stages hold throughout.
-
-    Args:
-        num_bytes: by stage; 0 for stages that are not named.
-    """
-    stages = (replace(stage, static=Static(weights=num_bytes.get(number, 0))) for number, stage in enumerate(costs.stages))
+def with_static(costs: PipelineCosts, static_of: Callable[[int, Static], Static]) -> PipelineCosts:
+    """Change the bytes that stages hold throughout: `static_of` gets the number of a stage, and what it holds so far."""
+    stages = (replace(stage, static=static_of(number, stage.static)) for number, stage in enumerate(costs.stages))
     return replace(costs, stages=tuple(stages))
-
-
-def with_microbatches(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
-    """Set the bytes of a caller's microbatches on the device, which stages hold throughout.
-
-    Args:
-        costs: without microbatches.
-        num_bytes: by stage; 0 for stages that are not named.
-    """
-    held = (replace(stage.static, microbatches=num_bytes.get(number, 0)) for number, stage in enumerate(costs.stages))
-    return replace(costs, stages=tuple(replace(stage, static=own) for stage, own in zip(costs.stages, held, strict=True)))
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
@@ -238,18 +223,12 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     for block in stage.inner:
         size = min(block.bytes_per_token, left)
         known, left = known.changed(block.kind, bytes_per_token=size), left - size
-    unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
     of_layer = of_layers / max(1, stage.num_layers)
-    return known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **unknown)
+    return known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **UNKNOWN_BYTES)
 
 
 def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
-    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays.
-
-    Args:
-        base: costs by formula, whose shares and bytes stay.
-        everyone: measurements of every rank.
-    """
+    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays as by formula."""
     return replace(
         base,
         logits=_fitted_pass(base, Op.S, base.logits, everyone),

@@ -29,6 +29,7 @@ from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.reading import (
     MOST_LAYERS,
+    MOST_SIZE,
     MOST_VALUES,
     brief,
     check_nested,
@@ -48,8 +49,6 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """Folders of the shipped files: inside an installed package, or next to the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
-MOST_SIZE = (1 << 31) - 1
-"""Largest width, vocabulary, or number of heads, experts or devices."""
 MOST_GB = 1e9
 """Largest memory of a device, in 2^30 bytes."""
 MOST_RATE = 1e30
@@ -198,7 +197,10 @@ def load_cluster(name: str) -> Cluster:
         there = ("attention_kernel", "device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known))
         names = ", ".join(f"{key}{nearest(key, there)}" for key in unknown)
         raise EppError(f"{path}: unknown {names}; known are {', '.join(there)}")
-    numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
+    numbers = {}
+    for key, value in entries.items():
+        divides = key.endswith(("_flops", "_bytes")) and key != "host_bytes"  # the link to the host may be absent
+        numbers[key] = _number(path, key, value, 1.0 if divides else 0.0, MOST_RATE)
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, attention_kernel=kernel, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
     return Cluster(path.stem, rates, memory_gb, node)
@@ -474,14 +476,6 @@ def balanced_layers(
     extra[0] += embedding
     extra[-1] += 0.0 if shards_vocabulary else head
     return spread_layers(layer, extra, num_layers, rank_of)
-
-
-def _range(rate: str) -> tuple[float, float]:
-    """Smallest and largest value of a rate. Rates per second are divisors, so they are at least 1, except the rate of the link
-    to the host, which may be absent.
-    """
-    divides = rate.endswith(("_flops", "_bytes")) and rate != "host_bytes"
-    return (1.0 if divides else 0.0), MOST_RATE
 
 
 def _number(path: Path, key: str, value: Any, least: float, most: float) -> float:

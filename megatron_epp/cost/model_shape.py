@@ -316,13 +316,6 @@ class ModelShape:
         return self.cached_width * self.kv_copies * self.bytes_per_value / self.ranks
 
     @property
-    def inner_bytes_per_token(self) -> float:
-        """Bytes of queries, keys, values, attention's output, latents before and after norms, and the input and output of the
-        MLP's nonlinearity.
-        """
-        return (self._attention_width + self._down_width + self._mlp_width) * self.bytes_per_value / self.ranks
-
-    @property
     def _attention_width(self) -> int:
         """Width of queries, keys, values, attention's output and the latents that they are made of."""
         return self.query_width + self.output_width + self.cached_width + self._latents
@@ -438,7 +431,8 @@ class ModelShape:
         """Bytes that the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
         residual width (in and out of attention and of the MLP), the others of the inner widths.
         """
-        return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
+        inner = (self._attention_width + self._down_width + self._mlp_width) * self.bytes_per_value / self.ranks
+        return 4 * self.hidden_bytes_per_token + inner + self.routed_bytes_per_token
 
     @property
     def attention_weight_bytes_per_token(self) -> float:

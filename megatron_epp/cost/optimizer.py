@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron_epp.cost.memory import Static
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import brief, naming_file, whole
 
 KINDS = ("adam", "sgd", "muon", "dist_muon")
@@ -153,24 +154,24 @@ def _types(settings: Mapping[str, Any]) -> dict[str, str]:
     types = {name: settings.get(name, "fp32") for name in DTYPE_FLAGS}
     for name, value in types.items():
         if not isinstance(value, str) or value not in DTYPE_BYTES:
-            raise EppError(f"{_flag(name)} is {brief(value)}; it must be one of {', '.join(DTYPE_BYTES)}")
+            raise EppError(f"{flag_of(name)} is {brief(value)}; it must be one of {', '.join(DTYPE_BYTES)}")
     return types
 
 
 def _check(settings: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
     """Raise `EppError` for flags of the optimizer that Megatron refuses together, and for an unknown optimizer."""
     if kind not in KINDS:
-        raise EppError(f"bytes of {_flag('optimizer')} {brief(kind)} are not known: give one of {', '.join(KINDS)}")
+        raise EppError(f"bytes of {flag_of('optimizer')} {brief(kind)} are not known: give one of {', '.join(KINDS)}")
     if is_precise and kind != "adam":
-        raise EppError(f"{_flag(_PRECISE)} is for {_flag('optimizer')} adam, not {kind}: leave one of them out")
-    lower = [f"{_flag(name)} {value}" for name, value in types.items() if value != "fp32"]
+        raise EppError(f"{flag_of(_PRECISE)} is for {flag_of('optimizer')} adam, not {kind}: leave one of them out")
+    lower = [f"{flag_of(name)} {value}" for name, value in types.items() if value != "fp32"]
     if lower and not is_precise:
-        raise EppError(f"{', '.join(lower)} needs {_flag(_PRECISE)}: add that, or leave it out")
+        raise EppError(f"{', '.join(lower)} needs {flag_of(_PRECISE)}: add that, or leave it out")
     if settings.get("optimizer_cpu_offload") and not is_precise:
-        raise EppError(f"{_flag('optimizer_cpu_offload')} needs {_flag(_PRECISE)}: add that, or leave it out")
+        raise EppError(f"{flag_of('optimizer_cpu_offload')} needs {flag_of(_PRECISE)}: add that, or leave it out")
     share = settings.get("optimizer_offload_fraction", 1.0)
     if type(share) not in (int, float) or not 0 <= share <= 1:
-        raise EppError(f"{_flag('optimizer_offload_fraction')} is {brief(share)}; it must be a share, 0 to 1")
+        raise EppError(f"{flag_of('optimizer_offload_fraction')} is {brief(share)}; it must be a share, 0 to 1")
 
 
 def _adam_bytes(settings: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:
@@ -207,7 +208,3 @@ def _sharing(settings: Mapping[str, Any], kind: str) -> Sharing:
 def _size(settings: Mapping[str, Any], name: str, default: int = 1) -> int:
     with naming_file(name):
         return whole(settings.get(name, default), 1)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -329,11 +329,7 @@ def _training(part: ModelPart, share: float, most: float) -> ModelPart:
 
 
 def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
-    """Return the mean of layers of two kinds: times and kept bytes are linear in layers; of two peaks it has the larger.
-
-    Args:
-        routed, dense: layers with and without experts.
-    """
+    """Return the mean of layers of two kinds: times and kept bytes are linear in layers; of two peaks it has the larger."""
 
     def mean(first: Any, second: Any) -> Any:
         if isinstance(first, LinearTime):

@@ -103,9 +103,9 @@ def fitted_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True)
     return replace(_device_line(earlier, times, pairs), launch_us=min(earlier.launch_us, least_us))
 
 
-def undetermined(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True) -> tuple[str, ...]:
+def undetermined(earlier: LinearTime, times: Sequence[Timed]) -> tuple[str, ...]:
     """Return the names of the coefficients whose ratio to the others times leave as by the earlier line."""
-    points, line = _points(earlier, times, pairs), _columns(earlier, pairs)
+    points, line = _points(earlier, times, True), _columns(earlier, True)
     if not points or not line.any():
         return ()
     shares, _ = _shares(line, points, [*np.flatnonzero(line)])

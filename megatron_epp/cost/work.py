@@ -99,10 +99,6 @@ class LinearTime:
         """Return the line with each coefficient limited to the coefficient of the line that it is a part of."""
         return LinearTime(*map(min, self._coefficients, whole._coefficients))
 
-    def larger(self, other: LinearTime) -> LinearTime:
-        """Return the line with the larger of each two coefficients."""
-        return LinearTime(*map(max, self._coefficients, other._coefficients))
-
     def without(self, part: LinearTime) -> LinearTime:
         """Return the line less a part of it; no coefficient is below zero."""
         return LinearTime(*(max(0.0, own - less) for own, less in zip(self._coefficients, part._coefficients, strict=True)))

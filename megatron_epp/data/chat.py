@@ -403,8 +403,7 @@ def example_lines(
     Line breaks of the text are written as ``\\n``, so that those without are of this page.
 
     Args:
-        ids: integers [tokens].
-        trained: [tokens], 1 for tokens that are trained.
+        trained: 1 for tokens that are trained, else 0 [tokens].
     """
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     parts = [_part(decode(ids[start:end].tolist()), bool(trained[start])) for start, end in pairwise(edges) if start < end]

@@ -177,11 +177,7 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
 
 
 def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> None:
-    """Raise `EppError` if an id is not in the vocabulary.
-
-    Args:
-        ids: integers [tokens].
-    """
+    """Raise `EppError` if an id is not in the vocabulary."""
     if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise EppError(

@@ -17,6 +17,7 @@ import megatron_epp
 from megatron_epp.launch.environment import check_environment, exports, is_secret
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
 
@@ -107,7 +108,7 @@ def world_of(megatron: Mapping[str, Any]) -> int:
     sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
     for name, size in zip(REPLICA_SIZES, sizes, strict=True):
         if not isinstance(size, int) or size < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} is {size!r}; it must be a whole number from 1")
+            raise SettingsError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
     return math.prod(sizes)
 
 

@@ -66,16 +66,10 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class EndingWithParent:
-    """Target of a `multiprocessing` process that runs a function and makes the process end when its parent does."""
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self._target = target
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Run the function."""
-        threading.Thread(target=_end_after_parent, name="end with parent", daemon=True).start()
-        return self._target(*args, **named)
+def run_until_parent_ends(target: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Run the target of a `multiprocessing` process, which ends when its parent does."""
+    threading.Thread(target=_end_after_parent, name="end with parent", daemon=True).start()
+    return target(*args, **named)
 
 
 def _end_after_parent() -> None:

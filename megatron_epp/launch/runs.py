@@ -22,6 +22,7 @@ from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import naming_file, parse_json, read_text
 
 ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -203,15 +204,3 @@ def reason_in(log: str) -> str | None:
     """First line of a log that gives the reason for a failure; None if there is none."""
     reason = _REASON.search(log)
     return reason[1] if reason else None
-
-
-def flag_words(settings: dict[str, Any]) -> list[str]:
-    """Convert ``{"num_layers": 4, "swiglu": True}`` to ``["--num-layers", "4", "--swiglu"]``; False and None are omitted."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        if value is None or value is False:
-            continue
-        flags.append("--" + name.replace("_", "-"))
-        if value is not True:
-            flags.extend(str(v) for v in (value if isinstance(value, list) else [value]))
-    return flags

@@ -29,6 +29,8 @@ MOST_WHOLE = (1 << 63) - 1
 """Largest whole number, the largest signed 64-bit integer."""
 MOST_LAYERS = 10_000
 """Largest number of layers of a model."""
+MOST_SIZE = (1 << 31) - 1
+"""Largest width, vocabulary, or number of tokens, heads, experts or devices."""
 
 _NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN|-?\d[\d.eE+-]*)')
 """Pattern of JSON's strings, and as a group of its numbers, `NaN` and infinities included, which are not JSON."""

@@ -399,11 +399,6 @@ def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     return figure
 
 
-def save_memory_picture(breakdown: MemoryBreakdown, path: str | Path) -> None:
-    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
-    save_picture(memory_picture(breakdown), path)
-
-
 def _draw_items(axis: Axes, breakdown: MemoryBreakdown, rank: int, colours: Mapping[str, str], size: int) -> None:
     """Draw the items of a rank as areas, the first at the bottom; `colours` is by item, and the unit is `size` bytes."""
     moments = {round(moment.time_us, 3): moment.items for moment in breakdown.moments(rank)}

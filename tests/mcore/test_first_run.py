@@ -17,6 +17,7 @@ from megatron_epp.launch import runs
 from megatron_epp.launch.machine import free_port
 from megatron_epp.mcore import pretrain_gpt
 from megatron_epp.plan import EppError
+from megatron_epp.plan.flags import flag_words
 from tests.support import ROOT
 from tests.support.mcore import forked
 
@@ -112,7 +113,7 @@ def test_a_users_own_command_is_raced(tmp_path):
     settings = tiny_training(tmp_path, 2, 10, is_reduced=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     words = [*torchrun, pretrain_gpt.__file__]
-    launch = read_launch([*words, *runs.flag_words({name: value for name, value in settings.items() if "epp" not in name})])
+    launch = read_launch([*words, *flag_words({name: value for name, value in settings.items() if "epp" not in name})])
     setting = SimpleNamespace(is_reduced=False, has_launch=True, launch=launch, folder=tmp_path)
     outcome = race(setting)
     assert outcome.status == "passed", outcome.found

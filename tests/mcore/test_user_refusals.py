@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.table import FIELDS
+from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.microbatches import plan_as_given
 from tests.support.plan.planner_cases import pipeline as costs_of
 from tests.support.runtime.agreement_runs import SHAPES
 
@@ -61,6 +66,28 @@ def test_microbatches_that_replicas_share_are_refused(item: Any) -> None:
 @pytest.mark.parametrize("item", [TOKENS, TOKENS | {"local_cp_size": None}, (TOKENS,), [TOKENS], None, 3])
 def test_other_microbatches_are_taken(item: Any) -> None:
     refuse_group_sizes(item)
+
+
+def test_plans_by_learnt_costs_reach_the_peak_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatch_run, "gathered", lambda peak, *_: (peak, peak))
+    monkeypatch.setattr(microbatch_run, "from_each_of_job", lambda mine: [mine])
+    by_formula = costs_of(2, 2)
+    held = tuple(replace(stage, static=Static(weights=1000, optimizer=3000)) for stage in by_formula.stages)
+    pipeline: Any = SimpleNamespace(
+        problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
+        placement=SimpleNamespace(stages=lambda rank: [rank]),
+        learning=SimpleNamespace(learner=SimpleNamespace(learnt=SimpleNamespace(peak_bytes=1 << 40))),
+        links=None,
+        _on_gpu=True,
+        _measured=AgreedShapes(SHAPES, (500, 700)),
+        _options=Options(),
+    )
+    for name in ("_planned_peaks", "_with_microbatches"):
+        setattr(pipeline, name, partial(getattr(MicrobatchRun, name), pipeline))
+    learnt = MicrobatchRun._with_static(pipeline, replace(by_formula, stages=held))
+    costs = pipeline._with_microbatches(learnt, pipeline._measured)
+    lengths = tuple(shape.lengths for shape in SHAPES)
+    assert plan_as_given(lengths, pipeline.problem, costs, Options()).plan.predicted.peak_bytes == (1 << 40,) * 2
 
 
 @pytest.mark.parametrize(("is_done", "cap_bytes"), [(False, 1), (True, 1), (True, 1 << 60)])

@@ -74,6 +74,13 @@ def test_links_are_those_that_are_advised_with(devices, again):
     assert (without.predicted.makespan_us == entry.plan.predicted.makespan_us) == (devices == 16)
 
 
+def test_a_value_of_zero_is_not_left_out_of_the_flags():
+    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--offload", "off", "--loss-block-tokens", "0")
+    question = question_of(args)
+    flags = plan_flags(args, question, exactly(question, Configuration(1, 2, 2, 1, layers=(4, 4))))
+    assert flags[flags.index("--loss-block-tokens") + 1] == "0"
+
+
 def test_the_commands_are_printed_and_run(capsys):
     assert main(["advise", *SMALL, "--devices", "2", *CHATS, "--pipeline-parallel", "2", "--context-parallel", "1"]) == 0
     said = capsys.readouterr().out

@@ -9,9 +9,8 @@ import pytest
 from megatron_epp.cli import inputs as cli_inputs
 from megatron_epp.cli import main as cli
 from megatron_epp.cli import plan as cli_plan
-from megatron_epp.mcore.arguments.flag import MOST
 from megatron_epp.plan import EppError, check
-from megatron_epp.plan.reading import check_nested, naming_file
+from megatron_epp.plan.reading import MOST_SIZE, check_nested, naming_file
 from tests.support.plan.bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
@@ -59,7 +58,8 @@ def test_no_flag_of_any_command_takes_what_is_no_finite_number_from_0(value):
 
 
 def test_drawn_batches_are_as_many_as_there_are(capsys):
-    argv = ["compare", "--lengths", "5,4,3", "--batch-size", "2", "--batches", str(MOST), "--planner", "1f1b", "--stages", "2"]
+    batches = ["--lengths", "5,4,3", "--batch-size", "2", "--batches", str(MOST_SIZE)]
+    argv = ["compare", *batches, "--planner", "1f1b", "--stages", "2"]
     assert exit_code(argv) == 0
     assert capsys.readouterr().out.count("1f1b") == 2
 

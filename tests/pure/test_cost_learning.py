@@ -8,6 +8,7 @@ import pytest
 
 from megatron_epp.cost import CPU, LinearTime, ModelShape, analytic_profile
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of, with_static
+from megatron_epp.cost.memory import Static
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Segment
 from tests.support.plan.small_plans import one_f_one_b
 
@@ -119,5 +120,8 @@ def test_the_error_of_formulas_is_told_as_a_ratio():
     assert str(found) == "2.00 of the time by formulas (stages 2.00 to 2.00)"
 
 
-def test_static_bytes_are_set_by_stage():
-    assert [stage.static_bytes for stage in with_static(learnt(), {1: 5}).stages] == [0, 5]
+def test_static_bytes_are_changed_by_stage():
+    costs = with_static(
+        with_static(learnt(), lambda stage, _: Static(weights=5 * stage)), lambda _, held: replace(held, buffers=2)
+    )
+    assert [stage.static_bytes for stage in costs.stages] == [2, 7]

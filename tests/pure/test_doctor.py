@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import types
 
 import pytest
@@ -38,8 +39,9 @@ def machine(monkeypatch):
         named = {"apex": "amp_C", "flash-attn-3": "flash_attn_interface"}
         modules = {named.get(name, name.replace("-", "_")) for name in packages}
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
-        monkeypatch.setattr(cli_doctor, "_import_error", dict(broken).get)
-        monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)
+        errors = dict(broken) | ({} if "torch" in modules else {"torch": ImportError()})
+        monkeypatch.setattr(cli_doctor, "_import_error", errors.get)
+        monkeypatch.setitem(sys.modules, "torch", fake_torch(has_gpu))
         monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
         for part in ("_attention", "_loss_by_blocks"):
             monkeypatch.setattr(cli_doctor, part, lambda torch, has_gpu: iter(()))
@@ -91,6 +93,17 @@ def test_a_version_outside_what_is_known_to_work_is_told_with_the_range(machine)
     found = machine(FULL | {"torch": "2.5.1", "flash-attn": "2.6.3"}, SET)
     assert (found["torch"].status, found["torch"].found) == (PROBLEM, "2.5.1, outside >=2.6")
     assert found["flash-attn"].found == "2.6.3, outside >=2.7"
+
+
+def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('operator is registered twice')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
+    found = {finding.subject: finding for finding in cli_doctor.look()}
+    assert found["torch"].status == PROBLEM
+    assert found["torch"].found.endswith("but its import fails: operator is registered twice")
+    assert "CUDA" not in found
 
 
 def test_without_torch_nothing_that_needs_it_is_looked_at(machine):

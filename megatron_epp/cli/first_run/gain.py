@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from megatron_epp.advice.judge import Judged, Plain, exactly, plain, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
@@ -25,19 +25,6 @@ _NOT_SUBTRACTED = (
     "not subtracted: what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
 )
 _FILLS = {"1f1b-padded": "each padded", "1f1b-packed": "packed"}
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """Prediction for one configuration; `stock` is None if no microbatches of Megatron's schedule fit."""
-
-    stock: Plain | None
-    elastic: Judged
-
-    @property
-    def speedup(self) -> float:
-        """Ratio of the times of Megatron's schedule and of the plan; infinite if Megatron's schedule does not fit."""
-        return math.inf if self.stock is None else self.stock.step_us / self.elastic.parts.step_us
 
 
 def question_of(setting: Setting) -> Question:
@@ -69,29 +56,26 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
     return replace(config, layers=question.even_layers(config))
 
 
-def evaluate(question: Question, config: Configuration) -> Gain:
-    """Plan the batch as training would, and as Megatron's 1F1B with its best way to fill microbatches.
-
-    Raises `InfeasibleError` if no plan fits.
-    """
-    return Gain(plain(question, config, shares_by_work(question, config)), exactly(question, config))
-
-
 def gain(setting: Setting) -> Outcome:
-    """Plan the user's lengths, compare, and end with the lines to change in the launch command."""
+    """Plan the user's lengths, compare, and end with the lines to change in the launch command.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
     question = question_of(setting)
     config = configuration_of(question, setting.launch)
     if setting.profile is not None:
         question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
-        evaluation = evaluate(question, config)
+        stock, elastic = plain(question, config, shares_by_work(question, config)), exactly(question, config)
+    speedup = math.inf if stock is None else stock.step_us / elastic.parts.step_us
     refused = refusals(setting.launch)
     costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
         f"{max(question.lengths):,}; {config.name}; costs {costs}",
-        *_rows(question, evaluation),
-        _said(evaluation.speedup),
+        *_rows(question, stock, elastic),
+        _said(speedup),
         *([_NOT_SUBTRACTED] if refused else []),
         *refused,
         "",
@@ -100,24 +84,23 @@ def gain(setting: Setting) -> Outcome:
     ]
     figures = {
         "layout": asdict(config),
-        "speedup": evaluation.speedup if math.isfinite(evaluation.speedup) else None,
-        "elastic": asdict(evaluation.elastic.parts) | {"peak_bytes": evaluation.elastic.peak_bytes},
-        "stock": None
-        if evaluation.stock is None
-        else {"step_us": evaluation.stock.step_us, "planner": evaluation.stock.planner},
+        "speedup": speedup if math.isfinite(speedup) else None,
+        "elastic": asdict(elastic.parts) | {"peak_bytes": elastic.peak_bytes},
+        "stock": None if stock is None else {"step_us": stock.step_us, "planner": stock.planner},
         "changes": setting.launch.changes(),
     }
     return Outcome(PASSED, tuple(lines), "", figures)
 
 
-def _rows(question: Question, gain: Gain) -> list[str]:
+def _rows(question: Question, stock: Plain | None, elastic: Judged) -> list[str]:
+    """Format both predictions; there is none of Megatron's schedule if no microbatches of it fit."""
     rows = []
-    if gain.stock is not None:
-        fill = f"1F1B, {_FILLS[gain.stock.planner]} to {gain.stock.contexts * question.context:,}"
-        rows.append([fill, format_us(gain.stock.step_us), f"{1e6 * question.tokens / gain.stock.step_us:,.0f}", "-", "-", "-"])
+    if stock is not None:
+        fill = f"1F1B, {_FILLS[stock.planner]} to {stock.contexts * question.context:,}"
+        rows.append([fill, format_us(stock.step_us), f"{1e6 * question.tokens / stock.step_us:,.0f}", "-", "-", "-"])
     else:
         rows.append([f"1F1B: does not fit {format_gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
-    parts = gain.elastic.parts
+    parts = elastic.parts
     rows.append(
         [
             "elastic",
@@ -125,7 +108,7 @@ def _rows(question: Question, gain: Gain) -> list[str]:
             f"{1e6 * question.tokens / parts.step_us:,.0f}",
             f"{parts.bubble_us / parts.step_us:.1%}",
             f"{parts.recompute_us / parts.step_us:.1%}",
-            format_bytes(gain.elastic.peak_bytes),
+            format_bytes(elastic.peak_bytes),
         ]
     )
     return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)

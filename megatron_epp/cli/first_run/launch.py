@@ -12,6 +12,7 @@ from typing import Any
 from megatron_epp.launch.command import world_of
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of, flag_words
 
 _OURS = ["-m", "megatron_epp.run"]
 _CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
@@ -115,7 +116,7 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
     flags = vars(known)
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if flags.get(name) is None]
     if missing:
-        absent = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        absent = ", ".join(map(flag_of, missing))
         raise EppError(f"the launch command lacks {absent}: give it as it is expanded, with every variable replaced")
     if flags.get("vocab_size") is None:
         flags["vocab_size"] = VOCABULARY
@@ -129,8 +130,6 @@ VOCABULARY = 128256
 
 def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
     """Return a launch command for a model, for users who have none yet."""
-    from megatron_epp.launch.runs import flag_words
-
     return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.plan.errors import as_setting
+from megatron_epp.plan.flags import flag_of
 
 OUT = "leave it out"
 
@@ -43,7 +44,7 @@ class Door(enum.Flag):
 
     def name_of(self, attribute: str) -> str:
         """Return the name of a setting, of which parsed flags have this attribute."""
-        return f"--{attribute.replace('_', '-')}" if self.has_flags else attribute.removeprefix("epp_")
+        return flag_of(attribute) if self.has_flags else attribute.removeprefix("epp_")
 
     def with_value(self, attribute: str, value: object) -> str:
         """Format a setting, of which parsed flags have this attribute, with its value."""

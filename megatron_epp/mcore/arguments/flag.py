@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.plan.reading import MOST_LAYERS, brief, nearest, nearest_number
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, nearest, nearest_number
 from megatron_epp.planner.registry import PLANNERS
 
-MOST = (1 << 31) - 1
-"""Largest whole number of a flag, where nothing smaller makes sense."""
 MOST_SEQUENCES = 1 << 24
 """Largest number of sequences in a batch."""
 
@@ -74,8 +72,8 @@ class Number:
         )
 
 
-COUNT = Number(1, MOST)
-WHOLE = Number(0, MOST)
+COUNT = Number(1, MOST_SIZE)
+WHOLE = Number(0, MOST_SIZE)
 SEED = Number(0, (1 << 32) - 1)
 LAYERS = Number(1, MOST_LAYERS)
 STAGES = Number(1, 4096)
@@ -87,7 +85,7 @@ SHARE = Number(0, 1, float)
 RECOMPUTED = Number(0, MOST_LAYERS, of_what="layers")
 SWITCH = bool
 """Type of a flag that takes no value."""
-BLOCK = Number(0, MOST, of_what="tokens, 0 for no blocks")
+BLOCK = Number(0, MOST_SIZE, of_what="tokens, 0 for no blocks")
 
 
 GIVEN = "given"

@@ -28,12 +28,13 @@ from megatron_epp.mcore.arguments.conflicts import (
 )
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
 from megatron_epp.mcore.arguments.layout import hybrid_pattern, layout_problems
-from megatron_epp.mcore.arguments.sizes import flag_of, replicas_of, shares, stages
+from megatron_epp.mcore.arguments.sizes import replicas_of, shares, stages
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import brief
 from megatron_epp.planner.registry import PLANNERS
 

@@ -11,15 +11,11 @@ from collections.abc import Generator, Iterator
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import FLAG, hybrid_pattern, readable_layout, token_multiple
+from megatron_epp.plan.flags import flag_of
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
-
-
-def flag_of(attribute: str) -> str:
-    """Return the flag of Megatron's with this destination."""
-    return f"--{attribute.replace('_', '-')}"
 
 
 def replicas_of(args: Namespace, _: Door) -> Iterator[str]:

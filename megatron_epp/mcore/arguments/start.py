@@ -18,9 +18,9 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
 from megatron_epp.mcore.arguments.refusals import Rule, problems_of
-from megatron_epp.mcore.arguments.sizes import flag_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import one_line
 
 logger = logging.getLogger(__name__)

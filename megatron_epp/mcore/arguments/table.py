@@ -34,6 +34,7 @@ from megatron_epp.mcore.arguments.flag import (
     planner,
 )
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 
@@ -386,7 +387,7 @@ _COSTS = (
         "What `megatron-epp profile` wrote, or a training run with learnt costs (default: formulas)."
     ),
 )
-_DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
+_DATA = tuple(Flag(name, flag_of(name)) for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
 TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *OPTIMIZER, *_COSTS, *_DATA)
 

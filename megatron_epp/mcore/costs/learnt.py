@@ -23,6 +23,7 @@ from megatron_epp.mcore.costs.shape import CONFIG_OF_COSTS, FLAGS_OF_COSTS, unus
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import EppError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import made_by_first
@@ -41,7 +42,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     where_set = {"epp_latents": getattr(args, "epp_latents", None) == "on" and "on"}
     where_set |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
     flags |= {name: value for name, value in where_set.items() if value not in (None, False, "vanilla")}
-    known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}
+    known = {flag_of(name): _plain(value) for name, value in flags.items()}
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
 
 

@@ -36,6 +36,7 @@ from megatron_epp.mcore.data.document_file import (
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.data.stream import build_streams
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
         )
     names = ["seed", "split", *(["seq_length"] if before != "truncate" else [])]
     changed = [
-        f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
+        f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}"
         for name in names
         if hasattr(then, name) and getattr(then, name) != getattr(now, name)
     ]

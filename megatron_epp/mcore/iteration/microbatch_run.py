@@ -16,11 +16,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import (
-    of_whole_microbatches,
-    with_microbatches,
-    with_static,
-)
+from megatron_epp.cost.learning import of_whole_microbatches, with_static
+from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
@@ -305,7 +302,9 @@ class MicrobatchRun(Run):
                 self._planner.close()
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: AgreedShapes) -> PipelineCosts:
-        return with_microbatches(costs, {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)})
+        """Add the bytes of microbatches on devices, which the first stage of each rank holds throughout."""
+        held = {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)}
+        return with_static(costs, lambda stage, static: replace(static, microbatches=held.get(stage, 0)))
 
     def _learn(self, plan: Plan | None, report: IterationReport) -> None:
         """Learn costs from a training iteration, or compare it with its plan; in some, a collective call of all ranks."""
@@ -337,13 +336,14 @@ class MicrobatchRun(Run):
         peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)
-        return with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
+        held = {stage: max(each[stage] for each in replicas) for stage in first}
+        return with_static(learnt, lambda stage, _: Static(weights=held.get(stage, 0)))
 
     def _planned_peaks(self, learnt: PipelineCosts) -> Sequence[int]:
-        """Return the peak bytes by rank of the last recorded iteration, by learnt costs, which have no static bytes."""
+        """Return the peak bytes by rank of the last recorded iteration, by learnt costs without static bytes."""
         if self._measured is None:
             return (0,) * self.problem.num_ranks
-        counted = self._with_microbatches(learnt, self._measured)
+        counted = self._with_microbatches(with_static(learnt, lambda *_: Static()), self._measured)
         return plan_as_given(_lengths_of(self._measured.shapes), self.problem, counted, self._options).plan.predicted.peak_bytes
 
 

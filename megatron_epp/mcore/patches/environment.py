@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.launch.lifetime import EndingWithParent
+from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _has_dataset_helpers() -> bool:
 def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
     """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
     if (target := getattr(self, "_target", None)) is not None:
-        self._target = EndingWithParent(target)  # type: ignore[attr-defined]
+        self._target = functools.partial(run_until_parent_ends, target)  # type: ignore[attr-defined]
     original(self)
 
 

@@ -102,7 +102,7 @@ def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches:
         costs_of=partial(_costs, args, profile),
         num_layers=args.num_layers,
         options=options_from(args, training=True, offload=offloads(args)),
-        halves=profile.attention is not None and not any(half_problems(args, even, FLAG)),
+        halves=not any(half_problems(args, even, FLAG)),
         placements=(even.placement,),
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.epp_vocab_parallel],
     )

@@ -18,7 +18,7 @@ from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.waits import ABSENT_US, Cause, Wait, critical_path, times_of, transfers_between, waits
 from megatron_epp.report.gantt import Shades, item_colours
-from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes
+from megatron_epp.report.measured import COMPUTE, COPY, LINK, Measured, measured_boxes
 from megatron_epp.report.text import headline, is_calibrated, recompute_in_backward, recompute_share
 
 PageColumns = dict[str, Any]
@@ -114,7 +114,7 @@ def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
     boxes = measured_boxes(plan, measured)
     order = {stream: number for number, stream in enumerate(_STREAMS)}
     boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
-    numbers = [_number(graph, box) for box in boxes]
+    numbers = [-1 if (number := graph.number(box.action)) is None else number for box in boxes]
     starts, ends = [ABSENT_US] * len(graph.steps), [ABSENT_US] * len(graph.steps)
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     for number, i in box_of.items():
@@ -130,11 +130,6 @@ def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
         "planned": numbers,
         **_reasons(graph, waits(graph, starts, ends), ends, numbers),
     }
-
-
-def _number(graph: Graph, box: Box) -> int:
-    number = graph.number(box.action)
-    return -1 if number is None else number
 
 
 def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> PageColumns:

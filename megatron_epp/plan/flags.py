@@ -1,0 +1,23 @@
+"""Settings as flags of a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting: ``--num-layers`` of ``num_layers``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_words(settings: Mapping[str, Any]) -> list[str]:
+    """Convert ``{"num_layers": 4, "swiglu": True}`` to ``["--num-layers", "4", "--swiglu"]``; False and None are omitted."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append(flag_of(name))
+        if value is not True:
+            words.extend(map(str, value if isinstance(value, list) else [value]))
+    return words
