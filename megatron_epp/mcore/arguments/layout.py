@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
-"""Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
+"""Values of the flag for which the run's data decide, when it is set up (`training.layout_search`); even layers until then."""
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"

@@ -4,7 +4,7 @@ Forward keeps two numbers of every token, its label and its log-sum-exp, and not
 recomputes a block's logits, turns them into their gradient in place, and computes from it the gradients of the input and of the
 weight. The cost is one more product with the weight. The weight receives its gradient through autograd, as any other.
 
-A block's logits are processed by Liger's kernel, if `loss_kernels` chooses it, else by plain torch. Liger's fused linear cross
+A block's logits are processed by Liger's kernel, if `loss.kernels` chooses it, else by plain torch. Liger's fused linear cross
 entropy avoids the second product by computing gradients in the forward. It is not used: it would hold a gradient of the weight
 for every chunk between forward and backward, does not support a vocabulary split over ranks, and cannot add to a main gradient.
 """
