@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.runtime.loss.kernels import LossCase, choose
+from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 
 class Head(NamedTuple):
@@ -73,7 +73,7 @@ class _BlockLosses(torch.autograd.Function):
         index, is_here = _entries(counted, weight, head)
         blocks, log_sum, kernel = blocks_of(len(counted), head.block_tokens), None, None
         if counted.shape[1] == 1 and not head.has_entropy:
-            kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
+            kernel, _ = explain(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         if kernel is None:
             rows = [_summary(x[_tokens(head, part)], weight, index[part], head.has_entropy) for part in blocks]
             values, log_sum = _combined(torch.cat(rows, dim=1), is_here, head.group)

@@ -62,14 +62,9 @@ class LossKernel:
     obstacle: Callable[[LossCase], str]
 
 
-def choose(case: LossCase) -> LossKernel | None:
-    """Return the kernel for a case; None if plain torch is used."""
-    return explain(case)[0]
-
-
 @functools.cache
 def explain(case: LossCase) -> tuple[LossKernel | None, str]:
-    """Return the kernel for a case and an empty string, or None and the reason.
+    """Return the kernel for a case and an empty string, or None and the reason, where plain torch is used.
 
     Every rank on which a supported kernel fails verification logs a warning.
     """
