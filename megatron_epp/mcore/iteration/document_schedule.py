@@ -182,16 +182,12 @@ def _run_on_rank(
             stage.loss.name_of = batch.name_of
         stage.begin(inputs, before_last_gradient, reduce)
 
-    open_shard = _nothing if vocabulary is None else partial(vocabulary.begin, inputs)
-    run_plan(run, models, batch.plan, report, reduction, begin, open_shard, program)
+    open_shard = None if vocabulary is None else partial(vocabulary.begin, inputs)
+    run_plan(run, models, batch.plan, report, reduction, begin, program, open_shard)
     for stage in run.stages.values():
         stage.end()
     if vocabulary is not None:
         vocabulary.end()
-
-
-def _nothing() -> None:
-    """Begin nothing: the last stage has the whole vocabulary."""
 
 
 def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:

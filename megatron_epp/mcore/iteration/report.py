@@ -91,9 +91,8 @@ class IterationReport:
         due = args.epp_schedule == "elastic" and loggers.is_due(args, run.iteration)
         collects = (args.epp_report_dir is not None or due) and not forward_only
         start = mark() if collects else None
-        return IterationReport(
-            run, batch, run.iteration, collects, start, Recorder(enabled=collects or (run.records and not forward_only))
-        )
+        recorder = Recorder(enabled=collects or (run.watch is not None and not forward_only))  # the watch needs times, too
+        return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
         """Count what stages of documents keep, if memory is measured or the plan has copies to the host.
