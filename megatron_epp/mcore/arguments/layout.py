@@ -23,7 +23,9 @@ SEARCHED = ("auto", "balanced")
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"
-_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+BETWEEN_STAGES = "|"
+"""Separator of the stages in a hybrid model's pattern."""
+PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
     "--pipeline-model-parallel-layout",
     "--num-layers-per-virtual-pipeline-stage",
@@ -108,7 +110,7 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
     chunks, placement = layout.placement.num_chunks, layout.placement
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual not in (None, chunks):
-        yield f"{setting} puts {chunks} stages on a rank, and {_PER_RANK} says {virtual}: leave that out"
+        yield f"{setting} puts {chunks} stages on a rank, and {PER_RANK} says {virtual}: leave that out"
     if args.epp_placement == "v" and placement.kind != "v":
         yield f"{setting} goes round the ranks, and --epp-placement is v: leave that out"
     if not layout.is_whole:

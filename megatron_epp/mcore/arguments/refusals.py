@@ -27,7 +27,7 @@ from megatron_epp.mcore.arguments.conflicts import (
     given_flags,
 )
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
-from megatron_epp.mcore.arguments.layout import hybrid_pattern, layout_problems
+from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import flag_of, replicas_of, shares, stages
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import FLAG, shards_vocabulary
@@ -285,7 +285,6 @@ REFUSED_LAYERS = {
     "/": "multi-token prediction",
 }
 """Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
-BETWEEN_STAGES = "|"
 
 
 def pattern_problem(pattern: str | None) -> str:
