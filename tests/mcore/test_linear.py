@@ -50,7 +50,7 @@ def experts() -> nn.Module:
 def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:
     kind = type(layer).__name__
     with pytest.raises(EppError, match=rf"--epp-split-weight-gradient cannot split 1 \({kind}\): .*{says}.*, or leave it out"):
-        weight_gradients.split_weight_gradients([nn.Sequential(nn.LayerNorm(4), layer)])
+        weight_gradients.split_weight_gradients(nn.Sequential(nn.LayerNorm(4), layer))
 
 
 class PuttingOff:
