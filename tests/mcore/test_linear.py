@@ -65,7 +65,7 @@ class PuttingOff:
             layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 4), False
             layer.register_wgrad_accumulation_and_reduce_hooks(functools.partial(self._accumulate, number))
         self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
-        weight_gradients.split_weight_gradients([self.model])
+        weight_gradients.split_weight_gradients(self.model)
         self.gradients = self.model.weight_gradients
         self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
 
