@@ -143,7 +143,7 @@ def finish_batch(
     run: SlicedRun, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
 ) -> None:
     """Report a batch that has run, and learn from it."""
-    report.submit(loss)
+    report.log_previous_and_begin(loss)
     if not forward_only:
         run.after(batch, report.recorder)
 

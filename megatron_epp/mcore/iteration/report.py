@@ -112,8 +112,8 @@ class IterationReport:
         parameters = chain.from_iterable(stage.parameters for stage in stages)
         self.tracker = SavedTensorTracker([*parameters, uploaded], run.host, counts=True, other_bytes=other_bytes)
 
-    def submit(self, loss: torch.Tensor | None) -> None:
-        """Have a thread make this iteration's report, and log the one before, which has been made meanwhile.
+    def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:
+        """Log the iteration before, whose report has been made meanwhile, and have a thread begin this iteration's report.
 
         The last iteration's report is completed at once, because the writers are closed soon after it. `loss` is
         ``[sum, tokens, ...]`` on the last rank; None elsewhere, and where the caller's step has its loss.
@@ -143,7 +143,7 @@ class IterationReport:
         A collective call of the pipeline, in the thread of reports.
 
         Args:
-            loss: as in `submit`.
+            loss: as in `log_previous_and_begin`.
             costs: by which the batch was planned.
 
         Returns:
