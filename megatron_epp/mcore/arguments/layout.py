@@ -17,7 +17,7 @@ from megatron_epp.plan.reading import naming_file, parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--epp-layout"
+LAYOUT_FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
 """Values of the flag for which the run's data decide, when it is set up (`training.layout_search`); even layers until then."""
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -92,7 +92,7 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None:
         return
-    setting = f"{FLAG} {args.epp_layout}"
+    setting = f"{LAYOUT_FLAG} {args.epp_layout}"
     if hybrid_pattern(args):
         yield f"{setting} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
         return

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.layout import FLAG, PER_RANK, hybrid_pattern, readable_layout, token_multiple
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, readable_layout, token_multiple
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -73,7 +73,7 @@ def stages(args: Namespace, _: Door) -> Iterator[str]:
         chunks = yield from _stages_of_layers(args, flag, value)
     else:
         layout = readable_layout(args)
-        flag, value, chunks = FLAG, args.epp_layout, None if layout is None else layout.placement.num_chunks
+        flag, value, chunks = LAYOUT_FLAG, args.epp_layout, None if layout is None else layout.placement.num_chunks
     if chunks is None:
         return
     ranks = args.pipeline_model_parallel_size
