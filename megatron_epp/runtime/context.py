@@ -135,7 +135,7 @@ class Stage(Protocol):
 
 
 class ActivationOffloader(Protocol):
-    """Offload as the executor needs it; see `runtime.offload.activations.Offload`. `owner` is a stage and a chunk."""
+    """Offload as the executor needs it; see `runtime.offload.activations.ActivationOffload`. `owner` is a stage and a chunk."""
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
     def out(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None: ...

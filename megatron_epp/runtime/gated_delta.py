@@ -39,9 +39,8 @@ class DeltaLayer:
         rule: kernel of the recurrence.
         normalise: scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are.
         convolve: kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for
-            torch's, sequence by sequence.
+            torch's, where convolution and recurrence run sequence by sequence.
         activation: of the convolution's output, where torch's runs.
-        takes_offsets: kernels take packed sequences; otherwise they run sequence by sequence.
     """
 
     number: int
@@ -53,10 +52,6 @@ class DeltaLayer:
     normalise: Callable[[Tensor], Tensor] | None
     convolve: Callable[..., Tensor] | None
     activation: Callable[[Tensor], Tensor]
-
-    @property
-    def takes_offsets(self) -> bool:
-        return self.convolve is not None
 
     def __call__(self, q: Tensor, rest: Tensors, context: ChunkContext) -> Tensor:
         """Return the output of a chunk's tokens, ``[tokens, value heads, channels]``.
@@ -124,7 +119,8 @@ class DeltaLayer:
             q, k, v, g, beta = (x[:, start:end] for x in columns)
             return self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
 
-        if context.view is None and self.takes_offsets:
+        takes_offsets = self.convolve is not None
+        if context.view is None and takes_offsets:
             offsets = context.table.cu_seqlens(log_decay.device)[0]
             return run(0, starts[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0], None
         outs, last = [], None
@@ -133,7 +129,7 @@ class DeltaLayer:
             own, last = run(0, starts[1], initial_state=memory, output_final_state=is_followed)
             outs, begin = [own[0]], 1
         rest = starts[begin:]
-        if len(rest) > 2 and self.takes_offsets:
+        if len(rest) > 2 and takes_offsets:
             offsets = context.table.cu_seqlens(log_decay.device)[0][begin:] - rest[0]
             outs.append(run(rest[0], rest[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0])
         else:

@@ -58,8 +58,8 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
     with monkeypatch.context() as full:
         full.setattr(loss_kernels, "errors", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            loss_kernels.choose(case)
-    assert loss_kernels.choose(case) is loss_kernels.LIGER
+            loss_kernels.explain(case)
+    assert loss_kernels.explain(case) == (loss_kernels.LIGER, "")
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -67,7 +67,7 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
 def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens):
     played(exact_kernel())
     x, weight, labels = problem(tokens=11)
-    assert loss_kernels.choose(LossCase("cpu", torch.float32, len(weight))) is loss_kernels.LIGER
+    assert loss_kernels.explain(LossCase("cpu", torch.float32, len(weight))) == (loss_kernels.LIGER, "")
     grad = of_tokens(kind, 11)
     expected = losses_and_gradients(plain(x, weight, labels), grad.double(), (x, weight))
     found = losses_and_gradients(block_losses(x, x, weight, labels, Head(block_tokens)), grad, (x, weight))
@@ -124,7 +124,7 @@ def test_with_a_kernel_logits_and_their_gradient_take_their_own_size(monkeypatch
     grad = of_tokens("masked", tokens)
     beside = 64 * tokens + 2 * tokens * width  # a few numbers of every token, and the input's gradient
     in_place = exact_kernel(lambda logits, labels: torch.zeros(len(logits)), lambda logits, labels: logits.zero_())
-    monkeypatch.setattr(block_loss, "choose", lambda case: in_place)
+    monkeypatch.setattr(block_loss, "explain", lambda case: (in_place, ""))
     peak = peak_bytes_of(lambda: block_losses(x, x, weight, labels, Head(block)).backward(grad))
     workspace = loss_workspace_bytes(block, entries, width, 2, in_place=True)
     assert 0.7 * workspace < peak < 1.02 * workspace + beside
@@ -156,7 +156,6 @@ def failing(logits, labels):
 )
 def test_a_kernel_that_is_coarser_wrong_or_fails_is_passed_over_and_says_so(played, caplog, changed, said):
     played(replace(exact_kernel(), **changed))
-    assert loss_kernels.choose(ON_GPU) is None
     kernel, why = loss_kernels.explain(ON_GPU)
     assert kernel is None
     assert re.match(f"played: {said}", why)

@@ -22,7 +22,7 @@ def masked(name):
 @pytest.mark.parametrize("kernel", [None, exact_kernel()])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_are_those_of_all_tokens_under_the_mask(name, kernel, monkeypatch):
-    monkeypatch.setattr(blocks, "choose", lambda case: kernel)
+    monkeypatch.setattr(blocks, "explain", lambda case: (kernel, ""))
     x, weight, labels = problem(TOKENS)
     mask, rows = masked(name)
     expected = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (x, weight))

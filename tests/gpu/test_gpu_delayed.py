@@ -65,7 +65,7 @@ def test_gradients_are_the_same(fused):
     joint, split = Model(delays=False, fused=fused), Model(delays=True, fused=fused)
     for chunk in range(CHUNKS):
         joint.backward(chunk, contextlib.nullcontext())
-    split_weight_gradients([split.model])
+    split_weight_gradients(split.model)
     gradients = split.model.weight_gradients
     split.backward(0, gradients.keeping(0))
     split.backward(1, gradients.keeping(1))

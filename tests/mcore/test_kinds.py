@@ -6,7 +6,8 @@ import sys
 import pytest
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-from megatron_epp.mcore.arguments.refusals import BETWEEN_STAGES, REFUSED_LAYERS, pattern_problem
+from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES
+from megatron_epp.mcore.arguments.refusals import REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.kinds import KINDS
 from tests.support.mcore.launch import REPOSITORY
 

@@ -50,7 +50,7 @@ def experts() -> nn.Module:
 def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:
     kind = type(layer).__name__
     with pytest.raises(EppError, match=rf"--epp-split-weight-gradient cannot split 1 \({kind}\): .*{says}.*, or leave it out"):
-        weight_gradients.split_weight_gradients([nn.Sequential(nn.LayerNorm(4), layer)])
+        weight_gradients.split_weight_gradients(nn.Sequential(nn.LayerNorm(4), layer))
 
 
 class PuttingOff:
@@ -65,7 +65,7 @@ class PuttingOff:
             layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 4), False
             layer.register_wgrad_accumulation_and_reduce_hooks(functools.partial(self._accumulate, number))
         self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
-        weight_gradients.split_weight_gradients([self.model])
+        weight_gradients.split_weight_gradients(self.model)
         self.gradients = self.model.weight_gradients
         self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
 

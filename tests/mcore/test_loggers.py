@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_plan_has_nothing_to_agree_on():
 )
 def test_iterations_are_collected_when_the_log_or_a_writer_that_is_there_shows_them(writer, collected):
     flags = {"log_interval": 10, "tensorboard_log_interval": 4, "epp_report_dir": None, "epp_schedule": "elastic"}
-    run = Namespace(args=Namespace(**flags, **writer), iteration=0, records=False)
+    run = Namespace(args=Namespace(**flags, **writer), iteration=0, watch=None)
     planned = Namespace(plan=object())
     reports = [IterationReport.begin(run, planned, forward_only=False) for _ in range(20)]
     assert {report.iteration for report in reports if report.collects} == collected

@@ -95,7 +95,7 @@ def test_a_mistake_is_told_in_a_line(parser, write, settings, words):
 def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(monkeypatch, argv, is_ours):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
     seen = []
-    yaml_cfg.reading_yaml(lambda extra, ignore: seen.append(extra))()
+    yaml_cfg.parse_with_yaml(lambda extra, ignore: seen.append(extra))
     assert [extra is not None for extra in seen] == [is_ours]
 
 

@@ -213,6 +213,56 @@ def test_docstrings_are_more_than_the_name_in_another_order() -> None:
     assert not bad, "\n".join(bad)
 
 
+OUTSIDE = {"megatron", "scipy", "scripts", "torch"}
+"""Other packages whose modules docstrings and comments name."""
+DOTTED = re.compile(r"(?<!`)`((?!\w+\.py`)[a-z_]\w*(?:\.\w+)+)`(?!`)")
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Return the names in a file's code."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    return {name for node in nodes for key in ("id", "attr", "arg", "name", "asname") if (name := getattr(node, key, None))}
+
+
+@cache
+def modules() -> dict[str, list[Path]]:
+    """Return the package's modules by the ends of their dotted names, as `loss.kernels` for one in `runtime`."""
+    found: dict[str, list[Path]] = {}
+    for path in (ROOT / "megatron_epp").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if path.stem == "__init__" else parts
+        for at in range(len(parts)):
+            found.setdefault(".".join(parts[at:]), []).append(path)
+    return found
+
+
+def leads_somewhere(reference: str, path: Path) -> bool:
+    """Return True if what a file names is one of the package's modules or a name in one, begins with a name of the file's own,
+    or is outside the package.
+    """
+    parts = reference.split(".")
+    if parts[0] in names_in(path) | OUTSIDE:
+        return True
+    return any(
+        at == len(parts) or parts[at] in names_in(module)
+        for at in range(1, len(parts) + 1)
+        for module in modules().get(".".join(parts[:at]), ())
+    )
+
+
+def test_dotted_names_in_docstrings_and_comments_lead_somewhere() -> None:
+    bad = []
+    for path in files():
+        if path.suffix == ".py" and "megatron_epp" in path.parts:
+            for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+                if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+                    missing = [name for name in DOTTED.findall(token.string) if not leads_somewhere(name, path)]
+                    bad += [f"{path.relative_to(ROOT)}:{token.start[0]}: {name}" for name in missing]
+    assert not bad, "\n".join(bad)
+    assert not leads_somewhere("cost.kernels", ROOT / "megatron_epp" / "cost" / "work.py")
+
+
 def test_the_glossary_is_in_alphabetical_order() -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
     terms = [row.split("|")[1].strip().strip("`").casefold() for row in rows]

@@ -1,4 +1,4 @@
-"""Costs of attention that runs separately from its layer, on a rank of its own choice (`plan.attention`)."""
+"""Costs of attention that runs separately from its layer, on a rank of its own choice (`helix.operations`)."""
 
 from __future__ import annotations
 

@@ -93,6 +93,7 @@ _ONE_SEQUENCE = "set it to 1: a microbatch is one sequence"
 NO_RESTART = MegatronFlag(
     "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
 )
+# Rows without doors are for documents only.
 OF_MODELS = (
     NO_RESTART,
     MegatronFlag("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),

@@ -9,7 +9,7 @@ from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED, NO_RESTART, OF_SAMPLES, Door, given_flags
 from megatron_epp.mcore.arguments.layout import apply_layout
 from megatron_epp.mcore.arguments.refusals import refuse, splits_weights, vocabulary_problems
-from megatron_epp.mcore.arguments.vocabulary import FLAG
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.features import (
     check_calls,
     has_user_microbatches,
@@ -120,9 +120,9 @@ def _settle_vocabulary(args: argparse.Namespace) -> None:
     if args.epp_vocab_parallel == "auto" and (problem := next(vocabulary_problems(args), None)):
         args.epp_vocab_parallel = "off"
         if args.rank == 0:
-            logger.info("%s auto: the output layer stays on the last stage, since %s", FLAG, problem)
+            logger.info("%s auto: the output layer stays on the last stage, since %s", VOCABULARY_FLAG, problem)
     if args.epp_vocab_parallel != "off" and getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
-        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", FLAG)
+        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", VOCABULARY_FLAG)
 
 
 def refuse_restart(args: argparse.Namespace) -> None:

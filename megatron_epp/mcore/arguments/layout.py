@@ -17,13 +17,15 @@ from megatron_epp.plan.reading import naming_file, parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--epp-layout"
+LAYOUT_FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
-"""Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
+"""Values of the flag for which the run's data decide, when it is set up (`training.layout_search`); even layers until then."""
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"
-_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+BETWEEN_STAGES = "|"
+"""Separator of the stages in a hybrid model's pattern."""
+PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
     "--pipeline-model-parallel-layout",
     "--num-layers-per-virtual-pipeline-stage",
@@ -90,7 +92,7 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None:
         return
-    setting = f"{FLAG} {args.epp_layout}"
+    setting = f"{LAYOUT_FLAG} {args.epp_layout}"
     if hybrid_pattern(args):
         yield f"{setting} is for GPTModel: a hybrid model's stages begin where its --hybrid-layer-pattern has a |"
         return
@@ -108,7 +110,7 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
     chunks, placement = layout.placement.num_chunks, layout.placement
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual not in (None, chunks):
-        yield f"{setting} puts {chunks} stages on a rank, and {_PER_RANK} says {virtual}: leave that out"
+        yield f"{setting} puts {chunks} stages on a rank, and {PER_RANK} says {virtual}: leave that out"
     if args.epp_placement == "v" and placement.kind != "v":
         yield f"{setting} goes round the ranks, and --epp-placement is v: leave that out"
     if not layout.is_whole:

@@ -27,10 +27,10 @@ from megatron_epp.mcore.arguments.conflicts import (
     given_flags,
 )
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
-from megatron_epp.mcore.arguments.layout import hybrid_pattern, layout_problems
+from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, hybrid_pattern, layout_problems
 from megatron_epp.mcore.arguments.sizes import replicas_of, shares, stages
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
-from megatron_epp.mcore.arguments.vocabulary import FLAG, shards_vocabulary
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
@@ -262,20 +262,23 @@ def vocabulary_problems(args: Namespace) -> Iterator[str]:
     """Yield what an output layer that is divided over pipeline ranks does not go with."""
     ranks = args.pipeline_model_parallel_size
     if ranks < 2:
-        yield f"{FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
+        yield f"{VOCABULARY_FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
     if args.epp_schedule != "elastic":
-        yield f"{FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    yield from (f"{FLAG} on does not go with {row.text(args)}" for row in OF_VOCABULARY if row.is_given(args))
+        yield f"{VOCABULARY_FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
+    yield from (f"{VOCABULARY_FLAG} on does not go with {row.text(args)}" for row in OF_VOCABULARY if row.is_given(args))
     entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if entries is not None and entries // args.tensor_model_parallel_size < ranks:
         yield (
-            f"{FLAG} on divides a vocabulary of {entries} entries over {args.tensor_model_parallel_size} x {ranks} ranks, some "
-            "of which would have none: leave it out"
+            f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries over {args.tensor_model_parallel_size} x {ranks} "
+            "ranks, some of which would have none: leave it out"
         )
     kind = getattr(args, "ckpt_format", "torch_dist")
     for flag in ("--save", "--load"):
         if getattr(args, flag[2:], None) and kind != "torch_dist":
-            yield f"{FLAG} on with {flag} needs --ckpt-format torch_dist, not {kind}, which cannot divide a weight over stages"
+            yield (
+                f"{VOCABULARY_FLAG} on with {flag} needs --ckpt-format torch_dist, not {kind}, which cannot divide a weight "
+                "over stages"
+            )
 
 
 # ---- kinds of layers -------------------------------------------------------------------------------------------------
@@ -286,7 +289,6 @@ REFUSED_LAYERS = {
     "/": "multi-token prediction",
 }
 """Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
-BETWEEN_STAGES = "|"
 
 
 def pattern_problem(pattern: str | None) -> str:

@@ -10,11 +10,10 @@ from collections.abc import Generator, Iterator
 
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.layout import FLAG, hybrid_pattern, readable_layout, token_multiple
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, readable_layout, token_multiple
 from megatron_epp.plan.flags import flag_of
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _LAYOUT = "--pipeline-model-parallel-layout"
 
 
@@ -61,7 +60,7 @@ def shares(args: Namespace, _: Door) -> Iterator[str]:
 
 def stages(args: Namespace, _: Door) -> Iterator[str]:
     """Yield why flags describe no valid pipeline, or one that the requested schedule cannot run."""
-    names = (flag[2:].replace("-", "_") for flag in (_PER_STAGE, _PER_RANK, _LAYOUT))
+    names = (flag[2:].replace("-", "_") for flag in (_PER_STAGE, PER_RANK, _LAYOUT))
     flags = [(flag_of(name), value) for name in names if (value := getattr(args, name, None)) is not None]
     if hybrid_pattern(args) or (len(flags) > 1 and args.epp_layout is None):
         return  # Megatron refuses two flags, and checks a pattern
@@ -70,7 +69,7 @@ def stages(args: Namespace, _: Door) -> Iterator[str]:
         chunks = yield from _stages_of_layers(args, flag, value)
     else:
         layout = readable_layout(args)
-        flag, value, chunks = FLAG, args.epp_layout, None if layout is None else layout.placement.num_chunks
+        flag, value, chunks = LAYOUT_FLAG, args.epp_layout, None if layout is None else layout.placement.num_chunks
     if chunks is None:
         return
     ranks = args.pipeline_model_parallel_size
@@ -79,7 +78,7 @@ def stages(args: Namespace, _: Door) -> Iterator[str]:
             f"{flag} {value} puts {chunks} stages on a rank, which needs --pipeline-model-parallel-size 2 or more, not {ranks}"
         )
     if args.epp_placement == "v" and chunks < 2:
-        yield f"--epp-placement v needs several stages on a rank: add {_PER_RANK} 2, or leave it out"
+        yield f"--epp-placement v needs several stages on a rank: add {PER_RANK} 2, or leave it out"
     if chunks > 1 and args.epp_schedule != "elastic":
         yield from _of_interleaved(args)
 
@@ -104,10 +103,10 @@ def _stages_of_layers(args: Namespace, flag: str, value: int | str) -> Generator
             yield from _of_ends(args, flag, per)
         return per
     if layers is None:
-        return per if flag == _PER_RANK else 1
+        return per if flag == PER_RANK else 1
     extras = [f" and 1 for {flag_of(name)}" for name in _EXTRAS if getattr(args, name)]
     if (layers + len(extras)) % (ranks * per):
-        over = {_PER_STAGE: f"{ranks} in stages of {flag} {per}", _PER_RANK: f"{ranks} x {flag} {per}"}.get(flag, str(ranks))
+        over = {_PER_STAGE: f"{ranks} in stages of {flag} {per}", PER_RANK: f"{ranks} x {flag} {per}"}.get(flag, str(ranks))
         yield (
             f"--num-layers {layers}{''.join(extras)} cannot be shared evenly by --pipeline-model-parallel-size {over}: make it "
             f"a multiple of {ranks * per}, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, "

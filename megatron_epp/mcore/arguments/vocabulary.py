@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from megatron_epp.mcore.arguments import ArgumentError
 
-FLAG = "--epp-vocab-parallel"
+VOCABULARY_FLAG = "--epp-vocab-parallel"
 _MULTIPLES = (64, 8)
 """Numbers of rows by whose multiples a large vocabulary is divided, since matrix products are faster then."""
 _EVENNESS = 64
@@ -27,7 +27,7 @@ def vocabulary_rows(entries: int, num_ranks: int) -> tuple[range, ...]:
     """
     if entries < num_ranks:
         raise ArgumentError(
-            f"{FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank over "
+            f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank over "
             f"--pipeline-model-parallel-size {num_ranks} ranks, some of which would have none: set it to off"
         )
     multiple = next((m for m in _MULTIPLES if entries // num_ranks >= _EVENNESS * m), 1)

@@ -40,23 +40,21 @@ _ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
 type Extra = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
 
 
-def reading_yaml(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """Return Megatron's `parse_args`, wrapped so that ``--yaml-cfg`` together with ``--epp`` names a file of defaults."""
+def parse_with_yaml(
+    parse_args: Callable[..., argparse.Namespace], extra_args_provider: Extra = None, ignore_unknown_args: bool = False
+) -> argparse.Namespace:
+    """Call Megatron's `parse_args`, for which ``--yaml-cfg`` together with ``--epp`` names a file of defaults."""
+    path = _yaml_path(sys.argv[1:])
+    if path is None:
+        return parse_args(extra_args_provider, ignore_unknown_args)
 
-    def parse_args(extra_args_provider: Extra = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
-        path = _yaml_path(sys.argv[1:])
-        if path is None:
-            return original(extra_args_provider, ignore_unknown_args)
+    def with_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        take_defaults(parser, path)
+        return parser
 
-        def with_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            if extra_args_provider is not None:
-                parser = extra_args_provider(parser)
-            take_defaults(parser, path)
-            return parser
-
-        return original(with_defaults, ignore_unknown_args)
-
-    return parse_args
+    return parse_args(with_defaults, ignore_unknown_args)
 
 
 def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:

@@ -15,7 +15,7 @@ from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_shares
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_shares
 from megatron_epp.plan import EppError
 from megatron_epp.plan.writing import write_text
 from megatron_epp.runtime.links.objects import made_by_first
@@ -55,7 +55,9 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
     of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
     if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
         has = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
-        raise EppError(f"{args.epp_costs} {has} and this run, with {FLAG} {args.epp_vocab_parallel}, does not: {advice}")
+        raise EppError(
+            f"{args.epp_costs} {has} and this run, with {VOCABULARY_FLAG} {args.epp_vocab_parallel}, does not: {advice}"
+        )
     relays_latents = any(stage.kv.expanded_heads for stage in costs.stages)
     if relays_latents != (args.epp_latents == "on"):
         of_file, of_slices = ("latents", "keys and values") if relays_latents else ("keys and values", "latents")

@@ -143,7 +143,7 @@ def finish_batch(
     run: SlicedRun, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
 ) -> None:
     """Report a batch that has run, and learn from it."""
-    report.submit(loss)
+    report.log_previous_and_begin(loss)
     if not forward_only:
         run.after(batch, report.recorder)
 
@@ -182,16 +182,12 @@ def _run_on_rank(
             stage.loss.name_of = batch.name_of
         stage.begin(inputs, before_last_gradient, reduce)
 
-    open_shard = _nothing if vocabulary is None else partial(vocabulary.begin, inputs)
-    run_plan(run, models, batch.plan, report, reduction, begin, open_shard, program)
+    open_shard = None if vocabulary is None else partial(vocabulary.begin, inputs)
+    run_plan(run, models, batch.plan, report, reduction, begin, program, open_shard)
     for stage in run.stages.values():
         stage.end()
     if vocabulary is not None:
         vocabulary.end()
-
-
-def _nothing() -> None:
-    """Begin nothing: the last stage has the whole vocabulary."""
 
 
 def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:

@@ -239,7 +239,7 @@ class MicrobatchRun(Run):
             stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.tracker)
 
         program = program_of(planned.plan, planned.actions)
-        run_plan(self, self.models, planned.plan, report, reduction, begin, program=program)
+        run_plan(self, self.models, planned.plan, report, reduction, begin, program)
         self._measured = agreed if measures else self._measured
         if not call.forward_only:
             self._learn(planned.plan, report)

@@ -80,7 +80,7 @@ class Schedule:
                     source.finish()
                 if not forward_only:
                     run.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
-                report.submit(None)
+                report.log_previous_and_begin(None)
         return results
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.vocabulary import FLAG
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.headless_stage import HeadlessStage
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
@@ -170,7 +170,8 @@ def rank_vocabulary(
     """
     if any(from_each_of_job(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):
         raise EppError(
-            f"{FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it to off"
+            f"{VOCABULARY_FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it "
+            "to off"
         )
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))

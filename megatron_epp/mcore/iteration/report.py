@@ -91,9 +91,8 @@ class IterationReport:
         due = args.epp_schedule == "elastic" and loggers.is_due(args, run.iteration)
         collects = (args.epp_report_dir is not None or due) and not forward_only
         start = mark() if collects else None
-        return IterationReport(
-            run, batch, run.iteration, collects, start, Recorder(enabled=collects or (run.records and not forward_only))
-        )
+        recorder = Recorder(enabled=collects or (run.watch is not None and not forward_only))  # the watch needs times, too
+        return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
         """Count what stages of documents keep, if memory is measured or the plan has copies to the host.
@@ -113,8 +112,8 @@ class IterationReport:
         parameters = chain.from_iterable(stage.parameters for stage in stages)
         self.tracker = SavedTensorTracker([*parameters, uploaded], run.host, counts=True, other_bytes=other_bytes)
 
-    def submit(self, loss: torch.Tensor | None) -> None:
-        """Have a thread make this iteration's report, and log the one before, which has been made meanwhile.
+    def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:
+        """Log the iteration before, whose report has been made meanwhile, and have a thread begin this iteration's report.
 
         The last iteration's report is completed at once, because the writers are closed soon after it. `loss` is
         ``[sum, tokens, ...]`` on the last rank; None elsewhere, and where the caller's step has its loss.
@@ -144,7 +143,7 @@ class IterationReport:
         A collective call of the pipeline, in the thread of reports.
 
         Args:
-            loss: as in `submit`.
+            loss: as in `log_previous_and_begin`.
             costs: by which the batch was planned.
 
         Returns:

@@ -120,16 +120,6 @@ class Run:
             self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
 
     @property
-    def fixes_recompute(self) -> bool:
-        """True if the planner is not free to choose the amount of recompute."""
-        return bool(self.args.epp_recompute != "auto")
-
-    @property
-    def records(self) -> bool:
-        """True if times of a training iteration's actions are needed, whether they are reported or not."""
-        return self.watch is not None
-
-    @property
     def own_ranks(self) -> list[int]:
         """Global ranks of this rank's lockstep group."""
         return self.lockstep_ranks[self.lockstep_group]

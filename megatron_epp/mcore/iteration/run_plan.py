@@ -32,17 +32,18 @@ def run_plan(
     report: IterationReport,
     reduction: Reduction,
     begin: BeginStage,
-    open_shard: Callable[[], Mapping[Op, Handler] | None] = lambda: None,
-    program: Program | None = None,
+    program: Program,
+    open_shard: Callable[[], Mapping[Op, Handler]] | None = None,
 ) -> None:
     """Run this rank's part of a plan, and start the reduction of gradients.
 
     Args:
-        open_shard: begins the iteration of this rank's vocabulary shard, and returns the handlers of its actions.
         program: see `Executor`.
+        open_shard: begins the iteration of this rank's vocabulary shard, and returns the handlers of its actions; None if the
+            last stage has the whole vocabulary.
     """
     config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
-    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.fixes_recompute, run.cuts_documents, run.names)
+    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.cuts_documents, run.names)
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
     # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only):
@@ -52,7 +53,7 @@ def run_plan(
             reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
             begin(stage, partial(reduction.before_last_gradient, index), reduce)
         with run.watching("waits for the embedding's rows"):
-            handlers = open_shard()
+            handlers = None if open_shard is None else open_shard()
         running = plan, run.rank, run.stages, run.links, report.recorder, run.watchdog, report.tracker.offload, out_of_memory
         Executor(*running, run.host, handlers, _pair_runner(plan, run), program).run()
         if tied is not None and not plan.forward_only:  # the first chunk has the shard, whose gradient is complete now

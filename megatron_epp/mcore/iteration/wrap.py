@@ -36,8 +36,8 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     Megatron's parallel state is initialised before its first call, and every rank of the job makes that call.
 
     Args:
-        shape_of: finds the lengths of a microbatch's sequences where no column says them that `source.shape_of` knows; a
-            `Microbatch` where several rows are not packed.
+        shape_of: finds the lengths of a microbatch's sequences where no column says them that `microbatch_shapes.shape_of`
+            knows; a `Microbatch` where several rows are not packed.
         settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
             ``order="given"``; and those of `OF_LOOP`.
 

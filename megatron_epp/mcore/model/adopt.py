@@ -142,7 +142,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     elif args.epp_placement != "looped":
         model_chunks.tie(model, args)
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
-        split_weight_gradients([model])
+        split_weight_gradients(model)
     model.has_relay = True
 
 

@@ -30,12 +30,11 @@ Batch = dict[str, Any]
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Build Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
-    args = get_args()
-
-    def wanted_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
-
-    return build_gpt_datasets(args, num_samples, wanted_here)
+    return build_gpt_datasets(
+        get_args(),
+        num_samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage),
+    )
 
 
 build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank

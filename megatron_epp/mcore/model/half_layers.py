@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 
-_ATTENTION = (
+ATTENTION = (
     "input_layernorm",
     "self_attention",
     "self_attn_bda",
@@ -26,7 +26,7 @@ _ATTENTION = (
     "cross_attention",
     "cross_attn_bda",
 )
-_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 """Parts of a layer's spec that make its attention and its MLP, each with its norm and its residual connection."""
 
 
@@ -45,24 +45,14 @@ def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) 
     specs = list(block.layer_specs or ())
     assert len(specs) == layers.num_modules
     if layers.begins_with_mlp:
-        specs[0] = mlp_of(specs[0])
+        specs[0] = without(specs[0], ATTENTION)
     if layers.ends_with_attention:
-        specs[-1] = attention_of(specs[-1])
+        specs[-1] = without(specs[-1], MLP)
     return dataclasses.replace(block, layer_specs=specs)
 
 
-def attention_of(spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer's attention alone. Raises `EppError` if the layer is not Megatron's."""
-    return _without(spec, _MLP)
-
-
-def mlp_of(spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer's MLP or experts alone. Raises `EppError` if the layer is not Megatron's."""
-    return _without(spec, _ATTENTION)
-
-
-def _without(spec: ModuleSpec, parts: tuple[str, ...]) -> ModuleSpec:
-    """Return a layer's spec with identities in the place of some parts."""
+def without(spec: ModuleSpec, parts: tuple[str, ...]) -> ModuleSpec:
+    """Return a layer's spec with identities in the place of some parts. Raises `EppError` if the layer is not Megatron's."""
     submodules = spec.submodules
     if not isinstance(submodules, TransformerLayerSubmodules):
         raise EppError(

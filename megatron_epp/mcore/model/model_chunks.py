@@ -24,12 +24,18 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, hybrid_pattern, placement_of
+from megatron_epp.mcore.arguments.layout import (
+    BETWEEN_STAGES,
+    LAYOUT_FLAG,
+    SEARCHED,
+    asked_layout,
+    hybrid_pattern,
+    placement_of,
+)
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
 
-_BETWEEN_STAGES = "|"
 _unsettled: list[weakref.ref[Any]] = []
 """Configs that were made before the run has found its layout."""
 
@@ -113,7 +119,7 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
     if configured != planned:
         raise EppError(
             f"stage {stage} was configured with {configured} layers before the layout was found, which gives it {planned}: "
-            f"start with {FLAG} {args.epp_layout}"
+            f"start with {LAYOUT_FLAG} {args.epp_layout}"
         )
 
 
@@ -204,20 +210,20 @@ def placed_pattern(pattern: str, placement: Placement) -> str:
     Raises:
         EppError: it does not have a segment for every stage.
     """
-    segments = pattern.split(_BETWEEN_STAGES)
+    segments = pattern.split(BETWEEN_STAGES)
     if len(segments) != placement.num_stages:
         raise EppError(
             f"--epp-placement {placement.kind} needs a | before every stage but the first; --hybrid-layer-pattern {pattern} "
             f"has {len(segments)} stages of {placement.num_stages}"
         )
     stages = [placement.stages(rank)[chunk] for chunk in range(placement.num_chunks) for rank in range(placement.num_ranks)]
-    return _BETWEEN_STAGES.join(segments[stage] for stage in stages)
+    return BETWEEN_STAGES.join(segments[stage] for stage in stages)
 
 
 def placed_stack(spec: ModuleSpec, pattern: str, placement: Placement, vp_stage: int | None) -> ModuleSpec:
     """Return the spec of a stack of layers with the right number of layers before a chunk of this rank."""
     stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    before = sum(map(len, pattern.split(_BETWEEN_STAGES)[:stage]))
+    before = sum(map(len, pattern.split(BETWEEN_STAGES)[:stage]))
     stack: Any = get_module(spec)
 
     class PlacedStack(stack):  # type: ignore[misc]

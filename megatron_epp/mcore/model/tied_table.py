@@ -43,11 +43,6 @@ class TiedTable:
         """The whole table, which is no parameter of the model; empty on other ranks."""
         return () if self._table is None else (self._table.weight,)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole table and of its gradient on this rank."""
-        return sum(weight.nbytes for weight in self.parameters) + (0 if self._gradient is None else self._gradient.nbytes)
-
     def _add(self, weight: Tensor) -> None:
         assert self._gradient is not None
         assert weight.grad is not None

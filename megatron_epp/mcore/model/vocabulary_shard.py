@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.layout import placement_of
-from megatron_epp.mcore.arguments.vocabulary import FLAG, vocabulary_rows
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.nccl import uses_nccl
@@ -114,7 +114,7 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
     """
     placement = placement_of(args)
     if model.post_process and (reason := _obstacle(model)):
-        raise EppError(f"{FLAG} on is not possible: {reason}; set it to off")
+        raise EppError(f"{VOCABULARY_FLAG} on is not possible: {reason}; set it to off")
     is_tied = bool(model.share_embeddings_and_output_weights)
     if not vp_stage:  # a new model: chunks of one that was not built to its end are forgotten
         _chunks.clear()

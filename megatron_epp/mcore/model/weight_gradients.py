@@ -34,17 +34,15 @@ _OF_A_CHUNK = 2
 """Number of leading items of a store entry that belong to a chunk (input, output's gradient); others belong to the layer."""
 
 
-def split_weight_gradients(models: list[Any]) -> list[Any]:
+def split_weight_gradients(model: Any) -> None:
     """Make every linear layer of a model chunk, as Megatron builds it, pass its weight gradient to its `weight_gradients`.
 
     An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's. Raises
     `EppError` if the model has a linear layer that cannot delay its weight's gradient.
     """
-    for model in models:
-        _, obstacles = split_where_possible(model)
-        if obstacles:
-            raise EppError(f"--epp-split-weight-gradient cannot split {obstacles[0]}, or leave it out")
-    return models
+    _, obstacles = split_where_possible(model)
+    if obstacles:
+        raise EppError(f"--epp-split-weight-gradient cannot split {obstacles[0]}, or leave it out")
 
 
 def split_where_possible(model: Any) -> tuple[int, list[str]]:

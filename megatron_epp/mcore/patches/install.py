@@ -45,9 +45,9 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
 def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Take the values of --yaml-cfg as flags with --epp, and refuse to be restarted in this process."""
     from megatron_epp.mcore.arguments.consequences import refuse_restart
-    from megatron_epp.mcore.arguments.yaml_cfg import reading_yaml
+    from megatron_epp.mcore.arguments.yaml_cfg import parse_with_yaml
 
-    args = reading_yaml(original)(*rest, **named)
+    args = parse_with_yaml(original, *rest, **named)
     refuse_restart(args)
     return args
 

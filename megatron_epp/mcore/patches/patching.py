@@ -1,7 +1,6 @@
 """Explicit and reversible replacement of named functions of Megatron, at most once, and only where the code is known."""
 
 import functools
-import hashlib
 import importlib
 import inspect
 import logging
@@ -126,7 +125,7 @@ def original_of(target: str) -> Any:
 
 @functools.cache
 def _fingerprint_of(original: Any) -> str:
-    return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:12]
+    return fingerprints.digest(inspect.getsource(original))
 
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -73,7 +73,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         report.counts_documents(inputs.upload.buffer, call["forward_only"])
         with report.tracker.context:
             losses = stock(**call)
-        report.submit(sum(entry["lm loss"] for entry in losses) if losses else None)
+        report.log_previous_and_begin(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses
 
     return forward_backward

@@ -14,7 +14,7 @@ from functools import partial
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.layout import asked_layout, placement_of
-from megatron_epp.mcore.arguments.vocabulary import FLAG, settle_vocabulary
+from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, settle_vocabulary
 from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout_search import first_batches, sample_of
@@ -80,5 +80,7 @@ def _is_faster(args: argparse.Namespace, costs: Profile | PipelineCosts | None) 
     sample = sample_of(args, for_run(args, costs), layout, tuple(first_batches(args)))
     choice = fastest([layout, replace(layout, shards_vocabulary=True)], sample)
     where = "divided over the pipeline ranks" if choice.layout.shards_vocabulary else "on the last stage"
-    logger.info("%s auto: the output layer is %s; it saves %.1f%% for batches like the first", FLAG, where, 100 * choice.gain)
+    logger.info(
+        "%s auto: the output layer is %s; it saves %.1f%% for batches like the first", VOCABULARY_FLAG, where, 100 * choice.gain
+    )
     return choice.layout.shards_vocabulary

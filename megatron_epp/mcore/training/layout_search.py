@@ -20,7 +20,14 @@ from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
-from megatron_epp.mcore.arguments.layout import FLAG, SEARCHED, asked_layout, half_problems, settle_layout, token_multiple
+from megatron_epp.mcore.arguments.layout import (
+    LAYOUT_FLAG,
+    SEARCHED,
+    asked_layout,
+    half_problems,
+    settle_layout,
+    token_multiple,
+)
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
 from megatron_epp.mcore.costs.shape import flags_of_layout, for_run, optimizer_bytes, with_device_memory
@@ -69,7 +76,9 @@ def search_layout(args: argparse.Namespace) -> None:
 
 def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
     if isinstance(costs, PipelineCosts):
-        raise EppError(f"{FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages")
+        raise EppError(
+            f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
+        )
     even = asked_layout(args)
     assert even is not None
     if args.skip_train:
@@ -81,12 +90,12 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
         shards = shards_vocabulary(args)
         layers = balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of, shards_vocabulary=shards)
         layout = Layout.of_layers(layers, even.placement, shards_vocabulary=shards)
-        logger.info("%s balanced: stages of %s layers", FLAG, layers_text(layout.halves))
+        logger.info("%s balanced: stages of %s layers", LAYOUT_FLAG, layers_text(layout.halves))
         return layout
     choice = choose(sample_of(args, profile, even, batches))
     logger.info(
         "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
-        FLAG,
+        LAYOUT_FLAG,
         layers_text(choice.layout.halves),
         100 * choice.gain,
         len(batches),
@@ -102,7 +111,7 @@ def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches:
         costs_of=partial(_costs, args, profile),
         num_layers=args.num_layers,
         options=options_from(args, training=True, offload=offloads(args)),
-        halves=not any(half_problems(args, even, FLAG)),
+        halves=not any(half_problems(args, even, LAYOUT_FLAG)),
         placements=(even.placement,),
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.epp_vocab_parallel],
     )
@@ -152,7 +161,7 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict
         layout.check(args.num_layers, even.placement.num_ranks)
         if layout.placement != even.placement:
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
-        if not layout.is_whole and (problem := next(half_problems(args, layout, FLAG), None)):
+        if not layout.is_whole and (problem := next(half_problems(args, layout, LAYOUT_FLAG), None)):
             raise EppError(problem)
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. The layout is searched again", path, error)

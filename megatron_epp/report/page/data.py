@@ -10,13 +10,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.action import Action
+from megatron_epp.plan.critical_path import (
+    ABSENT_US,
+    BindingDependency,
+    DependencyKind,
+    binding_dependencies,
+    critical_path,
+    times_of,
+    transfers_between,
+)
 from megatron_epp.plan.graph import Graph, build_graph
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
-from megatron_epp.plan.waits import ABSENT_US, Cause, Wait, critical_path, times_of, transfers_between, waits
 from megatron_epp.report.gantt import Shades, item_colours
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Measured, measured_boxes
 from megatron_epp.report.text import headline, is_calibrated, recompute_in_backward, recompute_share
@@ -95,7 +103,7 @@ def _chunk_columns(plan: Plan) -> PageColumns:
 
 def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
     plan, (starts, ends) = timeline.plan, times_of(timeline)
-    waits_of_steps = waits(graph, starts, ends)
+    binding = binding_dependencies(graph, starts, ends)
     lanes = _lanes([step.action for step in graph.steps], [len(numbers) for numbers in graph.tracks], starts, ends)
     also = {number: [str(action) for action in step.actions[1:]] for number, step in enumerate(graph.steps) if step.actions[1:]}
     return lanes | {
@@ -105,7 +113,7 @@ def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
         "free": [step.free_bytes for step in graph.steps],
         "also": also,
         **_recompute(plan, graph),
-        **_reasons(graph, waits_of_steps, ends, range(len(graph.steps))),
+        **_reasons(graph, binding, ends, range(len(graph.steps))),
     }
 
 
@@ -128,7 +136,7 @@ def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
         "makespan_us": measured.makespan_us,
         "bubble": measured.bubble_fraction,
         "planned": numbers,
-        **_reasons(graph, waits(graph, starts, ends), ends, numbers),
+        **_reasons(graph, binding_dependencies(graph, starts, ends), ends, numbers),
     }
 
 
@@ -150,7 +158,7 @@ def _times(values: Iterable[float]) -> list[float]:
     return [int(value) if value == int(value) else value for value in rounded]
 
 
-def _reasons(graph: Graph, waits_of_steps: Sequence[Wait], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
+def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
     """Columns with what each box waited for, and the boxes of the critical path.
 
     `because` is the distance back to the box that it waited for, 0 if it waited for none.
@@ -159,19 +167,21 @@ def _reasons(graph: Graph, waits_of_steps: Sequence[Wait], ends: Sequence[float]
         numbers: the step of each box; -1 for none.
     """
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
-    none = Wait(Cause.START)
-    waited = [waits_of_steps[number] if number >= 0 else none for number in numbers]
+    none = BindingDependency(DependencyKind.START)
+    of_boxes = [binding[number] if number >= 0 else none for number in numbers]
     transfers = transfers_between(graph)
     carried = {
-        i: transfers[wait.number, numbers[i]].carries.text for i, wait in enumerate(waited) if wait.cause is Cause.TRANSFER
+        i: transfers[dependency.number, numbers[i]].carries.text
+        for i, dependency in enumerate(of_boxes)
+        if dependency.kind is DependencyKind.TRANSFER
     }
     names = sorted(set(carried.values()))
     return {
-        "because": [i - box_of.get(wait.number, i) for i, wait in enumerate(waited)],
-        "cause": [int(wait.cause) for wait in waited],
+        "because": [i - box_of.get(dependency.number, i) for i, dependency in enumerate(of_boxes)],
+        "cause": [int(dependency.kind) for dependency in of_boxes],
         "transfers": names,
-        "carried": [names.index(carried[i]) if i in carried else -1 for i in range(len(waited))] if carried else [],
-        "critical": [box_of[number] for number in critical_path(waits_of_steps, ends) if number in box_of],
+        "carried": [names.index(carried[i]) if i in carried else -1 for i in range(len(of_boxes))] if carried else [],
+        "critical": [box_of[number] for number in critical_path(binding, ends) if number in box_of],
     }
 
 

@@ -4,7 +4,7 @@ Forward keeps two numbers of every token, its label and its log-sum-exp, and not
 recomputes a block's logits, turns them into their gradient in place, and computes from it the gradients of the input and of the
 weight. The cost is one more product with the weight. The weight receives its gradient through autograd, as any other.
 
-A block's logits are processed by Liger's kernel, if `loss_kernels` chooses it, else by plain torch. Liger's fused linear cross
+A block's logits are processed by Liger's kernel, if `loss.kernels` chooses it, else by plain torch. Liger's fused linear cross
 entropy avoids the second product by computing gradients in the forward. It is not used: it would hold a gradient of the weight
 for every chunk between forward and backward, does not support a vocabulary split over ranks, and cannot add to a main gradient.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.runtime.loss.kernels import LossCase, choose
+from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 
 class Head(NamedTuple):
@@ -73,7 +73,7 @@ class _BlockLosses(torch.autograd.Function):
         index, is_here = _entries(counted, weight, head)
         blocks, log_sum, kernel = blocks_of(len(counted), head.block_tokens), None, None
         if counted.shape[1] == 1 and not head.has_entropy:
-            kernel = choose(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
+            kernel, _ = explain(LossCase(x.device.type, x.dtype, len(weight), head.group is not None))
         if kernel is None:
             rows = [_summary(x[_tokens(head, part)], weight, index[part], head.has_entropy) for part in blocks]
             values, log_sum = _combined(torch.cat(rows, dim=1), is_here, head.group)

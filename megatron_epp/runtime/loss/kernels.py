@@ -1,6 +1,6 @@
 """Selection of the kernel that computes losses and gradients of a block's logits: Liger's where it can be used, or none.
 
-Without a kernel plain torch computes them (`block_loss`), in several passes over logits as wide as the vocabulary. Liger's
+Without a kernel plain torch computes them (`loss.blocks`), in several passes over logits as wide as the vocabulary. Liger's
 kernel reads the logits once for losses, and twice for their gradient, which overwrites them. Like the attention kernels, it is
 verified before it is used, on a few tokens with the same number of entries: its losses must be exact, and its gradient rounded
 once.
@@ -62,14 +62,9 @@ class LossKernel:
     obstacle: Callable[[LossCase], str]
 
 
-def choose(case: LossCase) -> LossKernel | None:
-    """Return the kernel for a case; None if plain torch is used."""
-    return explain(case)[0]
-
-
 @functools.cache
 def explain(case: LossCase) -> tuple[LossKernel | None, str]:
-    """Return the kernel for a case and an empty string, or None and the reason.
+    """Return the kernel for a case and an empty string, or None and the reason, where plain torch is used.
 
     Every rank on which a supported kernel fails verification logs a warning.
     """

@@ -45,23 +45,16 @@ class _Part(NamedTuple):
     inputs: TrainedTokens
 
 
-class _Tokens(NamedTuple):
-    """Layout of a chunk's tokens, and how many of them the loss gets on this rank."""
-
-    table: SegmentTable
-    num_tokens: int
-
-
 class _Check(NamedTuple):
     """Figures of one call of the loss, on the device.
 
     Attributes:
-        parts: tokens of the call's parts.
+        parts: layout of each part's tokens, and how many of them the loss gets on this rank.
         figures: float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due
             to, among those of all parts; and the values and columns of that token.
     """
 
-    parts: list[_Tokens]
+    parts: list[tuple[SegmentTable, int]]
     figures: Tensor
 
 
@@ -189,7 +182,7 @@ class ScopedLoss:
             starts = accumulate((part.num_tokens for part in parts), initial=0)
             tokens = torch.cat([part.inputs.rows + start for part, start in zip(parts, starts, strict=False)])
             figures = torch.cat([is_wrong.reshape(1).double(), tokens[worst].double(), of_worst.double()])
-            self._checks.append(_Check([_Tokens(part.table, part.num_tokens) for part in parts], figures))
+            self._checks.append(_Check([(part.table, part.num_tokens) for part in parts], figures))
             return loss.masked_fill(is_wrong, 0.0), logged, gradient.masked_fill(is_wrong, 0.0) * self.scale
 
     def _hand_out(self, parts: Sequence[_Part], gradient: Tensor) -> None:
@@ -256,7 +249,7 @@ class ScopedLoss:
         """Name the token that a check is about, and what the loss was given for it."""
         _, token, *values = check.figures.tolist()
         part, token = _at(int(token), [num_tokens for _, num_tokens in check.parts])
-        table = check.parts[part].table
+        table, _ = check.parts[part]
         pieces = table.part(chain.from_iterable(self._shared.shards_of_loss(self.loss.scope, table.num_tokens)))
         at, token = _at(token, [piece.num_tokens for piece in pieces])
         piece = pieces[at]

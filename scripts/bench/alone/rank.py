@@ -158,7 +158,7 @@ def _stage(plan: Plan, number: int, model: Model, splits: bool) -> tuple[Any, An
     number_attentions(bare)
     place_rotary(bare)
     if splits:
-        split_weight_gradients([bare])
+        split_weight_gradients(bare)
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
     loss = BlockLoss(bare, model.loss_block_tokens) if last and model.loss_block_tokens else None
     return chunk, MegatronStage(chunk, config, is_first=first, is_last=last, tp_size=1, block_loss=loss)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.report_folder import Log, ReportFolder, Reports
 from megatron_epp.plan import UNLIMITED_BYTES, Plan
@@ -34,8 +35,9 @@ def report_times_ms(rank: int, plan: Plan, plan_digest: str) -> tuple[float, ...
     groups = Groups()
     args = Namespace(epp_schedule="elastic", log_interval=1, tensorboard_log_interval=1, train_iters=UNLIMITED_BYTES)
     run = Namespace(args=args, links=Links.create(everyone, everyone, groups), replicas=1, replica=0, rank=rank)
-    run.host, run.costs, run.plan_wait_us, run.iteration, run.report_folder = None, None, 0.0, 0, None
-    run.watchdog = Namespace(watch=lambda describe: contextlib.nullcontext())
+    run.host, run.costs, run.loss, run.plan_wait_us, run.iteration = None, None, None, 0.0, 0
+    run.placement, run.names, run.cuts_documents = Namespace(num_ranks=plan.num_ranks), TRAINING, False
+    run.watching = lambda what: contextlib.nullcontext()
     batch = Namespace(plan=plan, plan_digest=plan_digest, lengths=plan.lengths, planning_us=0.0)
     times_s: tuple[list[float], ...] = ([], [], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -51,7 +53,7 @@ def report_times_ms(rank: int, plan: Plan, plan_digest: str) -> tuple[float, ...
                         pass
                 dist.barrier()
                 start_s = time.thread_time()
-                report.submit(torch.ones(2) if rank == last else None)
+                report.log_previous_and_begin(torch.ones(2) if rank == last else None)
                 times_s[column].append(time.thread_time() - start_s)
                 time.sleep(ITERATION_S)
             run.reports.complete()

@@ -106,7 +106,7 @@ def _stage(flags: dict[str, Any], splits: bool) -> MegatronStage:
     )
     model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb)
     if splits:
-        split_weight_gradients([model])
+        split_weight_gradients(model)
     for weight in model.parameters():  # as Megatron's data parallelism, which adds to its own buffer
         weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     return MegatronStage(model, config, is_first=False, is_last=False, tp_size=1)

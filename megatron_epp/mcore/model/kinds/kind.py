@@ -10,14 +10,6 @@ from typing import Any
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 
 
-def _nothing(args: argparse.Namespace) -> Iterable[str]:
-    return ()
-
-
-def _as_it_is(model: Any, args: argparse.Namespace) -> None:
-    """Change nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """A kind of layers that runs in slices.
@@ -37,8 +29,8 @@ class LayerKind:
     symbol: str = ""
     flags: tuple[MegatronFlag, ...] = ()
     modules: Callable[[], tuple[type, ...]] = tuple
-    problems: Callable[[argparse.Namespace], Iterable[str]] = _nothing
-    adopt: Callable[[Any, argparse.Namespace], None] = _as_it_is
+    problems: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()
+    adopt: Callable[[Any, argparse.Namespace], None] = lambda model, args: None
 
 
 def _attention_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -123,7 +123,7 @@ def masks() -> dict[str, Any]:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_epp.mcore.model.half_layers import attention_of, mlp_of
+    from megatron_epp.mcore.model.half_layers import ATTENTION, MLP, without
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
     mpu.initialize_model_parallel()
@@ -131,7 +131,7 @@ def masks() -> dict[str, Any]:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.3, attention_dropout=0.0)
     spec = get_gpt_layer_local_spec()
     whole, first, second = (
-        build_module(one, config=config, layer_number=1) for one in (spec, attention_of(spec), mlp_of(spec))
+        build_module(one, config=config, layer_number=1) for one in (spec, without(spec, MLP), without(spec, ATTENTION))
     )
     for half in (first, second):
         half.load_state_dict({name: tensor for name, tensor in whole.state_dict().items() if name in half.state_dict()})

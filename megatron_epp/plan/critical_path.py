@@ -1,4 +1,4 @@
-"""Reasons for the start of every step of an iteration, and its critical path.
+"""The binding dependency of every step of an iteration, for which it waits longest, and the critical path along them.
 
 Both follow from a plan's graph and from times of its steps, simulated or measured.
 """
@@ -17,8 +17,8 @@ ABSENT_US = -math.inf
 """Start and end of a step without known times."""
 
 
-class Cause(IntEnum):
-    """Last condition of a step's start to be met."""
+class DependencyKind(IntEnum):
+    """Condition of a step's start."""
 
     START = 0
     """None: it may start with the iteration."""
@@ -32,57 +32,56 @@ class Cause(IntEnum):
     """Another copy has left the link to the host."""
 
 
-class Wait(NamedTuple):
-    """Last condition of a step's start.
+class BindingDependency(NamedTuple):
+    """Dependency of a step that is met last.
 
     Attributes:
-        cause: kind of the condition.
-        number: step that met it; -1 for `Cause.START`.
-        transfer_us: time from the end of that step until the condition was met.
+        number: step that meets it; -1 for `DependencyKind.START`.
+        transfer_us: time from the end of that step until the dependency is met.
     """
 
-    cause: Cause
+    kind: DependencyKind
     number: int = -1
     transfer_us: float = 0.0
 
 
-def waits(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[Wait]:
-    """Return the condition that each step waited for longest; of several met at the same time, the rank's own order.
+def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[BindingDependency]:
+    """Return the dependency of each step that is met last; of several met at the same time, the rank's own order.
 
     Args:
         start_us, end_us: times of its steps by number, `ABSENT_US` where unknown.
     """
-    longest = [Wait(Cause.START)] * len(graph.steps)
+    binding = [BindingDependency(DependencyKind.START)] * len(graph.steps)
     on_link = _before_on_host_link(graph, start_us)
     for numbers in graph.tracks:
         for number in numbers:
             before = number - 1 if number > numbers.start else -1
-            last, met_us = Wait(Cause.START), 0.0
+            last, met_us = BindingDependency(DependencyKind.START), 0.0
             if before >= 0 and end_us[before] > 0.0:
-                last, met_us = Wait(Cause.ORDER, before), end_us[before]
+                last, met_us = BindingDependency(DependencyKind.ORDER, before), end_us[before]
             for need, message_us in graph.needs_of(number):
                 if end_us[need] + message_us > met_us:
-                    cause = Cause.TRANSFER if message_us else Cause.NEED
-                    last, met_us = Wait(cause, need, message_us), end_us[need] + message_us
+                    kind = DependencyKind.TRANSFER if message_us else DependencyKind.NEED
+                    last, met_us = BindingDependency(kind, need, message_us), end_us[need] + message_us
             other = on_link.get(number, -1)
             if other >= 0 and end_us[other] > met_us:
-                last = Wait(Cause.HOST_LINK, other)
-            longest[number] = last
-    return longest
+                last = BindingDependency(DependencyKind.HOST_LINK, other)
+            binding[number] = last
+    return binding
 
 
-def critical_path(longest: Sequence[Wait], end_us: Sequence[float]) -> list[int]:
+def critical_path(binding: Sequence[BindingDependency], end_us: Sequence[float]) -> list[int]:
     """Return the chain of steps that sets the makespan, from the start of the iteration to its end.
 
     Args:
-        longest: result of `waits`.
+        binding: result of `binding_dependencies`.
         end_us: end of each step by number.
     """
     number = max(range(len(end_us)), key=end_us.__getitem__, default=-1)
     path = []
     while number >= 0:
         path.append(number)
-        number = longest[number].number
+        number = binding[number].number
     return path[::-1]
 
 
