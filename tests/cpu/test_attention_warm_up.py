@@ -40,14 +40,14 @@ class PlayedLibrary:
         return EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, scale)
 
     def look_up(self, which, k, table):
-        self.built.add((threading.get_ident(), which, table.shape_class, k.shape[1]))
+        self.built.add((threading.get_ident(), which, (table.shape_class, table.window), k.shape[1]))
 
 
 @pytest.fixture
 def library(monkeypatch):
     """A played library, in which classes are as fine as the chunks here, and few heads' gradients fit at once."""
     played = PlayedLibrary()
-    monkeypatch.setattr(kernels, "choose", lambda *_: played.kernel)
+    monkeypatch.setattr(kernels, "choose", lambda *_, **__: played.kernel)
     for name, value in (("_LEAST_TOKENS", 4), ("_MOST_DOUBLED", 16), ("LEAST_SEGMENTS", 2)):
         monkeypatch.setattr(shape_classes, name, value)
     monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 32 * KV_HEADS * 2 * CHANNELS * 8 * 5)
@@ -78,12 +78,13 @@ def random_batch(rng):
     return lengths, chunks
 
 
-@pytest.mark.parametrize("mode", ["kept", "recomputed"])
-def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode):
-    warm, rng, batches = KernelWarmUp((HEADS,), LONGEST), random.Random(0), []
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mode", ["kept", "recomputed, reentrant"])
+def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window):
+    warm, rng, batches = KernelWarmUp((replace(HEADS, window=window),), LONGEST), random.Random(0), []
     for _ in range(20):
-        layer = ChunkedLayer(*random_batch(rng))
-        batches.append(warm.before(chunk_layouts(layer.plan), repeats=mode == "recomputed"))
+        layer = ChunkedLayer(*random_batch(rng), window=window)
+        batches.append(warm.before(chunk_layouts(layer.plan), repeats=mode != "kept"))
         known = set(library.built)
         for chunk in range(len(layer.contexts)):
             layer.forward(chunk, mode)

@@ -152,7 +152,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
 TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
 
 
-@pytest.mark.parametrize(
+LIBRARIES = pytest.mark.parametrize(
     ("kernel", "where", "play"),
     [
         (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
@@ -162,6 +162,23 @@ TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
     ],
     ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15"],
 )
+
+
+@LIBRARIES
+@pytest.mark.parametrize(("has_window", "has_sinks"), [(True, False), (False, True), (True, True)])
+def test_a_library_gets_windows_and_serves_sinks(monkeypatch, kernel, where, play, has_window, has_sinks):
+    module = play([])
+    monkeypatch.setattr(*where, lambda: module)
+    case = AttentionCase("cpu", torch.float32, 16, 4, 2, has_window=has_window, has_sinks=has_sinks)
+    assert kernels._relative_error(kernel, case) < 1e-6
+    deaf = replace(kernel, forward=lambda q, k, v, table, scale: kernel.forward(q, k, v, replace(table, window=None), scale))
+    assert (kernels._relative_error(deaf, case) > kernels._TOLERANCE) == has_window
+    if has_sinks:  # which come too late for a backward that has a copy of its own
+        late = replace(kernel, log_sums=lambda saved: kernel.log_sums(saved).clone())
+        assert kernels._relative_error(late, case) > kernels._TOLERANCE
+
+
+@LIBRARIES
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
     calls = []
@@ -275,11 +292,12 @@ def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kern
     assert seen == heads_at_once
 
 
+@pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads):
+def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads, window):
     """Shapes and types only; keys are a view of a larger cache."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    table = replace(TABLE)  # which keeps offsets on the devices it was used on
+    table = replace(TABLE, window=window)  # which keeps offsets on the devices it was used on
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, cache = (torch.empty(n, heads, 64, dtype=torch.bfloat16, device="cuda") for n, heads in ((104, 4), (256, kv_heads)))
         k = cache[:174]

@@ -121,7 +121,7 @@ class RelayAttention(torch.nn.Module):
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference
-        # Latents know neither: such a model is refused (`kinds.windows`).
+        # Latents know neither: such a model is refused (`kinds.kind`).
         more = {} if self.window is None and not self.has_sinks else {"sinks": self.softmax_offset, "window": self.window}
         out = self.attend(query, (key, value), *options, **more)
         return out.reshape(out.shape[0], 1, -1)

@@ -46,6 +46,7 @@ class ChunkedLayer:
         widths=(CHANNELS, CHANNELS),
         unrotated=0,
         dtype=torch.float64,
+        window=None,
     ):
         generator = torch.Generator().manual_seed(seed)
         self.cached_width, self.unrotated, self.expansion = kv_heads * sum(widths), unrotated, None
@@ -62,7 +63,7 @@ class ChunkedLayer:
         self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=dtype) for n in lengths]
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.kv_cache = SlicedKVCache()
-        self.layers = layers
+        self.layers, self.window = layers, window
         self.contexts = [ChunkContext(c, *_of(layout, self.kv_cache)) for c, layout in enumerate(chunk_layouts(self.plan))]
         if forward_only:
             self.contexts = [ChunkContext(x.chunk, x.table, x.kv_cache, x.view, forward_only=True) for x in self.contexts]
@@ -80,7 +81,7 @@ class ChunkedLayer:
             def attend(q, *cached, layer=layer):
                 options = self.contexts[chunk], layer, SCALE, self.context_parallel
                 if self.expansion is None:
-                    return chunk_attention(q, cached, *options)
+                    return chunk_attention(q, cached, *options, window=self.window)
                 return latent_attention(q, *cached, self.expansion, *options)
 
             self.outputs[layer, chunk] = RECOMPUTE[mode](attend, *rows)
