@@ -65,7 +65,9 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
         predictions=shape.predictions,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
-        kv_bytes_per_token=shape.kv_bytes_per_token,
+        kv_bytes_per_token=(1 - shape.window_share) * shape.kv_bytes_per_token,
+        handed_bytes=shape.window_share * shape.window * shape.kv_bytes_per_token,
+        handed_tokens=shape.window,
         kv_heads=shape.kv_heads_on_rank,
         queries_per_key=shape.queries_per_key,
         expanded_bytes_per_token=shape.expanded_bytes_per_token,
@@ -291,14 +293,19 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, Linear
 
     Keys and values of latents are made in both, of a slice's prefix too; its backward adds to the gradients of the prefix's
     latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
+
+    A token of a layer with a window is taken to see all of it: of short sequences more than there is, by at most the window.
     """
     forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
     ranks, heads = shape.ranks, shape.num_attention_heads
     speed = rates.attention_speed(forward / heads)
     seconds = 4 * (forward / ranks) / speed.forward_flops, 10 * (backward / ranks) / speed.backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
-    made_us = expansion_line(shape, rates).per_token_us
+    made_us, in_windows = expansion_line(shape, rates).per_token_us, shape.window_share * shape.window
+    forward_token_us = (speed.forward_pairs + in_windows) * forward_us
+    backward_token_us = (speed.backward_pairs + in_windows) * backward_us + made_us
+    of_all = 1 - shape.window_share
     return (
-        LinearTime(0.0, speed.forward_pairs * forward_us, forward_us, per_read_us=made_us),
-        LinearTime(0.0, speed.backward_pairs * backward_us + made_us, backward_us, per_read_us=3 * made_us),
+        LinearTime(0.0, forward_token_us, of_all * forward_us, per_read_us=made_us),
+        LinearTime(0.0, backward_token_us, of_all * backward_us, per_read_us=3 * made_us),
     )

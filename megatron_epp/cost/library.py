@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
@@ -285,6 +286,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         num_attention_heads=heads,
         num_query_groups=groups,
         **latent,
+        **_windows(flags),
         vocab_size=vocabulary,
         gated_mlp=gated,
         rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
@@ -387,7 +389,23 @@ def _latent(flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_NO_FORMULA = ("window_size", "experimental_attention_variant")
+def _windows(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelShape` for layers with windows. Raises `EppError` for one that looks ahead."""
+    window, every = flags.get("window_size"), flags.get("window_attn_skip_freq")
+    if not window:
+        return {}
+    sides = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*,\s*0\s*[)\]]?", str(window).strip())
+    if sides is None:
+        raise EppError(f"window_size {brief(window)}: formulas are for windows of tokens ahead and none behind, (N,0)")
+    count = _whole(flags, "num_layers")
+    if every is None or str(every).isdecimal():  # the last of so many layers sees all
+        narrow = [every is None or (layer + 1) % max(1, int(every)) != 0 for layer in range(count)]
+    else:
+        narrow = by_layer(every, count)
+    return {"window": int(sides[1]), "window_share": sum(narrow) / count}
+
+
+_NO_FORMULA = ("experimental_attention_variant",)
 """Flags of layers whose times and bytes no formula says."""
 
 

@@ -65,6 +65,8 @@ class ModelShape:
         query_rank: width of the latent from which it makes queries; None for the hidden state itself.
         rotated_channels: of a head of latent attention, those that turn with the position and are the same in all keys.
         relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
+        window: tokens ahead of its own that a token sees in layers with a window.
+        window_share: share of the layers that have one; the others see all.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel.
@@ -105,6 +107,8 @@ class ModelShape:
     query_rank: int | None = None
     rotated_channels: int = 0
     relays_latents: bool = False
+    window: int = 0
+    window_share: float = 0.0
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False

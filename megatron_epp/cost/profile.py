@@ -22,6 +22,7 @@ from typing import Any
 from megatron_epp.cost.blocks import (
     ATTENTION,
     CODEC,
+    HANDOVER,
     HEAD,
     INPUT,
     LAYER,
@@ -82,6 +83,8 @@ class Profile:
         predictions: how many depths there are, on the last stage.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
+        handed_bytes: that a layer hands on to the next slice alone, in the mean of the layers.
+        handed_tokens: tokens of a sequence from which on it does; fewer have a part of them.
         hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
         stage_ranks: ranks that share each layer, tensor and context parallel.
@@ -109,6 +112,8 @@ class Profile:
     queries_per_key: int = 1
     expanded_bytes_per_token: float = 0.0
     expanded_heads: int = 0
+    handed_bytes: float = 0.0
+    handed_tokens: int = 0
     hidden_bytes_per_token: float
     weight_bytes: float = 2.0
     message_latency_us: float = 0.0
@@ -290,6 +295,9 @@ class Profile:
         if depths:
             blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=depths))
         head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
+        handed_bytes = self.handed_bytes * sum(block.count for block in blocks if block.kv is not None)
+        if handed_bytes:
+            blocks.insert(0, BlockCosts(kind=HANDOVER, state_bytes=handed_bytes, state_tokens=self.handed_tokens))
         return StageCosts((received, *blocks, *head), static)
 
     def _mlp_of(self, whole: ModelPart) -> ModelPart:

@@ -46,7 +46,7 @@ def message(finished: Finished) -> str:
 
 
 def test_every_flag_that_plans_cannot_honour_is_named(documents):
-    text = message(train(documents, "--window-size", "8,0", "--attention-dropout", 0.1, "--recompute-activations"))
+    text = message(train(documents, "--window-size", "8,8", "--attention-dropout", 0.1, "--recompute-activations"))
     for flag in ("--window-size", "--attention-dropout 0.1", "--recompute-activations"):
         assert flag in text
 

@@ -158,7 +158,8 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
     # what plans cannot honour, at every door
     ("documents", "--attention-dropout 0.1", 1, ("--attention-dropout 0.1", "set it to 0")),
     ("launcher", {"megatron": {"attention_dropout": 0.1}}, 1, ("--attention-dropout 0.1", "set it to 0")),
-    ("yaml_cfg", {"language_model": {"softmax_type": "off-by-one"}}, 1, ("--softmax-type off-by-one", "leave it out")),
+    ("yaml_cfg", {"language_model": {"qk_clip": True}}, 1, ("--qk-clip", "leave it out")),
+    ("documents", "--window-size 8,8", 1, ("--window-size 8,8", "none behind", "N,0")),
     ("documents", "--cuda-graph-impl local", 1, ("--cuda-graph-impl local", "none")),
     ("user", "--cuda-graph-impl local", 1, ("--cuda-graph-impl local", "leave it out")),
     ("built", {"cuda_graph_impl": "local"}, 1, ("cuda_graph_impl='local'", "leave it out")),
@@ -239,7 +240,7 @@ def test_what_is_no_mistake_is_not_refused(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_all_mistakes_are_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "--attention-dropout 0.1 --window-size 8,0 --seed 0 --epp-trace 3 --data-path no/where --vocab-file nowhere.txt"
+    flags = "--attention-dropout 0.1 --window-size 8,-1 --seed 0 --epp-trace 3 --data-path no/where --vocab-file nowhere.txt"
     refused = Doors(folder, monkeypatch).documents(flags)
     for fact in ("--attention-dropout 0.1", "--window-size", "--seed 0", "--epp-trace", "no/where.idx", "nowhere.txt"):
         assert fact in refused

@@ -44,7 +44,6 @@ WRONG = {
     "--cp-comm-type": ["allgather"],
     "--cuda-graph-impl": "local",
     "--dataloader-type": "cyclic",
-    "--softmax-type": "learnable",
     "--iterations-to-skip": [3],
     "--position-embedding-type": "mrope",
     "--cpu-offloading-num-layers": 2,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_epp.cost.huggingface import ARCHITECTURES, flags_of_config
-from megatron_epp.cost.library import check_formulas, load_flags
+from megatron_epp.cost.library import check_formulas, load_flags, shape_of
 from megatron_epp.plan import EppError
 
 DENSE: dict[str, Any] = {
@@ -98,8 +98,9 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 def test_windows_of_every_kind_of_model_become_flags_and_are_not_planned_as_full_attention(model_type, change, layers):
     flags = flags_of_config(DENSE | {"model_type": model_type, **change})
     assert (flags["window_size"], flags.get("window_attn_skip_freq")) == ("(1023,0)", layers)
-    with pytest.raises(EppError, match="no formula for window_size"):
-        check_formulas(flags)
+    shape = shape_of(flags)
+    assert shape.window == 1023
+    assert shape.window_share == (1.0 if layers is None else 0.75 if isinstance(layers, int) else 28 / 36)
 
 
 @pytest.mark.parametrize("change", [{"use_sliding_window": False}, {"use_sliding_window": True, "sliding_window": None}])
@@ -172,7 +173,7 @@ def test_a_config_that_cannot_be_is_refused_in_one_line(body: dict[str, Any], ch
     assert "\n" not in error.value.message
 
 
-@pytest.mark.parametrize("body", [NARROW, GATED_DELTA, STATES])
+@pytest.mark.parametrize("body", [GATED_DELTA, STATES])
 def test_layers_without_a_formula_are_not_planned_as_others(body: dict[str, Any]):
     with pytest.raises(EppError, match="there is no formula for"):
         check_formulas(flags_of_config(body))

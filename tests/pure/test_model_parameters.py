@@ -13,7 +13,8 @@ from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
 from megatron_epp.cost.parameters import kinds_of_layers, parameters_of, summary
-from megatron_epp.plan import EppError
+from megatron_epp.cost.work import work_of
+from megatron_epp.plan import Chunk, EppError, Segment
 
 BILLIONS = {
     "qwen3-8b": 8.19,
@@ -137,8 +138,26 @@ def test_kinds_of_layers_multi_token_prediction_are_costs_of_the_last_stage():
     assert more > 2 * layer.count * 18 * 64 * 64  # its layers, and a copy of the embedding
 
 
-def test_latents_with_shared_heads_are_refused_and_windows_have_no_formula():
+def test_latents_with_shared_heads_are_refused():
     with pytest.raises(EppError, match="latent attention makes keys and values for every head"):
         shape_of(load_flags("moonlight-16b-a3b") | {"group_query_attention": True, "num_query_groups": 2})
-    with pytest.raises(EppError, match="no formula for window_size"):
-        check_formulas(load_flags("gpt-oss-120b"))
+
+
+def test_windows_count_by_the_tokens_in_them():
+    flags = load_flags("gpt-oss-120b")
+    check_formulas(flags)
+    narrow, wide = (analytic_profile(shape_of(flags | more), H100) for more in ({}, {"window_size": None}))
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert narrow.handed_bytes == 127 / 2 * wide.kv_bytes_per_token
+    assert narrow.layer.forward.per_pair_us == wide.layer.forward.per_pair_us / 2
+    of_window = narrow.layer.forward.per_token_us - wide.layer.forward.per_token_us
+    assert of_window == pytest.approx(127 / 2 * wide.layer.forward.per_pair_us)
+    work = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
+    first, second, last = narrow.costs([18, 18]).stages[0].blocks[1].kept_bytes(work)
+    assert (first, second, last) == (18 * narrow.handed_bytes * 64 / 127, 18 * narrow.handed_bytes, 0)
+
+
+@pytest.mark.parametrize("window", ["(0,5)", "(-1,0)", "8", "(8,0,0)"])
+def test_a_window_without_a_formula_is_refused(window: str):
+    with pytest.raises(EppError, match="formulas are for windows of tokens ahead and none behind"):
+        shape_of(load_flags("gpt-oss-120b") | {"window_size": window})
