@@ -18,7 +18,7 @@ from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 WARM_UP = 1
 """Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
 RECORDED = 3
-"""Iterations whose times costs are fitted to."""
+"""Iterations whose times costs are fitted to: as many as grains that `LearntPlanner` gives the batches."""
 
 OutputShare = Callable[[int], float]
 """Function from a chunk to the share of its tokens that pass the output layer and the loss."""

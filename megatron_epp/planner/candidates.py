@@ -26,9 +26,11 @@ from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work_limit import spend
 
 CLOSE = 0.002
-"""Relative excess over a chunk table's bound up to which other orders of the table are not tried."""
+"""Relative excess over a chunk table's bound up to which other orders of the table are not tried. With 0 two plans of 24
+differ, up to 0.4 % faster; with 0.01 seven, 1.1 % faster to 0.5 % slower.
+"""
 ROUNDS = 4
-"""Times that copies are chosen for ever lower caps."""
+"""Times that copies are chosen for ever lower caps. With 2 or 8 no plan of 24 differs."""
 
 
 @dataclass(frozen=True, slots=True)

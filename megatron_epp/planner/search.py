@@ -22,6 +22,9 @@ from megatron_epp.planner.local_search import SMALL
 from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 
+# Each was changed to half and to twice what it leaves, on 24 cases of `scripts.bench.planner` drawn at random, a third of them
+# with copies: one plan of 24 is 1.3 % faster with a GAIN of 0 or FAR at 1.01, others differ by less than half a percent.
+# PATIENCE, NEARLY and FEW change none by more than 0.03 %: they save time, up to a third of the search.
 GAIN = 1e-4
 """Relative gain that a chunk table's bound must leave for its orders to be tried."""
 PATIENCE = 2

@@ -28,7 +28,8 @@ FLAGS = shlex.split(
     "--max-position-embeddings 192 --position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0 "
     f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
     "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 1000 "
-    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3 --epp-recompute 1"
+    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3 --epp-recompute 1 "
+    "--window-size 40,0 --window-attn-skip-freq 2 --softmax-type learnable"
 )
 
 

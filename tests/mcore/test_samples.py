@@ -40,6 +40,7 @@ LAYOUTS = [
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, LATENT, id="latent attention"),
     pytest.param(2, DELTA, id="gated delta nets"),
+    pytest.param(2, {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}, id="windows and sinks"),
 ]
 
 

