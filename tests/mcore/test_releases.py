@@ -39,7 +39,12 @@ CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-latents on",
         "both": f"{LATENT} --mtp-num-layers 1",
     },
-    "hybrid": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": HYBRID},
+    "hybrid, windows and sinks": {
+        "cell": {"pp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{HYBRID} --window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
+    },
 }
 
 MORE_CASES = {

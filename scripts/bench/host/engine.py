@@ -289,7 +289,7 @@ def in_place() -> Iterator[None]:
     """Put the stand-ins into the places of Transformer Engine's modules and functions in a block."""
     replaced = (
         (gpt_layer_specs, "TESpecProvider", Backend),
-        (kernels, "choose", lambda *_: KERNEL),
+        (kernels, "choose", lambda *_, **__: KERNEL),
         (rope_utils, "fused_apply_rotary_pos_emb", lambda x, angles, interleaved: _Rotated.apply(x, angles)),
         (mlp, "bias_swiglu_impl", lambda x, *_: _Gated.apply(x)),
         (experts, "weighted_bias_swiglu_impl", lambda x, bias, probs, *_: _WeightedGated.apply(x, probs)),

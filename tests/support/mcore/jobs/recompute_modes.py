@@ -171,8 +171,8 @@ def counted_calls():
     calls: list[int] = []
     choose = attention.kernels.choose
 
-    def counting(*args):
-        kernel = choose(*args)
+    def counting(*args, **options):
+        kernel = choose(*args, **options)
         return replace(kernel, forward=lambda *call: (calls.append(1), kernel.forward(*call))[1])
 
     attention.kernels.choose = counting
