@@ -7,12 +7,12 @@ from typing import Any
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting: ``--num-layers`` of ``num_layers``."""
+    """Return the flag of a setting: two hyphens, and its name with hyphens."""
     return f"--{name.replace('_', '-')}"
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Convert ``{"num_layers": 4, "swiglu": True}`` to ``["--num-layers", "4", "--swiglu"]``; False and None are omitted."""
+    """Return settings as words of a command line. True is a flag by itself; False and None are omitted."""
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:

@@ -166,7 +166,7 @@ def test_chronos_waits_as_1f1b_and_keeps_three_quarters_of_its_memory(p: int):
     unit = Unit("chronos", p, 4 * p)
     made = unit.of_paper()
     assert unit.waits(made) == (p - 1) * 3
-    assert 0.75 * p <= unit.kept(made) <= 0.75 * p + 1
+    assert 0.75 * p <= unit.alive(made) <= 0.75 * p + 1
 
 
 def test_chronos_recomputes_shallow_stages_first():

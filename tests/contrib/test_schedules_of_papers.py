@@ -159,7 +159,7 @@ def test_pipeoffload_waits_and_keeps_as_its_authors_program_does(p: int, figures
     """2503.01328: idle time and peak of the authors' program with unit costs, for groups of 1, p/2 and p microbatches."""
     unit = Unit("pipeoffload", p, 4 * p)
     orders = [unit.of_paper(which) for which in range(3)]
-    assert [(unit.waits(made), unit.kept(made)) for made in orders] == figures
+    assert [(unit.waits(made), unit.alive(made)) for made in orders] == figures
 
 
 @pytest.mark.parametrize("p", [4, 8])
@@ -172,7 +172,7 @@ def test_hanayos_wave_runs_down_the_ranks_and_back_and_waits_less_than_1f1b(p: i
     assert unit.problem.placement == (*range(p), *reversed(range(p)))
     made = unit.of_paper()
     assert unit.waits(made) < plain.waits(plain.of_paper())
-    assert unit.kept(made) <= p
+    assert unit.alive(made) <= p
     lowered = lower(unit.plan())
     assert not any(action.op is Op.SEND_F and action.stage == p - 1 for action in chain(*lowered))
     assert any(action.op is Op.SEND_F and action.stage == p - 2 for action in chain(*lowered))

@@ -38,7 +38,7 @@ def _attention_problems(args: argparse.Namespace) -> Iterator[str]:
     window, softmax = getattr(args, "window_size", None), getattr(args, "softmax_type", "vanilla")
     if window and (window[0] < 1 or window[1] != 0):
         yield f"--window-size {window[0]},{window[1]}: a window is N,0, of at least one token ahead of a token and none behind"
-    if args.multi_latent_attention and (window or softmax != "vanilla"):
+    if getattr(args, "multi_latent_attention", False) and (window or softmax != "vanilla"):
         flag = f"--window-size {window[0]},{window[1]}" if window else f"--softmax-type {softmax}"
         yield f"{flag} with --multi-latent-attention was never tried with slices: leave one of them out"
 
