@@ -14,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.gated_delta import DeltaLayer
+from tests.support.runtime.mixed_slices import CUTS, LENGTHS, check_slices, context_of, tokens_of
 
 KEY_HEADS, VALUE_HEADS, WIDTH, FILTER = 2, 4, 3, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9}
-"""Tokens of sequences by number; the first is cut."""
-CUTS = ((0, 8), (8, 9), (9, 11), (11, 23))
-PADDING = 2
 
 
 def rule(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -81,19 +78,6 @@ class Net(torch.nn.Module):
         return x + layer(q, (k, v, strength[..., None], gate[..., None]), context).flatten(1)
 
 
-def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
-    part = chunk.slice_of(tuple(LENGTHS.values()))
-    length = LENGTHS[0]
-    view = None if part is None else SliceView(*part, length, length, len(CUTS))
-    table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
-    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only)
-
-
-def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
-    parts = [sequences[number][start:end] for number, start, end in chunk.segments]
-    return torch.cat([*parts, torch.ones_like(sequences[0][:PADDING])])
-
-
 def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recomputed: int) -> Tensor:
     context = context_of(chunk, kv_cache)
     for number in range(2):
@@ -101,43 +85,19 @@ def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recomputed: 
     return x
 
 
-def gradients(net: Net, inputs: dict[int, Tensor]) -> list[Tensor]:
-    tensors = [*inputs.values(), *net.parameters()]
-    copies = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
-    assert len(copies) == len(tensors)
-    for tensor in tensors:
-        tensor.grad = None
-    return copies
-
-
 @pytest.mark.parametrize("recomputed", [0, 1, 2])
 @pytest.mark.parametrize("packs", [True, False], ids=("kernels of packed sequences", "sequence by sequence"))
 def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(packs: bool, recomputed: int) -> None:
     torch.manual_seed(3)
     net = Net(packs)
-    inputs = {q: torch.randn(n, VALUE_HEADS * WIDTH, dtype=torch.float64, requires_grad=True) for q, n in LENGTHS.items()}
-    weights = {q: torch.randn_like(x) for q, x in inputs.items()}
-    wanted = {}
-    for q, n in LENGTHS.items():
-        chunk = Chunk((Segment(q, 0, n),))
-        context = ChunkContext(0, SegmentTable.build(chunk, n), SlicedKVCache())
-        wanted[q] = net(1, net(0, inputs[q], context), context)
-        (wanted[q] * weights[q]).sum().backward()
-    whole = gradients(net, inputs)
 
-    company = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9))}
-    chunks = [Chunk((Segment(0, *ends), *(Segment(*part) for part in company[at]))) for at, ends in enumerate(CUTS)]
-    kv_cache, outputs = SlicedKVCache(), []
-    for chunk in chunks:
-        outputs.append(run(net, chunk, tokens_of(chunk, inputs), kv_cache, recomputed))
-        sizes = [*(part.num_tokens for part in chunk.segments), PADDING]
-        for (q, start, end), out in zip(chunk.segments, outputs[-1].split(sizes)[:-1], strict=True):
-            torch.testing.assert_close(out, wanted[q][start:end], rtol=1e-12, atol=1e-12)
-    for chunk in reversed(chunks):
-        (outputs.pop()[:-PADDING] * tokens_of(chunk, weights)[:-PADDING]).sum().backward()
-    kv_cache.assert_empty()
-    for own, other in zip(gradients(net, inputs), whole, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    def whole(number: int, x: Tensor) -> Tensor:
+        chunk = Chunk((Segment(number, 0, len(x)),))
+        context = ChunkContext(0, SegmentTable.build(chunk, len(x)), SlicedKVCache())
+        return net(1, net(0, x, context), context)
+
+    weights = dict(net.named_parameters())
+    check_slices(VALUE_HEADS * WIDTH, weights, whole, lambda *chunk: run(net, *chunk, recomputed=recomputed), 1e-12)
 
 
 def test_whole_sequences_are_packed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

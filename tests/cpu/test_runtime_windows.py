@@ -15,16 +15,13 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.base import add_sinks, backward_by_heads, sinks_gradient
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.attention.segments import SegmentTable, SliceView, offsets_of
+from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.context import ChunkContext
 from tests.support.runtime.dense_attention import dense_attention
+from tests.support.runtime.mixed_slices import CUTS, LENGTHS, PADDING, check_slices, context_of
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 3, 0.4
-LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9}
-"""Tokens of sequences by number; the first is cut."""
-CUTS = ((0, 8), (8, 9), (9, 11), (11, 23))
-PADDING = 2
 LAYERS = ((4, True), (None, True), (11, False))
 """Window of each layer, and whether it has sinks: shorter and longer than slices, and none."""
 
@@ -59,21 +56,6 @@ class Net(torch.nn.Module):
         return x
 
 
-def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
-    part, length = chunk.slice_of(tuple(LENGTHS.values())), LENGTHS[0]
-    room = length + max(LENGTHS.values()) + PADDING
-    view = None if part is None else SliceView(*part, length, room, len(CUTS))
-    if view is not None and view.is_last_slice:
-        view = replace(view, capacity=part.start + chunk.num_tokens + PADDING)
-    table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
-    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only)
-
-
-def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
-    parts = [sequences[number][start:end] for number, start, end in chunk.segments]
-    return torch.cat([*parts, torch.ones_like(sequences[0][:PADDING])])
-
-
 def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recompute: str) -> Tensor:
     for number in range(len(LAYERS)):
         context = context_of(chunk, kv_cache)
@@ -86,39 +68,12 @@ def run(net: Net, chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache, recompute: s
     return x
 
 
-def gradients(net: Net, inputs: dict[int, Tensor]) -> list[Tensor]:
-    tensors = [*inputs.values(), *(weight for name, weight in net.named_parameters() if name != "sinks_2")]
-    copies = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
-    assert len(copies) == len(tensors)
-    for tensor in tensors:
-        tensor.grad = None
-    return copies
-
-
 @pytest.mark.parametrize("recompute", ["none", "all but attention", "all"])
 def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(recompute: str) -> None:
     torch.manual_seed(3)
     net = Net()
-    inputs = {q: double(n, HEADS * WIDTH).requires_grad_() for q, n in LENGTHS.items()}
-    weights = {q: torch.randn_like(x) for q, x in inputs.items()}
-    wanted = {q: net.whole(x) for q, x in inputs.items()}
-    for q, out in wanted.items():
-        (out * weights[q]).sum().backward()
-    whole = gradients(net, inputs)
-
-    company = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9))}
-    chunks = [Chunk((Segment(0, *ends), *(Segment(*part) for part in company[at]))) for at, ends in enumerate(CUTS)]
-    kv_cache, outputs = SlicedKVCache(), []
-    for chunk in chunks:
-        outputs.append(run(net, chunk, tokens_of(chunk, inputs), kv_cache, recompute))
-        sizes = [*(part.num_tokens for part in chunk.segments), PADDING]
-        for (q, start, end), out in zip(chunk.segments, outputs[-1].split(sizes)[:-1], strict=True):
-            torch.testing.assert_close(out, wanted[q][start:end], rtol=1e-12, atol=1e-12)
-    for chunk in reversed(chunks):
-        (outputs.pop()[:-PADDING] * tokens_of(chunk, weights)[:-PADDING]).sum().backward()
-    kv_cache.assert_empty()
-    for own, other in zip(gradients(net, inputs), whole, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+    weights = {name: weight for name, weight in net.named_parameters() if name != "sinks_2"}
+    check_slices(HEADS * WIDTH, weights, lambda _, x: net.whole(x), lambda *chunk: run(net, *chunk, recompute=recompute), 1e-11)
 
 
 def test_a_slice_hands_on_no_more_rows_than_its_window() -> None:

@@ -271,6 +271,13 @@ def test_costs_of_other_ranks_are_refused():
         plan(problem, wrong)
 
 
+def test_a_profile_from_before_shards_had_bytes_is_refused_where_it_needs_them():
+    older = replace(PROFILE, shards=None)
+    assert older.costs([8, 8, 8, 8]).vocabulary is None
+    with pytest.raises(EppError, match="write it again with megatron-epp profile"):
+        older.costs([8, 8, 8, 8], vocabulary_shares=[0.25] * 4)
+
+
 def test_costs_and_plans_survive_json(usual):
     assert PipelineCosts.from_json(costs().to_json()) == costs()
     assert from_json(to_json(usual)) == usual

@@ -22,6 +22,7 @@ from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.mcore.costs.shape import CONFIG_OF_COSTS, FLAGS_OF_COSTS, unusual_optimizer
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
+from megatron_epp.mcore.features import has_user_microbatches
 from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import parse_json, read_text
@@ -39,10 +40,12 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     config = get_model_config(next(iter(models.values())))
     flags |= {name: getattr(config, name, None) for name in CONFIG_OF_COSTS}
     # Told only where they are set, so that costs which earlier versions have learnt hold.
-    where_set = {"epp_latents": getattr(args, "epp_latents", None) == "on" and "on"}
-    where_set |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
-    flags |= {name: value for name, value in where_set.items() if value not in (None, False, "vanilla")}
+    newer = {"epp_latents": getattr(args, "epp_latents", None)}
+    newer |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
+    flags |= {name: value for name, value in newer.items() if value not in (None, "auto", "off", "vanilla")}
     known = {flag_of(name): _plain(value) for name, value in flags.items()}
+    if has_user_microbatches(args) and torch.cuda.is_initialized():
+        known["static bytes"] = "all that plans do not count"  # earlier versions have learnt too few
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
 
 

@@ -635,38 +635,26 @@ _HYBRID_EXPERTS = Row(
     check=_check_hybrid,
 )
 _DELTA = (
-    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
-    "--linear-conv-kernel-dim 4"
+    "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
 DELTA: dict[str, dict[str, Any]] = {
-    "two stages": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-recompute 1", "pattern": "G-*|-G-G"},
+    "two stages": {
+        "cell": {"pp": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+    },
     "tensor and sequence parallel": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
         "plan": "--epp-slices 7",
-        "pattern": "G-*|-G-G",
+        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
     },
     "context parallel, experts": {
         "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
         "plan": "--epp-slices 3 --epp-recompute 1",
-        "pattern": "GE*E",
+        "both": f"{_DELTA} --hybrid-layer-pattern GE*E",
     },
 }
-
-
-def _check_delta(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
-
-
-def _deltas() -> list[Row]:
-    spec = "--spec tests.support.mcore.delta_hybrid stack_spec"
-    return [
-        Row(
-            name=f"gated delta nets: {name}",
-            case=case(row["cell"], "llama", row["plan"], both=f"{_DELTA} --hybrid-layer-pattern {row['pattern']} {spec}"),
-            check=_check_delta,
-        )
-        for name, row in DELTA.items()
-    ]
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -688,14 +676,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def _windows() -> list[Row]:
+def _check_slices(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
+def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
+    """Return the rows of a kind of layers."""
     return [
-        Row(
-            name=f"windows and sinks: {name}",
-            case=case(row["cell"], "llama", row["plan"], both=row["both"]),
-            check=_check_delta,
-        )
-        for name, row in WINDOWS.items()
+        Row(name=f"{kind}: {name}", case=case(model="llama", **given), check=_check_slices) for name, given in cases.items()
     ]
 
 
@@ -798,8 +786,8 @@ ROWS = (
     *_cut_shards(),
     _HYBRID,
     _HYBRID_EXPERTS,
-    *_deltas(),
-    *_windows(),
+    *_of_layers("gated delta nets", DELTA),
+    *_of_layers("windows and sinks", WINDOWS),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
