@@ -56,7 +56,7 @@ MATRIX = "tests/mcore/test_matrix.py -k"
 FAULTS = (
     Fault(
         "gradients are divided by twice the number of tokens",
-        "mcore/iteration/run.py",
+        "mcore/iteration/base_run.py",
         "counted = num_tokens if config.calculate_per_token_loss else None",
         "counted = 2 * num_tokens if config.calculate_per_token_loss else None",
         SHORT,
@@ -127,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "each group of replicas learns costs from its own ranks",
-        "mcore/iteration/run.py",
+        "mcore/iteration/base_run.py",
         "complete(made_by_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))",
         "complete(fitted_costs(before, everyone[dist.get_rank() :], keeps_weights=keeps_weights))",
         "tests/mcore/test_matrix.py tests/mcore/test_learnt_costs.py -k learnt",

@@ -3,7 +3,7 @@
     python scripts/mutants.py planner plan               as many mutants as are recorded of each, or 12
     python scripts/mutants.py                            of every package
     python scripts/mutants.py cost --number 20 --seed 3  others
-    python scripts/mutants.py cost --under cost/fit.py   in a part of it
+    python scripts/mutants.py cost --under cost/kept.py  in a part of it
     python scripts/mutants.py cost --show                lists them, runs nothing
     python scripts/mutants.py cost --record              keeps the results in tests/mutants.json
 

@@ -14,7 +14,7 @@ from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
-from megatron_epp.planner.layouts.search import Sample
+from megatron_epp.planner.layouts.layout_choice import Sample
 
 type Sharing = tuple[int, int, int, int]
 """Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
@@ -158,7 +158,7 @@ class Question:
         options: of the planner.
         measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
         costs_files: path of each of them.
-        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layouts.search.Sample`.
+        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`.
         documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
     """
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron_epp.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.advice.judge import Judged, Parts
 from megatron_epp.advice.question import Question
-from megatron_epp.advice.search import CLOSE, TIE, Advice
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.report.text import format_us, table

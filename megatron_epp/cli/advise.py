@@ -11,12 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.advice.candidates import check_devices
+from megatron_epp.advice.configuration_search import advise
+from megatron_epp.advice.configurations import check_devices
 from megatron_epp.advice.judge import Judged
 from megatron_epp.advice.question import Configuration, Question, Sharing
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
-from megatron_epp.advice.search import advise
 from megatron_epp.cli.inputs import (
     OPTIMIZER_FLAGS,
     SHAPE_FLAGS,

@@ -19,7 +19,7 @@ from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, parse_json, read_text
 from megatron_epp.planner.latents import LatentsTrial, choose_latents
-from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, fastest
+from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us
 

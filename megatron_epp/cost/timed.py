@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.line_fits import Point, fit_line
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 

@@ -50,7 +50,7 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
     any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas, gathers of
     parameters are by ascending stage and reductions by descending stage in every plan's order, so one order covers all
-    replicas' events too. `launches.blocked` checks rows for it.
+    replicas' events too. `check.deadlock.blocked` checks rows for it.
 
     Messages are paired first in, first out per link: source rank, destination rank and direction (F or B).
 

@@ -16,7 +16,7 @@ from megatron_epp.planner.budget import plan_within_budget
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.planner.messages import MessageRoomError, planned_with_room, with_room
+from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b

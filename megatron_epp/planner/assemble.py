@@ -10,14 +10,14 @@ from operator import add, sub
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
 from megatron_epp.plan.check import examine, report
-from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import kinds_of
-from megatron_epp.planner.memory.kv_offload import kv_offload_entries
-from megatron_epp.planner.messages import MessageRoomError
+from megatron_epp.planner.memory.kv_offload_choice import kv_offload_entries
+from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary import completed_with_shards

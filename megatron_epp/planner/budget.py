@@ -15,7 +15,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.messages import MessageRoomError
+from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import completed, finished, finisher_of, plan_or_refuse, planned

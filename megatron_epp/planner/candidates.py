@@ -16,9 +16,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
-from megatron_epp.planner.memory.kv_offload import SHARINGS, leaves_link
+from megatron_epp.planner.memory.kv_offload_choice import SHARINGS, leaves_link
 from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload, timed
-from megatron_epp.planner.messages import room_for
+from megatron_epp.planner.message_room import room_for
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import Recipe

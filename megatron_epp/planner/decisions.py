@@ -10,7 +10,7 @@ from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.plan import Extension
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
-from megatron_epp.planner.memory.kv_offload import SHARINGS, Pairs, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_choice import SHARINGS, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem

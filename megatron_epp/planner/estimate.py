@@ -11,7 +11,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.messages import planned_with_room
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import FEW

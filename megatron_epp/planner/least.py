@@ -12,7 +12,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
-from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunks.align import Aligned
@@ -21,7 +21,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, coded
-from megatron_epp.planner.messages import MessageRoomError, planned_with_room, with_room
+from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy

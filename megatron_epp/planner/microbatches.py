@@ -14,7 +14,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.local_search import SMALL
-from megatron_epp.planner.messages import planned_with_room
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem

@@ -25,8 +25,8 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
 from megatron_epp.planner.kernels.codes import Codes, coded
-from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
-from megatron_epp.planner.messages import raised
+from megatron_epp.planner.memory.kv_offload_choice import Pairs, choices, kv_offload_host_bytes, with_kv_offload
+from megatron_epp.planner.message_room import raised
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.orders.vocabulary import completed_with_shards

@@ -19,7 +19,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import least_decisions, one_order_decides
 from megatron_epp.planner.local_search import improve, searches
-from megatron_epp.planner.messages import MessageRoomError, proven_cap
+from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
@@ -98,7 +98,7 @@ def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Cos
 
     It returns the fastest of some decisions, the fastest first, and of what it makes of them.
     """
-    return resolve_name("megatron_epp.contrib.overlap.search:overlapped") if options.overlap_exchanges else None
+    return resolve_name("megatron_epp.contrib.overlap.pairing:overlapped") if options.overlap_exchanges else None
 
 
 def finished(candidates: Candidates) -> Candidate:

@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
-from megatron_epp.contrib.papers.infinipipe import search
+from megatron_epp.contrib.papers.infinipipe import planner as infinipipe_planner
 from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
-from megatron_epp.contrib.papers.infinipipe.search import Grouping, algorithm_1
+from megatron_epp.contrib.papers.infinipipe.planner import Grouping, algorithm_1
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
@@ -196,7 +196,7 @@ def test_the_search_ends_with_its_best_when_its_effort_is_spent(monkeypatch: pyt
     asked, costs, options = problem((40_000, 30_000, 9000), 3, 20 * GIB), pipeline(3), Options(planner="infinipipe")
     whole = plan(asked, costs, options)
     effort = sum(solved)
-    monkeypatch.setattr(search, "MOST_ENTRIES", effort // 10)
+    monkeypatch.setattr(infinipipe_planner, "MOST_ENTRIES", effort // 10)
     solved.clear()
     short = plan(asked, costs, options)
     assert 0 < sum(solved) < effort / 2

@@ -14,7 +14,7 @@ from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment, check, from_json, lower, simulate, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 

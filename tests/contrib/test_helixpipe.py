@@ -17,7 +17,7 @@ from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.report.gantt import save_gantt

@@ -18,7 +18,7 @@ from megatron_epp.contrib.papers.sppo import sequence_aware_shares
 from megatron_epp.cost import H100, LinearTime, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan, PlanError, check, lower
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
 from megatron_epp.planner.registry import PLANNERS

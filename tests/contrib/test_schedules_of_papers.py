@@ -20,11 +20,11 @@ from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost import LinearTime, PipelineCosts, causal_pairs
 from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.layouts.search import LayoutChoice, Sample, choose, placements_of
+from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import run_ahead
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs

@@ -18,7 +18,7 @@ from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import even_layers, load_flags, shape_of
 from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 
 from megatron_epp.contrib.foreign.pipelining import from_pipelining, launches_of
 from megatron_epp.plan import check, lower
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 
 RANKS, MICROBATCHES = 4, 8
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import Action, Copy, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import lower
-from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.message_slots import message_peaks
 from tests.support.runtime.allocator_model import MessageMemory
 from tests.support.runtime.launch_recorder import RecordedStage, record
 from tests.support.runtime.plain_stage import HIDDEN

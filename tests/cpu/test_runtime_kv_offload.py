@@ -6,7 +6,7 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.kv_offload import PieceReader
+from megatron_epp.runtime.attention.host_store import PieceReader
 from megatron_epp.runtime.attention.segments import KVCacheError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory

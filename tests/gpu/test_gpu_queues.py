@@ -1,4 +1,4 @@
-"""The premise of `plan.check.launches`: how a GPU's hardware queues start what streams hand them."""
+"""The premise of `plan.check.deadlock`: how a GPU's hardware queues start what streams hand them."""
 
 import os
 import subprocess

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.mcore.iteration import run
+from megatron_epp.mcore.iteration import base_run
+from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
-from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
 
@@ -53,7 +53,7 @@ class Times:
 def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
-    monkeypatch.setattr(run, "from_each_of_job", lambda item: [item])
+    monkeypatch.setattr(base_run, "from_each_of_job", lambda item: [item])
     ours = object.__new__(Run)
     ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
     return CostLearning(partial(ours.fit, keeps_weights=True))

@@ -12,8 +12,8 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.iteration import base_run, sliced_run
 from megatron_epp.mcore.iteration import loggers as loggers
-from megatron_epp.mcore.iteration import run, sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
@@ -193,7 +193,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
 
 def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
     reports, reported = [], threading.Event()
-    ours = object.__new__(run.Run)
+    ours = object.__new__(base_run.Run)
     ours.args, ours.rank = FLAGS, 3
     ours.watchdog = Watchdog(0.1, lambda message: (reports.append(message), reported.set()))
 

@@ -15,9 +15,9 @@ from torch.distributed import HashStore
 
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import LOCK
-from megatron_epp.mcore.iteration import run
+from megatron_epp.mcore.iteration import base_run
+from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.report_folder import Reports
-from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import EppError
 from megatron_epp.runtime import failures
 from megatron_epp.runtime.failures import FailureBoard
@@ -33,10 +33,10 @@ def ours() -> Run:
 
 def test_a_run_holds_the_folders_that_it_writes_to(tmp_path: Path) -> None:
     checkpoints, reports = tmp_path / "checkpoints", tmp_path / "reports"
-    name = run._hold_folders(Namespace(save=str(checkpoints), epp_report_dir=str(reports)))
+    name = base_run._hold_folders(Namespace(save=str(checkpoints), epp_report_dir=str(reports)))
     for folder in (checkpoints, reports):
         assert name in (folder / LOCK).read_text()
-    assert run._hold_folders(Namespace(epp_report_dir=None)) != name  # a framework that saves by itself
+    assert base_run._hold_folders(Namespace(epp_report_dir=None)) != name  # a framework that saves by itself
 
 
 def test_a_finalisation_of_gradients_that_stands_still_ends_the_run(ours: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_finalisation_of_gradients_that_stands_still_ends_the_run(ours: Run, m
         assert ended.wait(60)
 
     config = SimpleNamespace(finalize_model_grads_func=hang, calculate_per_token_loss=False)
-    monkeypatch.setattr(run, "get_model_config", lambda model: config)
+    monkeypatch.setattr(base_run, "get_model_config", lambda model: config)
     ours.finish_gradients([torch.nn.Module()], torch.ones(()), "groups", False)
     assert said == ["rank 3 waits for gradient finalisation (wait_limit_seconds)"]
     config.finalize_model_grads_func = None
@@ -78,8 +78,8 @@ def test_the_last_lines_of_every_run_are_written_before_writers_close(ours: Run,
     for number, one in enumerate((ours, other)):
         one.reports = Reports()
         one.reports.begin(lambda number=number: partial(written.append, f"line of {number}"))  # type: ignore[misc]
-    monkeypatch.setattr(run, "_runs", {ours, other})
-    run.complete_reports()
+    monkeypatch.setattr(base_run, "_runs", {ours, other})
+    base_run.complete_reports()
     assert sorted(written) == ["line of 0", "line of 1"]
 
 

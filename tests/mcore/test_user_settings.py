@@ -191,7 +191,7 @@ def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(m
 def test_the_arguments_that_are_checked_are_those_of_the_calls() -> None:
     package = Path(features.__file__).parent
     found = {}
-    for name in ("iteration/microbatch_stage.py", "iteration/microbatch_schedule.py", "iteration/run.py", "features.py"):
+    for name in ("iteration/microbatch_stage.py", "iteration/microbatch_schedule.py", "iteration/base_run.py", "features.py"):
         for call in (node for node in ast.walk(ast.parse((package / name).read_text())) if isinstance(node, ast.Call)):
             found[ast.unparse(call.func)] = len(call.args), [word.arg for word in call.keywords if word.arg]
     names = {"backward_step": "step", "finalize_model_grads": "config.finalize_model_grads_func"}

@@ -5,12 +5,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron_epp.advice import search
-from megatron_epp.advice.candidates import candidates
+from megatron_epp.advice import configuration_search
+from megatron_epp.advice.configuration_search import NothingFitsError, advise
+from megatron_epp.advice.configurations import candidates
 from megatron_epp.advice.judge import misfit
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.report import as_json, as_text
-from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.main import main
@@ -68,7 +68,7 @@ def _small_searches():
     """Few layouts, and few plans of the best."""
     with pytest.MonkeyPatch.context() as patch:
         for name, count in {"SEARCHED": 2, "PLANNED": 4}.items():
-            patch.setattr(search, name, count)
+            patch.setattr(configuration_search, name, count)
         yield
 
 

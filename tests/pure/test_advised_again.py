@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from megatron_epp.advice import search
+from megatron_epp.advice import configuration_search
+from megatron_epp.advice.configuration_search import advise
 from megatron_epp.advice.judge import exactly
 from megatron_epp.advice.question import Configuration
-from megatron_epp.advice.search import advise
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
@@ -49,7 +49,7 @@ def again(tmp_path, capsys):
     ],
 )
 def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again, monkeypatch):
-    monkeypatch.setattr(search, "PLANNED", 4)
+    monkeypatch.setattr(configuration_search, "PLANNED", 4)
     args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags)
     question = question_of(args)
     advice = advise(question)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_epp.advice import search
+from megatron_epp.advice import configuration_search
 from megatron_epp.cli.main import main
 from megatron_epp.plan import digest
 from megatron_epp.plan.serialize import load
@@ -66,7 +66,7 @@ def test_advice_says_what_slices_hand_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SEARCHED", "PLANNED"):
-        monkeypatch.setattr(search, name, 1)
+        monkeypatch.setattr(configuration_search, name, 1)
     recipe = tmp_path / "recipe.yaml"
     words = ["advise", *LENGTHS, "--model", "moonlight-16b-a3b", "--layers", "8", "--cluster", "h100x8", "--devices", "8"]
     words += ["--expert-parallel", "1"]  # the best has replicas that share experts, which no other command plans

@@ -11,7 +11,7 @@ from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import MOST_TRANSIENT_BYTES, heads_at_once, transient_kv_gradient_bytes
-from megatron_epp.planner.memory.kv_offload import without_caches
+from megatron_epp.planner.memory.kv_offload_choice import without_caches
 
 MILLION, SLICE = 1 << 20, 1 << 16
 SLICES = [Chunk((Segment(0, start, start + SLICE),)) for start in range(0, MILLION, SLICE)]

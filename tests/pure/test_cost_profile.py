@@ -18,8 +18,8 @@ from megatron_epp.cost import (
     analytic_profile,
     work_of,
 )
-from megatron_epp.cost.fit import Point, fit_line, fit_profile
 from megatron_epp.cost.library import load_cluster
+from megatron_epp.cost.line_fits import Point, fit_line, fit_profile
 from megatron_epp.plan import Chunk, EppError, Segment
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked, check_launches
+from megatron_epp.plan.check.deadlock import blocked, check_launches
 from megatron_epp.plan.launches import Launches
 from tests.support.plan.launch_campaign import judge, late_receives
 from tests.support.plan.launch_plans import random_plans

@@ -7,11 +7,11 @@ from hypothesis import given
 
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
 from megatron_epp.plan.communicators import Direction
-from megatron_epp.plan.messages import message_peaks, slots_of
+from megatron_epp.plan.message_slots import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.candidates import Candidates
-from megatron_epp.planner.messages import message_room
+from megatron_epp.planner.message_room import message_room
 from tests.support.plan.launch_plans import costs_of
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans

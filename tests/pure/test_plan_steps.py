@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from megatron_epp.plan import Action, Op, Prediction, check, from_grid, from_json, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from tests.support.plan.small_plans import one_f_one_b
 
 

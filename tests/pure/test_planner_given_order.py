@@ -13,7 +13,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.given_order import in_given_order
-from megatron_epp.planner.messages import planned_with_room
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import UNLIMITED_BYTES
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline
 

@@ -20,7 +20,13 @@ from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.memory.kv_offload import COPIES_SHARING, SHARINGS, kv_offload_entries, leaves_link, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_choice import (
+    COPIES_SHARING,
+    SHARINGS,
+    kv_offload_entries,
+    leaves_link,
+    with_kv_offload,
+)
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.result import greedy

@@ -19,7 +19,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
 from megatron_epp.planner.layouts import estimates
 from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements_of
+from megatron_epp.planner.layouts.layout_choice import WORTH, Sample, choose, placements_of
 from megatron_epp.planner.layouts.work import WHOLE, LayerWork, moved
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)

@@ -12,7 +12,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import has_plan, least_plan
-from megatron_epp.planner.messages import MessageRoomError, with_room
+from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.work_limit import WITH_COPIES, WorkSpentError, limited, spend

@@ -12,7 +12,7 @@ from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, 
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
-from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from tests.support.plan.planner_cases import problem

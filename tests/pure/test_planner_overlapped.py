@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import pytest
 
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
-from megatron_epp.contrib.overlap.search import WITH_FORWARDS, WITH_WEIGHTS
+from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, Plan, Step

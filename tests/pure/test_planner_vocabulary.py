@@ -26,7 +26,7 @@ from megatron_epp.plan import (
     to_grid,
     to_json,
 )
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -36,7 +36,7 @@ from megatron_epp.planner.evaluate import makespan_us as order_us
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.shards import insert
-from megatron_epp.planner.layouts.search import Sample, choose, fastest
+from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.advice.search import advise
+from megatron_epp.advice.configuration_search import advise
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cost import OptimizerBytes, analytic_profile

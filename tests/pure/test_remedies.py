@@ -16,7 +16,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import Options, Problem
-from megatron_epp.planner.messages import MessageRoomError
+from megatron_epp.planner.message_room import MessageRoomError
 
 ROOT = Path(megatron_epp.__file__).parent
 PURE = ("plan", "cost", "planner", "data")

@@ -19,7 +19,7 @@ from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Op, PlanError, check, lower, to_grid
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit, fewest

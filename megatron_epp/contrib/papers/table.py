@@ -16,7 +16,7 @@ from megatron_epp.contrib.papers.fixed_order import FixedOrder
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.gpipe import gpipe
 from megatron_epp.contrib.papers.hanayo import hanayo
-from megatron_epp.contrib.papers.infinipipe.search import infinipipe
+from megatron_epp.contrib.papers.infinipipe.planner import infinipipe
 from megatron_epp.contrib.papers.interleaved import interleaved
 from megatron_epp.contrib.papers.kfkb import kfkb
 from megatron_epp.contrib.papers.pipeoffload import generalised_interleaved

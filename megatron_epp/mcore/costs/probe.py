@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.cost.fit import fit_line
+from megatron_epp.cost.line_fits import fit_line
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute

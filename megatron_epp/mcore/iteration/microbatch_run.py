@@ -25,6 +25,7 @@ from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
 from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
+from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
@@ -33,7 +34,6 @@ from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layer
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
-from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall

@@ -16,10 +16,10 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
+from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report_folder import ReplicaFigures
-from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.plan import Plan
 from megatron_epp.plan.layout import layout_flag

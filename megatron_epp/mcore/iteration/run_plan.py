@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.iteration.report import IterationReport
-from megatron_epp.mcore.iteration.run import Run
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.context import Program
 from megatron_epp.runtime.executor import Executor, Handler, PairRunner

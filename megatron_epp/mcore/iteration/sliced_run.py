@@ -24,9 +24,9 @@ from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.sources import pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
+from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
 from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
-from megatron_epp.mcore.iteration.run import Run, lockstep_groups
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.core_attention import RelayAttention

@@ -202,7 +202,7 @@ def _decide_exit(original: Callable[..., bool], *rest: Any, **named: Any) -> boo
 
 
 def _complete_reports() -> None:
-    if runs := sys.modules.get("megatron_epp.mcore.iteration.run"):  # by name: without --epp there is no such module
+    if runs := sys.modules.get("megatron_epp.mcore.iteration.base_run"):  # by name: without --epp there is no such module
         runs.complete_reports()
 
 

@@ -39,7 +39,7 @@ from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.reading import brief_text, parse_json, read_text
-from megatron_epp.planner.layouts.search import Sample, choose
+from megatron_epp.planner.layouts.layout_choice import Sample, choose
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
-from megatron_epp.plan.check.launches import check_launches, check_own_messages
+from megatron_epp.plan.check.deadlock import check_launches, check_own_messages
 from megatron_epp.plan.check.memory import check_memory
 from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
@@ -13,7 +13,7 @@ from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.lowering import issue_order
-from megatron_epp.plan.messages import check_messages
+from megatron_epp.plan.message_slots import check_messages
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, play, timeline_of
 
@@ -43,7 +43,7 @@ def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
     2. every token is in exactly one chunk, and every action occurs once, on its rank; groups of context-parallel ranks are
        disjoint and have room for their sequences;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages; and the lowered plan
-       cannot hang, however launches queue on the devices (`launches`);
+       cannot hang, however launches queue on the devices (`deadlock`);
     4. memory: nothing freed twice, early or never, no rank above its cap or its host memory cap, and no more messages in
        flight than memory is reserved for;
     5. predictions equal what the simulator finds from the steps' own times and bytes, and the lower bound is not above that; a

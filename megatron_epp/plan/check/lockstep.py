@@ -3,7 +3,7 @@
 Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
 every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
 gradients, copies and KV offload exchange nothing and may differ. But weight gradients and times change when messages are
-received among the exchanges, and replicas that differ in this may wait for each other: `launches` checks for it.
+received among the exchanges, and replicas that differ in this may wait for each other: `deadlock` checks for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from megatron_epp.plan.action import Action
-from megatron_epp.plan.check.launches import check_launches
+from megatron_epp.plan.check.deadlock import check_launches
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.operations import operation

@@ -5,7 +5,7 @@ of them. Backward runs the slices last to first; each adds the gradient of the w
 its own part, which is complete because every later slice has run.
 
 `SlicedKVCache` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
-(`kv_offload`) in host memory.
+(`host_store`) in host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
-from megatron_epp.runtime.attention.kv_offload import HostStore
+from megatron_epp.runtime.attention.host_store import HostStore
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
 from megatron_epp.runtime.handover import Handover
 from megatron_epp.runtime.offload.host import HostMemory

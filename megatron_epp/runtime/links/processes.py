@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost.fit import Point
+from megatron_epp.cost.line_fits import Point
 from megatron_epp.launch.machine import SHARED_GPUS
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.tools.profiling import Timer

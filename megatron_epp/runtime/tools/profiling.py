@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_epp.cost import ModelShape, causal_pairs
-from megatron_epp.cost.fit import Point
+from megatron_epp.cost.line_fits import Point
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.segments import SegmentTable

@@ -32,7 +32,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.messages import with_room
+from megatron_epp.planner.message_room import with_room
 from megatron_epp.planner.result import greedy
 from scripts.bench.orders.bench import LAYERS, costs_of
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_epp.advice.configuration_search import Advice, advise
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.search import Advice, advise
 from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, check, lower, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.writing import append_line
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, with_caps

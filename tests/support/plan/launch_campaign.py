@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
-from megatron_epp.plan.check.launches import blocked
+from megatron_epp.plan.check.deadlock import blocked
 from tests.support.plan import second_simulator
 from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import makespan_us, stuck_together

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_epp.advice.candidates import candidates
+from megatron_epp.advice.configurations import candidates
 from megatron_epp.advice.judge import Judged, Misfit, Plain, exactly, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner.layouts.search import choose
+from megatron_epp.planner.layouts.layout_choice import choose
 from megatron_epp.planner.service.replica_balance import Share
 
 SEARCHED = 6
