@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "recompute does not restore the random state",
-        "mcore/model/recompute.py",
+        "mcore/model/layer_recompute.py",
         "return checkpoint(call, False, *args, *(kwargs[name] for name in names))",
         "from torch.utils.checkpoint import checkpoint as again\n\n    return again(\n"
         "        call, *args, *(kwargs[name] for name in names), use_reentrant=True, preserve_rng_state=False\n    )",
@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "of the output layer's weight gradient the last block's alone is kept",
-        "runtime/loss/blocks.py",
+        "runtime/loss/token_blocks.py",
         "self._sum.addmm_(grad.t(), x)",
         "self._sum = grad.t() @ x",
         f"{SHORT} tests/cpu/test_runtime_block_loss.py",

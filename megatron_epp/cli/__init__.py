@@ -1,1 +1,1 @@
-"""The command line, a file per command; `main` lists them, `inputs` and `lengths` read what several commands take."""
+"""The command line, a file per command; `main` lists them, `planning_flags` and `lengths` read what several commands take."""

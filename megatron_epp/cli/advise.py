@@ -11,13 +11,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.advice.advice_text import as_json, as_text
 from megatron_epp.advice.configuration_search import advise
 from megatron_epp.advice.configurations import check_devices
 from megatron_epp.advice.judge import Judged
 from megatron_epp.advice.question import Configuration, Question, Sharing
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
-from megatron_epp.advice.report import as_json, as_text
-from megatron_epp.cli.inputs import (
+from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
+from megatron_epp.cli.planning_flags import (
     OPTIMIZER_FLAGS,
     SHAPE_FLAGS,
     add_optimizer,
@@ -27,7 +28,6 @@ from megatron_epp.cli.inputs import (
     flags_of,
     of_model,
 )
-from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli import lengths as batches
-from megatron_epp.cli.inputs import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
-from megatron_epp.cli.layout import BALANCED, EVEN, chosen_layout, pipeline_ranks
+from megatron_epp.cli.layout_flag import BALANCED, EVEN, chosen_layout, pipeline_ranks
+from megatron_epp.cli.planning_flags import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.library import DEVICES_PER_NODE

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, problem_of, tell_sharing
-from megatron_epp.cli.layout import BALANCED, Chosen, chosen_layout, settle_latents
+from megatron_epp.cli.layout_flag import BALANCED, Chosen, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import batches_of
+from megatron_epp.cli.planning_flags import add_problem, costs_of, problem_of, tell_sharing
 from megatron_epp.cli.schedules import ALL, layout_at, usual
 from megatron_epp.cli.terminal import (
     EXACT_PLANNER_LOG,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_epp.cli import profile
+from megatron_epp.cli import measure_profile
 from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
@@ -141,13 +141,13 @@ def add_arguments(parser: Parser) -> None:
         "--costs", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
     )
     report.add_argument("--json", action="store_true", help="print the findings as JSON")
-    profile.add_arguments(parser)
+    measure_profile.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, and return 1 if something prevents training, else 0; or measure."""
     if args.profile:
-        return profile.run(args)
+        return measure_profile.run(args)
     if args.output:
         raise EppError("--output is the profile that --profile writes: add --profile, or leave it out")
     with progress("looking at this machine"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.documents import document_tokens, sequences_of, stream_lengths
+from megatron_epp.data.indexed_documents import document_tokens, sequences_of, stream_lengths
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_epp.cli.alternatives import alternatives, kept_remedies
-from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
-from megatron_epp.cli.layout import AUTO, BALANCED, settle_latents
+from megatron_epp.cli.layout_flag import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
+from megatron_epp.cli.planning_flags import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import (
     ERROR,
@@ -29,7 +29,7 @@ from megatron_epp.cli.terminal import (
     tell,
     tell_error,
 )
-from megatron_epp.cli.why import why
+from megatron_epp.cli.why_text import why
 from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.data.chat import ASSISTANT, TURNS
-from megatron_epp.data.documents import MASK_SUFFIX
+from megatron_epp.data.indexed_documents import MASK_SUFFIX
 from megatron_epp.data.records import RECORD_SUFFIXES
 from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT

@@ -26,17 +26,17 @@ from megatron_epp.cli.terminal import (
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
-from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.check.plan_tables import check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming_file, read_text
 from megatron_epp.plan.serialize import from_json, load
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.plan.text import to_grid
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.gantt import save_gantt

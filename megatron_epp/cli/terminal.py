@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron_epp.launch.flags import SuggestingParser
+from megatron_epp.launch.script_flags import SuggestingParser
 from megatron_epp.plan.reading import printable
 from megatron_epp.report.text import clip
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import memory
-from megatron_epp.cost.kv_cache import NO_KV, KVBytes
+from megatron_epp.cost.kv_costs import NO_KV, KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.work import NO_TIME, ChunkWork, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan.codec import Codec

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.cost.blocks import ATTENTION, CODEC, HEAD, LAYER, MLP, PREDICTION, BlockCosts, StageCosts, check_stage
-from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs
+from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
     FRAGMENTATION_SHARE,
@@ -164,7 +164,7 @@ class PipelineCosts:
         """Times and bytes of an operation on vocabulary shards; None if there are none.
 
         Args:
-            op: of `plan.vocabulary`.
+            op: of `plan.vocabulary_operations`.
             sites: the rank of each of its sites.
         """
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)

@@ -137,7 +137,7 @@ class VocabularyShards(ShardBytes):
         return replace(own.without(LinearTime(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
-        """Times and bytes of an operation (`plan.vocabulary`).
+        """Times and bytes of an operation (`plan.vocabulary_operations`).
 
         Args:
             op: `S`, `N` or `T`.

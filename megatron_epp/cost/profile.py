@@ -35,7 +35,7 @@ from megatron_epp.cost.blocks import (
     check_within,
 )
 from megatron_epp.cost.hardware import divide
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters

@@ -169,7 +169,7 @@ class LayerPeak(NamedTuple):
     Attributes:
         num_bytes: total.
         gradient: the part for accumulated gradients of keys and values, which remain allocated.
-        prefix: the part for that gradient as attention's backward makes it, see `kv_cache.prefix_bytes`.
+        prefix: the part for that gradient as attention's backward makes it, see `kv_costs.prefix_bytes`.
     """
 
     num_bytes: IntColumn

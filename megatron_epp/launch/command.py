@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import megatron_epp
-from megatron_epp.launch.environment import check_environment, exports, is_secret
+from megatron_epp.launch.environment_variables import check_environment, exports, is_secret
 from megatron_epp.launch.machine import version_of
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.yaml_settings import Settings, SettingsError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_epp.launch import lifetime
-from megatron_epp.launch.flags import TrainingParser
-from megatron_epp.launch.settings import SettingsError
+from megatron_epp.launch.script_flags import TrainingParser
+from megatron_epp.launch.yaml_settings import SettingsError
 from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING

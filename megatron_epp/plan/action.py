@@ -15,7 +15,7 @@ from megatron_epp.plan.reading import brief
 
 ADDED = dict.fromkeys(
     ("A", "G", "SEND_QKV", "RECV_QKV", "SEND_A", "RECV_A", "SEND_DA", "RECV_DA", "SEND_DQKV", "RECV_DQKV"),
-    "megatron_epp.contrib.helix.operations",
+    "megatron_epp.contrib.helix.attention_operations",
 )
 """Operations of other packages, each with the module that defines it, which is imported when a plan names the operation."""
 

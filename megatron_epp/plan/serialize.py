@@ -13,10 +13,10 @@ from typing import Any
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.codec import Codec, hints_of
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.grid import step_text
 from megatron_epp.plan.plan import EXTENSIONS, SCHEMA, VERSION, Plan, Step
 from megatron_epp.plan.reading import brief, infinite_at, naming_file, number, of_type, parse_json, read_text, whole
 from megatron_epp.plan.recompute import Recompute
-from megatron_epp.plan.text import step_text
 from megatron_epp.plan.writing import write_text
 
 _LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "half_layers", "loss_groups")

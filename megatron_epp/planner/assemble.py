@@ -20,7 +20,7 @@ from megatron_epp.planner.memory.kv_offload_choice import kv_offload_entries
 from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.order import Order, joint_losses
-from megatron_epp.planner.orders.vocabulary import completed_with_shards
+from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
 from megatron_epp.planner.kernels.codes import Codes, code_of, decode, encode_known
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers, numbers
+from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 

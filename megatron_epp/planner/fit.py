@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Action
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.kernels import memory as inner
+from megatron_epp.planner.kernels import live_bytes as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
-from megatron_epp.planner.kernels.memory import fit, fit_rank, peak
+from megatron_epp.planner.kernels.live_bytes import fit, fit_rank, peak
+from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options

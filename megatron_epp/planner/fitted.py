@@ -19,7 +19,7 @@ from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.order import Order, without_weights
-from megatron_epp.planner.orders.vocabulary import completed_with_shards
+from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
 

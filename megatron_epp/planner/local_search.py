@@ -20,8 +20,8 @@ from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.kernels.steps import Facts, Spare, StepChoice, copy_choice, search
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.completion import completed
-from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, has_shards, no_storage
-from megatron_epp.planner.orders.vocabulary import storage as shard_storage
+from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, has_shards, no_storage
+from megatron_epp.planner.orders.vocabulary_order import storage as shard_storage
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 

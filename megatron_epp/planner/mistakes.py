@@ -30,7 +30,7 @@ from megatron_epp.plan import (
     report,
 )
 from megatron_epp.plan.check.actions import check_presence
-from megatron_epp.plan.check.tables import check_kv_offload, check_tokens
+from megatron_epp.plan.check.plan_tables import check_kv_offload, check_tokens
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.operations import Track, operations
 from megatron_epp.planner.decisions import Decisions

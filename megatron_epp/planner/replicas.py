@@ -29,7 +29,7 @@ from megatron_epp.planner.memory.kv_offload_choice import Pairs, choices, kv_off
 from megatron_epp.planner.message_room import raised
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
-from megatron_epp.planner.orders.vocabulary import completed_with_shards
+from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, OF_SEQUENCES, Options, Problem, validate
 from megatron_epp.planner.tables import Tables, tabulate

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Segment
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.plan import Plan, is_unlimited
@@ -18,7 +19,6 @@ from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
-from megatron_epp.plan.text import to_grid
 from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
-from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ActivationOffloader, ChunkContext, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive

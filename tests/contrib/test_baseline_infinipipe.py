@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise, product
 import pytest
 
 from megatron_epp.contrib.papers.infinipipe import planner as infinipipe_planner
-from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
 from megatron_epp.contrib.papers.infinipipe.planner import Grouping, algorithm_1
 from megatron_epp.cost import LinearTime, PipelineCosts

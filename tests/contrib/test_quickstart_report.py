@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.demos.quickstart.parts import LongDocument, Parity, Schedule, SkewedDocuments
-from megatron_epp.contrib.demos.quickstart.report import figures, long_lines, parity_lines, ratios, skewed_lines, summary
+from megatron_epp.contrib.demos.quickstart.texts import figures, long_lines, parity_lines, ratios, skewed_lines, summary
 from megatron_epp.contrib.demos.rounds import Occupancy, Rounds
 from megatron_epp.launch.runs import RecordedRun
 from tests.support.plan.report_plans import sliced_plan

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_epp.plan import shape_classes, sizing
-from megatron_epp.runtime.attention import kernels, warm_up
+from megatron_epp.runtime.attention import kernel_warm_up, kernels
+from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
-from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
 
@@ -58,7 +58,7 @@ def library(monkeypatch):
 def autograd_thread(monkeypatch):
     """A thread of autograd's own, as a GPU has: on a CPU, backwards run in the thread that asks for them."""
     with ThreadPoolExecutor(1) as thread:
-        monkeypatch.setattr(warm_up, "in_autograd", lambda run, device: thread.submit(run).result())
+        monkeypatch.setattr(kernel_warm_up, "in_autograd", lambda run, device: thread.submit(run).result())
         yield thread
 
 
@@ -146,5 +146,5 @@ def test_a_device_that_is_full_is_left_to_the_iteration(library, monkeypatch, ca
 
 def test_backwards_run_where_autograd_runs_them():
     seen = []
-    warm_up.in_autograd(lambda: seen.append(torch._C._current_graph_task_id()), torch.device("cpu"))
+    kernel_warm_up.in_autograd(lambda: seen.append(torch._C._current_graph_task_id()), torch.device("cpu"))
     assert seen != [-1], "inside a backward"

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_values, shared_vocabulary
 from tests.support.runtime.rank_processes import Ranks

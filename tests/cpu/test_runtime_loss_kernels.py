@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
-from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss import kernels as loss_kernels
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss import token_blocks as block_loss
 from megatron_epp.runtime.loss.kernels import LIGER, LossCase
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 from tests.support.package_index import release
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import exact_kernel, losses_and_gradients, problem

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
-from megatron_epp.runtime.loss import blocks
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss import token_blocks
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import exact_kernel, losses_and_gradients, problem, shared_vocabulary
 from tests.support.runtime.rank_processes import Ranks
@@ -22,7 +22,7 @@ def masked(name):
 @pytest.mark.parametrize("kernel", [None, exact_kernel()])
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients_are_those_of_all_tokens_under_the_mask(name, kernel, monkeypatch):
-    monkeypatch.setattr(blocks, "explain", lambda case: (kernel, ""))
+    monkeypatch.setattr(token_blocks, "explain", lambda case: (kernel, ""))
     x, weight, labels = problem(TOKENS)
     mask, rows = masked(name)
     expected = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (x, weight))
@@ -37,8 +37,8 @@ def test_only_tokens_that_count_are_multiplied_with_the_weight(monkeypatch):
     x, weight, labels = problem(TOKENS)
     mask, rows = masked("some")
     multiplied = []
-    summary = blocks._summary
-    monkeypatch.setattr(blocks, "_summary", lambda part, *rest: multiplied.append(part) or summary(part, *rest))
+    summary = token_blocks._summary
+    monkeypatch.setattr(token_blocks, "_summary", lambda part, *rest: multiplied.append(part) or summary(part, *rest))
     block_losses(x, x, weight, labels, Head(BLOCK, rows=rows))
     assert torch.equal(torch.cat(multiplied), x[mask == 1])
     assert max(map(len, multiplied)) <= BLOCK

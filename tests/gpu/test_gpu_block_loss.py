@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
-from megatron_epp.runtime.loss import blocks as block_loss
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss import token_blocks as block_loss
 from megatron_epp.runtime.loss.kernels import LIGER, LossCase, explain
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

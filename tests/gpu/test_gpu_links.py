@@ -20,7 +20,7 @@ def world(tmp_path):
 
 @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)])
 def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, placement):
-    from megatron_epp.mcore.training.communicators import link_options  # imports Megatron
+    from megatron_epp.mcore.training.nccl_settings import link_options  # imports Megatron
     from megatron_epp.plan.communicators import directions
     from megatron_epp.runtime.links.links import Links
     from megatron_epp.runtime.links.objects import Groups

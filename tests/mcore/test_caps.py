@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.cli.inputs import cap_of
+from megatron_epp.cli.planning_flags import cap_of
 from megatron_epp.cost import H100
 from megatron_epp.cost.library import Cluster
 from megatron_epp.cost.memory import SETUP_MARGIN_BYTES, room_bytes

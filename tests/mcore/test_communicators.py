@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 
 from megatron_epp.cost.communicators import link_ctas
-from megatron_epp.mcore.training import communicators
-from megatron_epp.mcore.training.communicators import link_options, link_settings
+from megatron_epp.mcore.training import nccl_settings
+from megatron_epp.mcore.training.nccl_settings import link_options, link_settings
 from megatron_epp.plan import EppError
 from megatron_epp.plan.communicators import directions, most_links
 from megatron_epp.plan.placement import Placement
@@ -119,7 +119,7 @@ def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
 def test_a_file_of_something_else_is_named(tmp_path, text, told):
     (tmp_path / "communicators.yaml").write_text(text)
     with pytest.raises(EppError, match=rf"--nccl-communicator-config-path .*communicators\.yaml: .*{told}"):
-        communicators.user_settings(arguments(tmp_path / "communicators.yaml"))
+        nccl_settings.user_settings(arguments(tmp_path / "communicators.yaml"))
 
 
 def test_there_are_no_options_for_another_backend(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.data.documents import LONG_DOCUMENTS
+from megatron_epp.data.indexed_documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError

@@ -13,7 +13,7 @@ from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.model.kinds import latent_attention
-from megatron_epp.mcore.training import choices
+from megatron_epp.mcore.training import auto_choices
 from megatron_epp.plan import EppError
 from tests.mcore.test_refusals import arguments
 
@@ -34,9 +34,9 @@ def run_of(flags: str, **values: Any) -> argparse.Namespace:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run be one process with data of its own, and formulas for its costs."""
-    monkeypatch.setattr(choices, "made_by_first", lambda make: make())
-    monkeypatch.setattr(choices, "named", lambda args: None)
-    monkeypatch.setattr(choices, "first_batches", lambda args: iter([(3000, 500)]))
+    monkeypatch.setattr(auto_choices, "made_by_first", lambda make: make())
+    monkeypatch.setattr(auto_choices, "named", lambda args: None)
+    monkeypatch.setattr(auto_choices, "first_batches", lambda args: iter([(3000, 500)]))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_latents_are_handed_on_where_plans_are_faster_with_them(
 ) -> None:
     args = run_of(flags)
     with caplog.at_level("INFO"):
-        choices.settle_latents(args)
+        auto_choices.settle_latents(args)
     assert args.epp_latents == settled
     told = [record.getMessage() for record in caplog.records if "--epp-latents auto" in record.getMessage()]
     planned = "latent" in flags and "--epp-latents" not in flags and "skip" not in flags
@@ -77,9 +77,9 @@ def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str)
 
 @pytest.mark.parametrize("choice", ["on", "off"])
 def test_costs_of_a_pipeline_settle_the_choice(alone: None, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    monkeypatch.setattr(choices, "named", lambda args: pipeline_costs(choice))
+    monkeypatch.setattr(auto_choices, "named", lambda args: pipeline_costs(choice))
     args = run_of(LATENT)
-    choices.settle_latents(args)
+    auto_choices.settle_latents(args)
     assert args.epp_latents == choice
 
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cli.inputs import costs_of
+from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_costs, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.library import load_flags, shape_of

@@ -15,9 +15,9 @@ from megatron_epp.cli.main import main
 from megatron_epp.cli.prepare import add_arguments
 from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
-from megatron_epp.launch.flags import argv_of
-from megatron_epp.launch.settings import SettingsError, load_settings
+from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.short_log import LOG_VARIABLE
+from megatron_epp.launch.yaml_settings import SettingsError, load_settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError

@@ -8,7 +8,7 @@ from argparse import Namespace
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_epp.mcore.model import recompute
+from megatron_epp.mcore.model import layer_recompute
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.plan.recompute import MLP, MODES
 
@@ -39,13 +39,13 @@ def params_of(mode: str) -> ChunkParams:
 def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypatch) -> None:
     again: list[str] = []
     monkeypatch.setattr(
-        recompute,
+        layer_recompute,
         "run_again",
         lambda run, args, kwargs: (again.append(threading.current_thread().name), run(*args, **kwargs))[1],
     )
     assert MODES["mlp"].runs_again >= {MLP}
     layer = Layer()
-    recompute.recompute_by_mode([layer], [0])
+    layer_recompute.recompute_by_mode([layer], [0])
     hidden = torch.ones(2, requires_grad=True)
     threads = [
         threading.Thread(

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.advice.advice_text import as_json, as_text, why_slower
 from megatron_epp.advice.configuration_search import Advice, _simplest_first
 from megatron_epp.advice.judge import Judged, Misfit, Parts, Plain
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.report import as_json, as_text, why_slower
 from megatron_epp.cost import H100
 from megatron_epp.cost.library import Cluster
 from tests.support.plan.small_plans import one_f_one_b

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_epp.advice import configuration_search
+from megatron_epp.advice.advice_text import as_json, as_text
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
 from megatron_epp.advice.judge import misfit
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.main import main
@@ -18,7 +18,7 @@ from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import Cluster, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
-from megatron_epp.launch.settings import load_settings
+from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.units import format_gib

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megatron_epp.cli import inputs as cli_inputs
 from megatron_epp.cli import main as cli
 from megatron_epp.cli import plan as cli_plan
+from megatron_epp.cli import planning_flags as cli_inputs
 from megatron_epp.plan import EppError, check
 from megatron_epp.plan.reading import MOST_SIZE, check_nested, naming_file
 from tests.support.plan.bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written

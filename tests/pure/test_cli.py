@@ -14,14 +14,14 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.compare import sizes_of
-from megatron_epp.cli.inputs import add_problem, costs_of
-from megatron_epp.cli.layout import chosen_layout
+from megatron_epp.cli.layout_flag import chosen_layout
 from megatron_epp.cli.main import MODULES, NAMES, main
+from megatron_epp.cli.planning_flags import add_problem, costs_of
 from megatron_epp.cli.schedules import usual
 from megatron_epp.plan.check import check
+from megatron_epp.plan.grid import from_grid
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
-from megatron_epp.plan.text import from_grid
 from megatron_epp.planner import PLANNERS
 from tests.support.plan.report_plans import measured_run
 

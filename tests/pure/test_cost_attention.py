@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cli.inputs import costs_source
+from megatron_epp.cli.planning_flags import costs_source
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.attention import BACKWARD_TFLOPS, CUDNN, FLASH_2, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of

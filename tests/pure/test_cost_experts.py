@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cli.inputs import costs_source, flags_of
+from megatron_epp.cli.planning_flags import costs_source, flags_of
 from megatron_epp.cost import H100, ModelShape, Rates
 from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import load_flags, shape_of

@@ -12,8 +12,8 @@ from megatron_epp.advice.question import Configuration
 from megatron_epp.advice.recipe import flags_text
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
-from megatron_epp.cli.inputs import costs_of
 from megatron_epp.cli.main import main
+from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import H100, ModelShape, OptimizerBytes, PipelineCosts, analytic_profile, work_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE, Parameters
 from megatron_epp.plan import Chunk, Segment

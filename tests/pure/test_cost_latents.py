@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost import ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.hardware import H100
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import LinearTime, causal_pairs
@@ -21,7 +21,7 @@ from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.infeasible import InfeasibleError
-from megatron_epp.planner.latents import LatentsTrial, choose_latents
+from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 
 TOKENS = 1 << 18
 LENGTHS = (TOKENS, 9000, 4000)

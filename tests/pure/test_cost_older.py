@@ -21,7 +21,7 @@ from megatron_epp.cost import (
     on_device,
 )
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, BlockCosts
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.older import _ENDS, _KV, _LAYER
 from megatron_epp.plan import EppError
 

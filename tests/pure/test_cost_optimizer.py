@@ -11,8 +11,8 @@ from megatron_epp.advice.question import Configuration
 from megatron_epp.advice.recipe import flags_text
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
-from megatron_epp.cli.inputs import costs_of, problem_of
 from megatron_epp.cli.main import main
+from megatron_epp.cli.planning_flags import costs_of, problem_of
 from megatron_epp.cost import OptimizerBytes, Static
 from megatron_epp.cost.library import even_layers
 from megatron_epp.cost.optimizer import Parameters

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.cli.lengths import limited
-from megatron_epp.data.documents import sequences_of, stream_lengths
+from megatron_epp.data.indexed_documents import sequences_of, stream_lengths
 from megatron_epp.plan.errors import EppError
 
 

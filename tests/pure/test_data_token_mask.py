@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron_epp.data.documents import TokenMask, open_mask
+from megatron_epp.data.indexed_documents import TokenMask, open_mask
 from megatron_epp.plan.errors import EppError
 
 VALUES = [0, 1, 1, 0, 0, 1, 0]

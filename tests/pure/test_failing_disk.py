@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.launch.command import save_run
-from megatron_epp.launch.settings import SettingsError
+from megatron_epp.launch.yaml_settings import SettingsError
 from tests.support import ROOT
 from tests.support.failing_disk import swept
 

@@ -12,7 +12,7 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
-from megatron_epp.launch.settings import SettingsError
+from megatron_epp.launch.yaml_settings import SettingsError
 
 
 def refused(**launch: object) -> str:

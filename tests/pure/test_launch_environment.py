@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from megatron_epp.launch.command import Launch, save_run
-from megatron_epp.launch.environment import environment_to_set, exports
-from megatron_epp.launch.settings import SettingsError, load_settings
+from megatron_epp.launch.environment_variables import environment_to_set, exports
+from megatron_epp.launch.yaml_settings import SettingsError, load_settings
 
 SECRET = 'hunter2-"$x'
 REFERENCES = ["${EPP_TEST_SOURCE}", "${EPP_TEST_SOURCE:other}", "${oc.env:EPP_TEST_SOURCE}", "${oc.env:EPP_TEST_SOURCE,other}"]

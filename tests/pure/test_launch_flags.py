@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from megatron_epp.launch.flags import argv_of
-from megatron_epp.launch.settings import SettingsError
+from megatron_epp.launch.script_flags import argv_of
+from megatron_epp.launch.yaml_settings import SettingsError
 
 PARSER = argparse.ArgumentParser()
 PARSER.add_argument("--num-layers")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch.settings import load_settings
+from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.plan import EppError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.plan import Op, PlanError, deps, lower, simulate
-from megatron_epp.plan.check.memory import _balance, _chains, _is_balanced
+from megatron_epp.plan.check.memory_balance import _balance, _chains, _is_balanced
 from megatron_epp.plan.columns import byte_column, columns_of, entries, positions
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.launches import Launches

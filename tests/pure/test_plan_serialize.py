@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.contrib.helix.operations import INPUTS
+from megatron_epp.contrib.helix.attention_operations import INPUTS
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from_json, load, save, to_json
 from tests.support.plan.random_plans import sound_plans

@@ -14,12 +14,12 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels import shards, split
+from megatron_epp.planner.kernels import shard_insertion, split
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
-from megatron_epp.planner.orders import vocabulary
+from megatron_epp.planner.orders import vocabulary_order
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan import second_simulator
@@ -48,10 +48,10 @@ def with_weights(order: Order, tables: Tables, recompute_steps: list[list[int]],
 
 def with_shards(order: Order, tables: Tables, recompute_steps: list[list[int]]) -> tuple[Order, float]:
     """Insert the shards' operations; return the order, and its makespan by the clock that put them in."""
-    codes, run = encode(order, tables.columns.num_chunks), vocabulary.storage(tables, list(map(len, order)))
-    columns, steps = tables.columns_with(vocabulary.SHARD_KINDS), integers(chain.from_iterable(recompute_steps))
-    took_us = shards.insert(codes.actions, codes.starts[:-1], codes.starts[1:], columns, steps, run)
-    return CodedOrder(Codes(run.out, run.first, vocabulary.SHARD_KINDS), tables.columns.num_chunks), took_us
+    codes, run = encode(order, tables.columns.num_chunks), vocabulary_order.storage(tables, list(map(len, order)))
+    columns, steps = tables.columns_with(vocabulary_order.SHARD_KINDS), integers(chain.from_iterable(recompute_steps))
+    took_us = shard_insertion.insert(codes.actions, codes.starts[:-1], codes.starts[1:], columns, steps, run)
+    return CodedOrder(Codes(run.out, run.first, vocabulary_order.SHARD_KINDS), tables.columns.num_chunks), took_us
 
 
 def copies_of(order: Order, draw: random.Random) -> CopyOrder:
@@ -84,7 +84,7 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         order, dispatched_us = rule.order(chunks, tables, problem), None
         if not forward_only and draw.random() < 0.5:
             order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE, split.EAGER]))
-        if vocabulary.has_shards(tables):
+        if vocabulary_order.has_shards(tables):
             order, dispatched_us = with_shards(order, tables, recompute_steps)
         made = Decisions(chunks, order, recompute_steps)
         if not forward_only and tables.offloadable_share > 0 and draw.random() < 0.5:

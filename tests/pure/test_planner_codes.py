@@ -6,7 +6,7 @@ import pickle
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.planner.kernels.codes import CodedOrder, coded, decode, encode
-from megatron_epp.planner.orders.vocabulary import SHARD_KINDS
+from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
 
 ORDER = (
     (Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(Op.B, 0, 1), Action(Op.B, 0, 0), Action(Op.W, 0, 0)),

@@ -133,7 +133,7 @@ def test_kept_code_is_named_by_the_sources_of_all_loops(tmp_path: Path):
     folder = tmp_path / "kernels"
     shutil.copytree(Path(compiled.__file__).parent, folder)
     assert compiled._sources(folder) == compiled._sources()
-    with (folder / "columns.py").open("a") as file:
+    with (folder / "table_columns.py").open("a") as file:
         file.write("# another line")
     compiled._sources.cache_clear()
     assert compiled._sources(folder) != compiled._sources()

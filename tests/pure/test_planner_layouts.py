@@ -20,7 +20,7 @@ from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
 from megatron_epp.planner.layouts import estimates
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.layout_choice import WORTH, Sample, choose, placements_of
-from megatron_epp.planner.layouts.work import WHOLE, LayerWork, moved
+from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork, moved
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 HEADLESS = replace(

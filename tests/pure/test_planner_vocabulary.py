@@ -35,12 +35,12 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us as order_us
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.kernels.shards import insert
+from megatron_epp.planner.kernels.shard_insertion import insert
 from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
-from megatron_epp.planner.orders.vocabulary import SHARD_KINDS, storage
+from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy, written
 from megatron_epp.planner.search import search

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cli.why import why
+from megatron_epp.cli.why_text import why
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan, settings

@@ -11,8 +11,8 @@ from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.cli.first_run.outcome import PASSED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
-from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cli.lengths import limited, read_lengths
+from megatron_epp.cli.planning_flags import cap_of
 from megatron_epp.cli.terminal import progress
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.units import format_bytes, format_gib

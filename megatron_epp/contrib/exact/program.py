@@ -1,7 +1,7 @@
 """Constraint program of the exact planner: when every action of a chunk table runs, in whole ticks (OR-tools' CP-SAT).
 
 Compute actions of a rank are intervals that do not overlap; so are the copies of a rank, and the copies over a link to the host
-in one direction. What a rank holds is a set of intervals with demands, whose sum stays within the cap (`exact.memory`).
+in one direction. What a rank holds is a set of intervals with demands, whose sum stays within the cap (`memory_intervals`).
 """
 
 from __future__ import annotations

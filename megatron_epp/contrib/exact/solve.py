@@ -13,7 +13,7 @@ from typing import Any
 from megatron_epp.contrib.exact.added import rank_of, times_of
 from megatron_epp.contrib.exact.choices import Choice, Clock, choices_of
 from megatron_epp.contrib.exact.library_output import printing_to_stderr
-from megatron_epp.contrib.exact.memory import Memory
+from megatron_epp.contrib.exact.memory_intervals import Memory
 from megatron_epp.contrib.exact.program import Choices, Program, solver
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.decisions import Decisions

@@ -7,11 +7,11 @@ that a table of torch states itself are in `launches_of`.
 
 from __future__ import annotations
 
-from megatron_epp.contrib.foreign import pipelining, primus, zero_bubble
+from megatron_epp.contrib.foreign import pipelining, primus, zero_bubble_fork
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.plan import Plan
 
-SOURCES = (pipelining.SOURCE, primus.SOURCE, zero_bubble.SOURCE)
+SOURCES = (pipelining.SOURCE, primus.SOURCE, zero_bubble_fork.SOURCE)
 """Planners of plans that are read from tables."""
 
 
@@ -19,7 +19,7 @@ def is_table(name: str, text: str) -> bool:
     """Return True if a file of this name with this text is a table, and no plan."""
     if text[:1] == "{":  # a plan, perhaps a large one
         return False
-    return name.endswith(".csv") or primus.is_table(text) or zero_bubble.is_table(text)
+    return name.endswith(".csv") or primus.is_table(text) or zero_bubble_fork.is_table(text)
 
 
 def from_table(text: str) -> Plan:
@@ -31,7 +31,7 @@ def from_table(text: str) -> Plan:
     """
     if primus.is_table(text):
         return primus.from_primus(text)
-    return zero_bubble.from_zero_bubble(text) if zero_bubble.is_table(text) else pipelining.from_pipelining(text)
+    return zero_bubble_fork.from_zero_bubble(text) if zero_bubble_fork.is_table(text) else pipelining.from_pipelining(text)
 
 
 def launches_of(text: str) -> Rows | None:
@@ -39,4 +39,4 @@ def launches_of(text: str) -> Rows | None:
 
     Takes and raises what `from_table` does, which reads the same table as a plan.
     """
-    return None if primus.is_table(text) or zero_bubble.is_table(text) else pipelining.launches_of(text)
+    return None if primus.is_table(text) or zero_bubble_fork.is_table(text) else pipelining.launches_of(text)

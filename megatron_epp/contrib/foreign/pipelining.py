@@ -12,7 +12,7 @@ import csv
 import re
 from typing import NamedTuple
 
-from megatron_epp.contrib.foreign.rows import Pass, action_of, plan_of
+from megatron_epp.contrib.foreign.pass_rows import Pass, action_of, plan_of
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.launches import Rows

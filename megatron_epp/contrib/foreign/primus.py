@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_epp.contrib.foreign.rows import Pass, placed
+from megatron_epp.contrib.foreign.pass_rows import Pass, placed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import brief

@@ -1,4 +1,4 @@
-"""Costs of attention that runs separately from its layer, on a rank of its own choice (`helix.operations`)."""
+"""Costs of attention that runs separately from its layer, on a rank of its own choice (`helix.attention_operations`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from operator import add
 
 import numpy as np
 
-from megatron_epp.contrib.helix.operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
+from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
 from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, StageCosts
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
 from megatron_epp.plan import Op

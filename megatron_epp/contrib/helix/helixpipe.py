@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import batched
 
+from megatron_epp.contrib.helix.attention_operations import A, G
 from megatron_epp.contrib.helix.costs import SeparateAttentionCosts
 from megatron_epp.contrib.helix.layout import HelixLayout, HelixPlacement
-from megatron_epp.contrib.helix.operations import A, G
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.placement import Placement

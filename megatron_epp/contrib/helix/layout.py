@@ -1,4 +1,4 @@
-"""Layout of stages that are cut inside every layer's attention, which runs separately (`operations`)."""
+"""Layout of stages that are cut inside every layer's attention, which runs separately (`attention_operations`)."""
 
 from __future__ import annotations
 

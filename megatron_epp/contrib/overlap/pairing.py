@@ -21,7 +21,7 @@ from megatron_epp.planner.kernels.codes import CodedOrder, encode
 from megatron_epp.planner.kernels.split import WHOLE
 from megatron_epp.planner.order import Order, slice_groups, without_weights
 from megatron_epp.planner.orders.completion import peaks, split_weights
-from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
+from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 

@@ -130,7 +130,7 @@ def validate(args: Namespace) -> None:
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     is_set = name in os.environ
-    os.environ.setdefault(name, "1")  # as `launch.environment` sets it for the run
+    os.environ.setdefault(name, "1")  # as ``launch.environment`` sets it for the run
     try:
         with contextlib.redirect_stdout(io.StringIO()), refusals_of_megatron():
             # The original: ours would make the checks of `check_start` again.

@@ -14,7 +14,7 @@ from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.model_shape import DISPATCHERS
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.data.documents import DOCUMENTS
+from megatron_epp.data.indexed_documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch.flags import EPP_PREFIX, flags_of, takes_several, words_of
-from megatron_epp.launch.settings import read_settings
+from megatron_epp.launch.script_flags import EPP_PREFIX, flags_of, takes_several, words_of
+from megatron_epp.launch.yaml_settings import read_settings
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.reading import brief, nearest
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
-from megatron_epp.data.documents import MASK_SUFFIX, sequences_of
+from megatron_epp.data.indexed_documents import MASK_SUFFIX, sequences_of
 from megatron_epp.data.sampler import epoch_order
 from megatron_epp.data.token_record import check_ids
 from megatron_epp.data.trained_tokens import TrainedLabels, trained_labels

@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.utils import log_single_rank
 
-from megatron_epp.data.documents import MASK_SUFFIX, REMAKE, document_tokens, open_mask, read_header, sequence_ends
+from megatron_epp.data.indexed_documents import MASK_SUFFIX, REMAKE, document_tokens, open_mask, read_header, sequence_ends
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
 from megatron_epp.plan.errors import EppError
 

@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
-from megatron_epp.data.documents import MASK_SUFFIX
+from megatron_epp.data.indexed_documents import MASK_SUFFIX
 from megatron_epp.data.iterator import PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_epp.data.chat import Answers, ChatCounts, ChatEncoder, Tokens, example_lines
-from megatron_epp.data.documents import MASK_SUFFIX
+from megatron_epp.data.indexed_documents import MASK_SUFFIX
 from megatron_epp.data.records import RECORD_SUFFIXES
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder

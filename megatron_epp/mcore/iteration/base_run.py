@@ -29,7 +29,7 @@ from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
 from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
-from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names

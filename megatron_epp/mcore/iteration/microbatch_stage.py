@@ -17,7 +17,7 @@ from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatc
 from megatron_epp.mcore.iteration.replay import numbered_by
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
-from megatron_epp.mcore.model.recompute import begin_graphs, run_again
+from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError

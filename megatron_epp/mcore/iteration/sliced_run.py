@@ -38,7 +38,7 @@ from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker
-from megatron_epp.runtime.attention.warm_up import Heads, KernelWarmUp
+from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
 

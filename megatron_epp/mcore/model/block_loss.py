@@ -29,8 +29,8 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from megatron_epp.runtime.loss.kernels import LossCase, explain
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 
 logger = logging.getLogger(__name__)
 

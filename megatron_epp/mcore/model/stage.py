@@ -18,9 +18,9 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
+from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.predictions import ChunkPredictions
-from megatron_epp.mcore.model.recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError

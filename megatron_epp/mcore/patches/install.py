@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.launch.flags import TrainingParser
+from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
 from megatron_epp.mcore.patches import patching, routers, stock_functions
@@ -131,7 +131,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         original(*rest, **named)
         return
     if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
-        from megatron_epp.mcore.training.choices import settle_latents
+        from megatron_epp.mcore.training.auto_choices import settle_latents
 
         settle_latents(args)
     if getattr(args, "epp_layout", None) in SEARCHED:
@@ -139,7 +139,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 
         search_layout(args)
     if getattr(args, "epp_vocab_parallel", "off") == "auto":
-        from megatron_epp.mcore.training.choices import choose_vocabulary
+        from megatron_epp.mcore.training.auto_choices import choose_vocabulary
 
         choose_vocabulary(args)
     from megatron_epp.mcore.iteration.sliced_run import prepare

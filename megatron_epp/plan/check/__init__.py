@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from megatron_epp.plan.check.actions import check_links, check_order, check_presence
 from megatron_epp.plan.check.deadlock import check_launches, check_own_messages
-from megatron_epp.plan.check.memory import check_memory
-from megatron_epp.plan.check.tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
+from megatron_epp.plan.check.memory_balance import check_memory
+from megatron_epp.plan.check.plan_tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked

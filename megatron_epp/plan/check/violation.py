@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.plan.action import Action
+from megatron_epp.plan.grid import label, step_text
 from megatron_epp.plan.plan import AnyStep, Plan
-from megatron_epp.plan.text import label, step_text
 
 _AROUND = 6
 """Steps shown on either side of a violation."""

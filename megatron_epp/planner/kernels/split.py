@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import (
     FloatList,
     IntegerList,
@@ -16,7 +15,8 @@ from megatron_epp.planner.kernels.compiled import (
     integer_zeros,
     integers,
 )
-from megatron_epp.planner.kernels.memory import step_bytes
+from megatron_epp.planner.kernels.live_bytes import step_bytes
+from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 WHOLE = 1.0
@@ -36,7 +36,7 @@ class Whole(NamedTuple):
         split_us: the same, backwards without them.
         free: bytes below the cap while each action runs, by position.
         extra: bytes that each backward needs more if its weight gradient is split off, by position.
-        takes, gives: bytes that each action allocates and frees (`memory.step_bytes`), by position.
+        takes, gives: bytes that each action allocates and frees (`live_bytes.step_bytes`), by position.
         none, every: zeros and ones by item.
     """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
-from megatron_epp.planner.kernels.memory import fit_rank, trim
-from megatron_epp.planner.kernels.shards import Shards, insert
+from megatron_epp.planner.kernels.live_bytes import fit_rank, trim
+from megatron_epp.planner.kernels.shard_insertion import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
+from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
 NEVER = 1e300

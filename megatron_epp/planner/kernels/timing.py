@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, inlined
+from megatron_epp.planner.kernels.table_columns import Columns
 
 STUCK = -1.0
 """Returned when the order deadlocks."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
-from megatron_epp.planner.layouts.work import CostsOf, LayerWork
+from megatron_epp.planner.layouts.rank_work import CostsOf, LayerWork
 from megatron_epp.planner.problem import Options, Problem
 
 Grains = tuple[int | None, ...]

@@ -28,7 +28,7 @@ from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.registry import begins_with_greedy
 

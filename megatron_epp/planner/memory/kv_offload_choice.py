@@ -11,7 +11,7 @@ from itertools import accumulate, product
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.kv_cache import KVOffloadCosts
+from megatron_epp.cost.kv_costs import KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, IntColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in

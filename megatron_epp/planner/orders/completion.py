@@ -17,7 +17,7 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.vocabulary import has_shards, with_shards
+from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8

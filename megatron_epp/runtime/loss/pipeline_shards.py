@@ -1,4 +1,4 @@
-"""Handlers of the operations of vocabulary shards (`plan.vocabulary`) on one rank: S, N, T and their collectives.
+"""Handlers of the operations of vocabulary shards (`plan.vocabulary_operations`) on one rank: S, N, T and their collectives.
 
 The collectives have communicators of their own. The broadcast is asynchronous, and the reductions, with what is computed
 between them, run on a side stream (on CPU, in a thread), so that both are overlapped with compute, as plans predict.

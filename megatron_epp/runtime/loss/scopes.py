@@ -1,6 +1,6 @@
 """A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
-The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`runtime.loss.blocks`). With
+The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`loss.token_blocks`). With
 the last forward of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are
 leaves of which the loss is differentiated, and each chunk's backward begins with its own gradient.
 

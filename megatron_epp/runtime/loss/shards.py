@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.loss.blocks import Head, WeightGradient, blocks_of, subtract_column, to_fp32
+from megatron_epp.runtime.loss.token_blocks import Head, WeightGradient, blocks_of, subtract_column, to_fp32
 
 _SCALED_AT_ONCE = 1024
 """Number of tokens whose labels' rows are in memory at a time. Not measured: much fewer launch more kernels, many more take as
@@ -33,7 +33,7 @@ class Shard:
         start: number of the first row in the whole vocabulary.
         block_tokens: most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient.
             0 for all of a chunk; their exponentials are kept then.
-        accumulate: as in `blocks.Head`.
+        accumulate: as in `token_blocks.Head`.
     """
 
     weight: Tensor

@@ -21,7 +21,7 @@ from megatron_epp.cost.line_fits import Point
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 
 Points = dict[str, list[Point]]
 

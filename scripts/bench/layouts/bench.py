@@ -34,7 +34,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.layouts.layout_choice import Sample, choose
-from megatron_epp.planner.layouts.work import HALF, LayerWork
+from megatron_epp.planner.layouts.rank_work import HALF, LayerWork
 from scripts.bench.planner.report import table
 from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
 

@@ -16,7 +16,7 @@ from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
 from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts, causal_pairs
 from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
-from megatron_epp.cost.kv_cache import NO_KV
+from megatron_epp.cost.kv_costs import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan

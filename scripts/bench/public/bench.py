@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_epp.advice.configuration_search import Advice, advise
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cli.inputs import cap_of
+from megatron_epp.cli.planning_flags import cap_of
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan

@@ -137,7 +137,7 @@ def binary_damage(fields: Callable[[bytes], Sequence[tuple[int, int]]]) -> Damag
 
 
 def index_fields(content: bytes) -> list[tuple[int, int]]:
-    """Return start and number of bytes of every field of an index (`megatron_epp.data.documents`)."""
+    """Return start and number of bytes of every field of an index (`megatron_epp.data.indexed_documents`)."""
     sequences, boundaries = (int.from_bytes(content[at : at + 8], "little") for at in (18, 26))
     lengths, offsets, ends = 34, 34 + 4 * sequences, 34 + 12 * sequences
     return [

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.data.documents import MASK_SUFFIX, open_mask
+from megatron_epp.data.indexed_documents import MASK_SUFFIX, open_mask
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord, check_kind, check_tokenizer, load_record
 from megatron_epp.launch.run_folder import LOCK, hold
-from megatron_epp.launch.settings import load_settings
+from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import layout_problems
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import Layout

@@ -27,7 +27,7 @@ from megatron_epp.mcore.data.encoders import Encoder, chat_encoder
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.training import layout_search as layout
 from megatron_epp.mcore.training.checkpoints import TRACKER, settle_folder
-from megatron_epp.mcore.training.communicators import link_settings, user_settings
+from megatron_epp.mcore.training.nccl_settings import link_settings, user_settings
 from tests.support.fuzz import formats
 from tests.support.fuzz.damage import (
     Damage,

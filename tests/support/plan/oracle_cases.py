@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, Static
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner import Decisions, Options, Problem

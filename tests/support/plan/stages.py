@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_epp.cost import BlockCosts, StageCosts
-from megatron_epp.cost.kv_cache import KVBytes
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.older import stage_of as blocks_of
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional
 
-from megatron_epp.runtime.loss.blocks import Head, block_losses, block_values
 from megatron_epp.runtime.loss.kernels import LossKernel
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 
 ENTRIES, WIDTH = 26, 6
 

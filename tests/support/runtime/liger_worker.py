@@ -2,9 +2,9 @@
 
 import torch
 
-from megatron_epp.runtime.loss import blocks as block_loss
-from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss import token_blocks as block_loss
 from megatron_epp.runtime.loss.kernels import LIGER, LossCase, errors
+from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 from tests.support.runtime.block_loss_runs import losses_and_gradients, problem
 
 ENTRIES = (1000, 40000)

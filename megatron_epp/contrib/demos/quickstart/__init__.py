@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from megatron_epp.cli.terminal import Command, Parser, output_folder, say
-from megatron_epp.contrib.demos.quickstart import documents, report
+from megatron_epp.contrib.demos.quickstart import source_files, texts
+from megatron_epp.contrib.demos.quickstart.demo_setting import CAP_SHARE, Setting, measured_costs
 from megatron_epp.contrib.demos.quickstart.parts import (
     FEW,
     LongDocument,
@@ -25,7 +26,6 @@ from megatron_epp.contrib.demos.quickstart.parts import (
     peak_of_whole,
     skewed_documents,
 )
-from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE, Setting, measured_costs
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import WARM_UP, pipeline_size
 from megatron_epp.mcore.arguments.flag import COUNT, STAGES
@@ -88,10 +88,10 @@ def _demonstrate(setting: Setting) -> None:
     tokens = f"documents of up to {parity_context(setting):,} tokens"
     _title(1, f"The same training as stock Megatron: {FEW} iterations, {tokens}")
     same = parity(setting)
-    _say(report.parity_lines(same))
+    _say(texts.parity_lines(same))
 
-    lengths = documents.skewed(setting.batch * (WARM_UP + setting.iterations), setting.context)
-    data = documents.write(setting.folder / "documents", "skewed", lengths)
+    lengths = source_files.skewed(setting.batch * (WARM_UP + setting.iterations), setting.context)
+    data = source_files.write(setting.folder / "documents", "skewed", lengths)
     _title(2, f"Documents of very different lengths, {setting.batch} per batch, both schedules in turn, {setting.rounds} times")
     _say([f"source files cut to lengths like Wikipedia's: median {median(lengths):,.0f}, longest {max(lengths):,} tokens"])
     peak_bytes = peak_of_whole(setting, data)
@@ -99,15 +99,15 @@ def _demonstrate(setting: Setting) -> None:
     _say([f"whole documents take {format_bytes(peak_bytes)} of activations; {cap}", ""])
     costs = measured_costs(setting, data)
     skewed = skewed_documents(setting, data, costs, peak_bytes)
-    _say(report.skewed_lines(skewed))
+    _say(texts.skewed_lines(skewed))
 
     _title(3, "A long document among short ones, under a cap that whole documents exceed whatever they recompute")
     long = long_document(setting, costs)
-    _say(report.long_lines(long))
+    _say(texts.long_lines(long))
 
-    figures = {"machine": machine(), "ranks": setting.num_ranks} | report.figures(same, skewed, long)
+    figures = {"machine": machine(), "ranks": setting.num_ranks} | texts.figures(same, skewed, long)
     write_text(folder / "report.json", json.dumps(figures, indent=2) + "\n")
-    _say(["", "What was shown:", *report.summary(same, skewed, long), "", *_leave(setting, long)])
+    _say(["", "What was shown:", *texts.summary(same, skewed, long), "", *_leave(setting, long)])
     _say(["", _NEXT.format(folder=folder)])
 
 

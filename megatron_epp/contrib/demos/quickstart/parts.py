@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.contrib.demos.fidelity import compare
-from megatron_epp.contrib.demos.quickstart import documents
-from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE, Setting, cap_gb, known_costs
+from megatron_epp.contrib.demos.quickstart import source_files
+from megatron_epp.contrib.demos.quickstart.demo_setting import CAP_SHARE, Setting, cap_gb, known_costs
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, Rounds, turns
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.launch.runs import WARM_UP, RecordedRun, tiny_gpt
@@ -44,7 +44,7 @@ def parity_context(setting: Setting) -> int:
 def parity(setting: Setting) -> Parity:
     """Train a few iterations with stock Megatron and with elastic plans."""
     context = parity_context(setting)
-    data = documents.write(setting.folder / "documents", "parity", documents.skewed(FEW * setting.batch, context))
+    data = source_files.write(setting.folder / "documents", "parity", source_files.skewed(FEW * setting.batch, context))
     sizes = {"seq_length": context, "max_position_embeddings": context}
     stock = setting.train("parity-stock", data, FEW, record=True, epp_schedule="stock", **sizes)
     elastic = setting.train("parity-elastic", data, FEW, record=True, epp_slices=2, **sizes)
@@ -171,8 +171,8 @@ class LongDocument:
 
 def long_document(setting: Setting, costs: Path) -> LongDocument:
     """Train a long document among short ones: whole with every layer recomputed, with elastic plans under a lower cap."""
-    lengths = documents.one_long(setting.batch, setting.context)
-    data = documents.write(setting.folder / "documents", "long", lengths)
+    lengths = source_files.one_long(setting.batch, setting.context)
+    data = source_files.write(setting.folder / "documents", "long", lengths)
     layers = tiny_gpt()["num_layers"] // setting.num_ranks
     flags = {"epp_measure_memory": True}
     whole = setting.train("long-document-whole", data, FEW, epp_schedule="whole", epp_recompute=layers, **flags)

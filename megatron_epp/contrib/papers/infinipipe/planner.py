@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_epp.contrib.papers.infinipipe.checkpoints import Effort, diagonal_checkpoints
+from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagonal_checkpoints
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.baselines.contest import Contest, own_recompute_only

@@ -49,7 +49,7 @@ def note_collectives(folder):
     from megatron.training import training
 
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.mcore.training import communicators
+    from megatron_epp.mcore.training import nccl_settings
 
     step = training.train_step
     by_folder = defaultdict(list)  # a process trains several times
@@ -70,7 +70,7 @@ def note_collectives(folder):
         with mock.patch.multiple(dist, **{name: noting(seen, name, getattr(dist, name)) for name in NAMES}):
             answer = step(*args, **named)
         ours = sliced_run.current()
-        in_use = communicators.groups_in_use(ours.args)
+        in_use = nccl_settings.groups_in_use(ours.args)
         held = [*(getattr(ours.links, name) for name in type(ours.links).__slots__), *vars(ours).values()]
         kept = [each for each in held if isinstance(each, dist.ProcessGroup)]
         known = [*in_use, *kept, dist.group.WORLD]

@@ -15,7 +15,7 @@ def run(flags):
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
         from megatron_epp.mcore.model import gpt
-        from megatron_epp.runtime.loss import blocks
+        from megatron_epp.runtime.loss import token_blocks
         from tests.support.mcore.consumed_batches import record_consumed
 
         counts = record_consumed(lambda arrays: (int(arrays.loss_mask.sum()), len(arrays.tokens)))
@@ -39,7 +39,7 @@ def run(flags):
                 multiplied.append(len(x))
 
         ColumnParallelLinear.forward = recording(ColumnParallelLinear.forward, note_output)
-        blocks._summary = recording(blocks._summary, note_rows)
+        token_blocks._summary = recording(token_blocks._summary, note_rows)
         sys.argv = [sys.argv[0], *flags]
         gpt.pretrain()
         trained, tokens = zip(*counts(), strict=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from megatron_epp.cli.inputs import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.planning_flags import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers, even_layers
@@ -18,7 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, parse_json, read_text
-from megatron_epp.planner.latents import LatentsTrial, choose_latents
+from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us

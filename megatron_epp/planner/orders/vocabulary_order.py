@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.kernels import shards
+from megatron_epp.planner.kernels import shard_insertion
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
@@ -38,7 +38,7 @@ def completed_with_shards(order: Order, tables: Tables, recompute_steps: Recompu
 
 
 def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
-    """Insert the operations of vocabulary shards (`plan.vocabulary`) into an order that has none.
+    """Insert the operations of vocabulary shards (`plan.vocabulary_operations`) into an order that has none.
 
     Every rank runs the shards of chunks in the order of the last stage's forwards, each as soon as its input has come and an
     action ends. A weight gradient waits, first come first served, for a gap that it fits into, or until the memory set aside
@@ -54,12 +54,12 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     codes, columns = encode(order, len(tables.message_us), SHARD_KINDS), tables.columns_with(SHARD_KINDS)
     run = storage(tables, np.diff(codes.starts).tolist())
     steps, starts = integers(chain.from_iterable(recompute_steps)), codes.starts
-    if shards.insert(codes.actions, starts[:-1], starts[1:], columns, steps, run) == STUCK:
+    if shard_insertion.insert(codes.actions, starts[:-1], starts[1:], columns, steps, run) == STUCK:
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
     return CodedOrder(Codes(run.out, run.first, SHARD_KINDS), len(tables.message_us))
 
 
-def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
+def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
     """Collect times and bytes of the shards, and storage for the result.
 
     Args:
@@ -74,7 +74,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
         for takes, gives in zip(rows.takes, rows.gives, strict=True)
         for take, give in zip(takes, gives, strict=True)
     ]
-    return shards.Shards(
+    return shard_insertion.Shards(
         line=integer_zeros(chunks),
         position=integer_zeros(chunks),
         split=integer_zeros(len(tables.rank_of) * chunks),
@@ -105,7 +105,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shards.Shards:
     )
 
 
-def no_storage() -> shards.Shards:
+def no_storage() -> shard_insertion.Shards:
     """Return storage of the same types for tables without shards."""
     empty: dict[Any, Any] = {IntegerList: integer_zeros(0), FloatList: float_zeros(0), int: 0}
-    return shards.Shards(**{name: empty[kind] for name, kind in get_type_hints(shards.Shards).items()})
+    return shard_insertion.Shards(**{name: empty[kind] for name, kind in get_type_hints(shard_insertion.Shards).items()})

@@ -6,8 +6,8 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
+from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2

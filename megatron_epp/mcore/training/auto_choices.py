@@ -19,7 +19,7 @@ from megatron_epp.mcore.costs.shape import for_run
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout_search import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.latents import LatentsTrial, choose_latents
+from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.layout_choice import fastest
 from megatron_epp.runtime.links.objects import made_by_first
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.columns import Columns
 from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists
+from megatron_epp.planner.kernels.table_columns import Columns
 
 
 @compiled

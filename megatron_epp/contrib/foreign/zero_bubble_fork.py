@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.contrib.foreign.rows import Pass, placed
+from megatron_epp.contrib.foreign.pass_rows import Pass, placed
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import brief

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.cli.inputs import add_model, flags_of, of_model
+from megatron_epp.cli.planning_flags import add_model, flags_of, of_model
 from megatron_epp.cli.terminal import Parser, add_output, progress, say
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.yaml_settings import Settings, SettingsError
 from megatron_epp.plan.reading import nearest
 
 EPP_PREFIX = "epp_"

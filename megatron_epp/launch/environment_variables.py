@@ -1,4 +1,4 @@
-"""The environment variables that a run sets (`launch.environment` section), as values and as lines of a shell script.
+"""The environment variables that a run sets (``launch.environment`` section), as values and as lines of a shell script.
 
 A value may refer to environment variables. References are replaced when a process is started; a script keeps them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.launch.settings import REFERENCE, SettingsError
+from megatron_epp.launch.yaml_settings import REFERENCE, SettingsError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)", re.IGNORECASE)

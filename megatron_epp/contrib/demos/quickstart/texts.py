@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_epp.contrib.demos.quickstart.demo_setting import CAP_SHARE
 from megatron_epp.contrib.demos.quickstart.parts import ELASTIC, WHOLE, LongDocument, Parity, SkewedDocuments
-from megatron_epp.contrib.demos.quickstart.setting import CAP_SHARE
 from megatron_epp.contrib.demos.rounds import Rounds, doubt
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.text import table
