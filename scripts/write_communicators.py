@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cost.communicators import CHANNEL_BYTES, NVLINK_CTAS, link_ctas
-from megatron_epp.plan.communicators import LARGEST_MESH, directions, most_links, num_connections
+from megatron_epp.plan.communicators import LARGEST_MESH, directions, link_ctas, most_links, num_connections
 from megatron_epp.plan.placement import Placement
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
@@ -15,8 +14,23 @@ SMS = 132
 PIPELINES = 4, 8, 16, 32, 64
 TENSOR_AND_CONTEXT = 8
 _MIB = 2**20
+# Sources: NCCL's user guide (NCCL_BUFFSIZE, NCCL_MAX_CTAS), and for what it does not say NCCL's code: buffers of the three
+# protocols in src/init.cc (computeBuffSizes), channels of messages, which CTAs serve and which are powers of two, in
+# src/graph/paths.cc (ncclTopoComputeP2pChannels). Nothing here has been measured on a GPU.
+NVLINK_CTAS = 16
+"""CTAs that NCCL gives to a large message over NVLink of an H100, without a maximum."""
+_STEPS = 8
+"""Messages in a buffer (NCCL_STEPS)."""
+_SIMPLE_BYTES = 4 << 20
+"""Buffer of the protocol Simple (NCCL_BUFFSIZE)."""
+_LL_BYTES = 8 * 512 * _STEPS * 16
+"""Buffer of the protocol LL: lines of a thread, threads, steps, bytes of a line."""
+_LL128_BYTES = 120 * 640 * _STEPS * 8
+"""Buffer of the protocol LL128: elements of a thread, threads, steps, bytes of an element."""
+CHANNEL_BYTES = _SIMPLE_BYTES + _LL_BYTES + _LL128_BYTES
+"""Device memory of a channel between two ranks, on the side that holds its buffers: the receiver, over a network both."""
 HEAD = """\
-<!-- Written by `python -m scripts.write_communicators` from cost/communicators.py: change those, and run it again. -->
+<!-- Written by `python -m scripts.write_communicators` from its formulas: change those, and run it again. -->
 
 # Communicators
 
@@ -33,7 +47,7 @@ FORMULAS = (
     (
         "CTAs of a communicator",
         "4, or the power of two with which all communicators of a rank hold at most a quarter of the SMs",
-        "`link_ctas` in `megatron_epp/cost/communicators.py`",
+        "`link_ctas` in `megatron_epp/plan/communicators.py`",
     ),
     (
         "SMs of a rank",

@@ -1,4 +1,4 @@
-"""Communicators of pipeline ranks: the directions in which messages travel, and trees of small groups for objects."""
+"""Communicators of pipeline ranks: the directions of messages, CTAs, and trees of small groups for objects."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import NamedTuple
 LARGEST_MESH = 64
 """Most members of a group whose ranks are all connected to each other. A job of 512 ranks in one such group has 130,816
 connections, each a socket at both ends."""
+_CTAS = 4
+"""Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
+_LARGEST_SHARE = 4
+"""Inverse of the largest share of a device's SMs that all communicators of a rank may hold together."""
 
 Level = tuple[tuple[int, ...], ...]
 """Groups of a level of a tree, each the positions of its members."""
@@ -52,6 +56,15 @@ def most_links(used: Iterable[Direction]) -> int:
     """
     ends = Counter(rank for direction in used for rank in (direction.sender, direction.receiver))
     return max(ends.values(), default=0)
+
+
+def link_ctas(num_links: int, num_sms: int) -> int:
+    """Return the maximum number of CTAs of one communicator, a power of two, since NCCL rounds channels up to one; at least 1.
+
+    All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
+    """
+    room = num_sms // _LARGEST_SHARE // max(1, num_links)
+    return 1 << max(1, min(_CTAS, room)).bit_length() - 1
 
 
 def tree_of(num_ranks: int, largest: int = LARGEST_MESH) -> tuple[Level, ...]:

@@ -12,7 +12,6 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import brief, nearest
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.budget import plan_within_budget
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
@@ -22,7 +21,7 @@ from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
-from megatron_epp.planner.result import for_table, plan_or_refuse
+from megatron_epp.planner.result import for_table, plan_or_refuse, plan_within_budget
 from megatron_epp.planner.tables import Tables, tabulate
 
 __all__ = [

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A, G
 from megatron_epp.contrib.helix.costs import with_separate_attention
-from megatron_epp.contrib.helix.helixpipe import helixpipe
-from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of

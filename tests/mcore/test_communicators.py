@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_epp.cost.communicators import link_ctas
 from megatron_epp.mcore.training import nccl_settings
 from megatron_epp.mcore.training.nccl_settings import link_options, link_settings
 from megatron_epp.plan import EppError
-from megatron_epp.plan.communicators import directions, most_links
+from megatron_epp.plan.communicators import directions, link_ctas, most_links
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore.forked import job
 

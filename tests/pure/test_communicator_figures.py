@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron_epp.cost.communicators import CHANNEL_BYTES
 from megatron_epp.plan.placement import Placement
 from scripts import write_communicators
-from scripts.write_communicators import link_use
+from scripts.write_communicators import CHANNEL_BYTES, link_use
 
 
 def test_the_page_is_written_from_the_formulas():

@@ -1,6 +1,7 @@
 """Packages import from packages below them only, and no modules import each other in a circle."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -114,6 +115,22 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not heavy & {module.partition(".")[0] for module in found}, name
+
+
+TOLD_APART = {
+    "__init__": "the package",
+    "gated_delta": "`kinds` has a file for each kind of layers, `runtime` its mathematics",
+    "layout": "`mcore.arguments` reads the flag of what `plan` defines",
+    "plan": "`cli` has a file for each command",
+    "prepare": "`cli` has a file for each command",
+    "table": "`mcore.arguments` has settings as rows, `contrib.papers` planners",
+}
+"""Names that files of several folders have, and why the folder suffices to know which is meant."""
+
+
+def test_a_file_has_a_name_of_its_own():
+    count = Counter(path.stem for path in ROOT.rglob("*.py"))
+    assert {name for name, number in count.items() if number > 1} == TOLD_APART.keys()
 
 
 def test_a_public_class_of_core_has_a_name_of_its_own():

@@ -10,8 +10,7 @@ import pytest
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.budget import FIRST_STEPS, improved, plan_within_budget
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import FIRST_STEPS, greedy, improved_until, plan_within_budget
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 LENGTHS = (9000, 8000, 3000, 2500)
@@ -26,15 +25,16 @@ def ticking(step_s: float):
 
 
 def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of every run of the local search from here on."""
-    from megatron_epp.planner import budget as anytime
+    """The steps of every run of the local search against a deadline from here on."""
+    from megatron_epp.planner import result as anytime
 
     runs: list[int] = []
     improve = anytime.improve
 
-    def counted(made, tables, problem, options):
-        runs.append(options.steps)
-        return improve(made, tables, problem, options)
+    def counted(made, tables, problem, options, **of_candidates):
+        if not of_candidates:  # candidates of a search are improved without a deadline
+            runs.append(options.steps)
+        return improve(made, tables, problem, options, **of_candidates)
 
     monkeypatch.setattr(anytime, "improve", counted)
     return runs
@@ -59,11 +59,11 @@ def test_even_no_time_at_all_is_never_slower_than_no_budget():
 def test_it_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
     runs = runs_of(monkeypatch)
     start = greedy(GIVEN, COSTS, replace(OPTIONS, budget_ms=0))
-    improved(start, GIVEN, COSTS, OPTIONS, deadline_s=10, clock=ticking(3))
+    improved_until(start, GIVEN, COSTS, OPTIONS, deadline_s=10, clock=ticking(3))
     # A run takes 3 s. After the one of 64 steps 4 s are left, which is time for 85; after that 1 s, for 28; then none.
     assert runs == [FIRST_STEPS, 2 * FIRST_STEPS, 85, 28]
     runs.clear()
-    assert improved(start, GIVEN, COSTS, OPTIONS, deadline_s=0, clock=ticking(1)) == start
+    assert improved_until(start, GIVEN, COSTS, OPTIONS, deadline_s=0, clock=ticking(1)) == start
     assert runs == []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.contrib.helix.attention_operations import A
-from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import load_flags, shape_of

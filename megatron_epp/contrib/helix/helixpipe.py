@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import batched
+from typing import Any
 
 from megatron_epp.contrib.helix.attention_operations import A, G
-from megatron_epp.contrib.helix.costs import SeparateAttentionCosts
-from megatron_epp.contrib.helix.layout import HelixLayout, HelixPlacement
+from megatron_epp.contrib.helix.costs import SeparateAttentionCosts, with_separate_attention
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder
 from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
@@ -31,6 +33,37 @@ FOLDS = 2
 """Microbatches that alternate."""
 
 _BACKWARD = {Op.F: Op.B, A: G}
+
+
+class HelixPlacement(Placement):
+    """Looped placement with one stage more, on the first rank."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks + 1
+
+
+class HelixLayout(Layout):
+    """Blocks from one layer's attention to the next: a half layer at either end, and whole layers between."""
+
+    @staticmethod
+    def of(num_layers: int, num_ranks: int) -> HelixLayout:
+        """Return the layout of a model.
+
+        Raises:
+            EppError: the ranks do not have equally many layers.
+        """
+        count, more = divmod(num_layers, num_ranks)
+        if more or not count:
+            raise EppError(f"separate attention needs equally many layers on every rank; {num_ranks} ranks share {num_layers}")
+        return HelixLayout((1, *(2,) * (num_layers - 1), 1), HelixPlacement("looped", num_ranks, count))
+
+    @property
+    def is_movable(self) -> bool:
+        return False
+
+    def costs_of(self, costs: Any) -> Any:
+        return with_separate_attention(costs)
 
 
 def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:

@@ -14,7 +14,7 @@ import torch.distributed
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.contrib.overlap.flags import flags_against_overlap
+from megatron_epp.contrib.overlap import flags_against_overlap
 from megatron_epp.contrib.overlap.turns import Collective, Turns, exchanges_of, run_together
 from megatron_epp.runtime.executor import PairRunner
 

@@ -248,7 +248,7 @@ def splits_weights(args: Namespace) -> bool:
     return args.epp_split_weight_gradient and args.epp_schedule == "elastic"
 
 
-OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap.flags:problems"}
+OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
 """Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
 
 

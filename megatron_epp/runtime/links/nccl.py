@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost.communicators import link_ctas
-from megatron_epp.plan.communicators import Direction, most_links
+from megatron_epp.plan.communicators import Direction, link_ctas, most_links
 from megatron_epp.runtime.links.objects import GroupOptions, from_each_of_job
 
 _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.contrib.helix.costs import with_separate_attention
-from megatron_epp.contrib.helix.layout import HelixLayout
+from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
 from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts, causal_pairs
