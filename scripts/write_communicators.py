@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.plan.communicators import LARGEST_MESH, directions, link_ctas, most_links, num_connections
+from megatron_epp.plan.communicators import LARGEST_MESH, directions, link_ctas, most_links, tree_of
 from megatron_epp.plan.placement import Placement
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
@@ -111,6 +111,11 @@ def link_use(placement: Placement, num_sms: int, ctas: int | None = None) -> Lin
     links = most_links(used)
     each = link_ctas(links, num_sms) if ctas is None else ctas
     return LinkUse(links, len(used), each, links * each, links * each * CHANNEL_BYTES)
+
+
+def num_connections(num_ranks: int, position: int, largest: int = LARGEST_MESH) -> int:
+    """Return the number of ranks to which the rank at `position` is connected in the tree of groups."""
+    return sum(len(group) - 1 for level in tree_of(num_ranks, largest) for group in level if position in group)
 
 
 def document() -> str:

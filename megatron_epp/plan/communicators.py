@@ -86,8 +86,3 @@ def tree_of(num_ranks: int, largest: int = LARGEST_MESH) -> tuple[Level, ...]:
         levels.append(tuple(members[start:end] for start, end in pairwise(cuts)))
         members = tuple(group[0] for group in levels[-1])
     return tuple(levels)
-
-
-def num_connections(num_ranks: int, position: int, largest: int = LARGEST_MESH) -> int:
-    """Return the number of ranks to which the rank at `position` is connected in the tree."""
-    return sum(len(group) - 1 for level in tree_of(num_ranks, largest) for group in level if position in group)

@@ -157,11 +157,6 @@ class Side(NamedTuple):
     by_chunk: bool = True
 
 
-def side_of_all(op: Op) -> Side:
-    """Side of a collective over all ranks."""
-    return Side(op, None, Parties.RANKS)
-
-
 def of_stages(placement: Sequence[int]) -> Sequence[int]:
     """Sites of an operation of stages: the rank of each."""
     return placement
@@ -272,7 +267,7 @@ def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
     """Yield the lowered operations of a transfer."""
     carries = need.carries
     if isinstance(carries, Collective):
-        text, side = f"collective {carries.op}", side_of_all(carries.op)
+        text, side = f"collective {carries.op}", Side(carries.op, None, Parties.RANKS)
         yield Operation(op=carries.op, text=text, track=Track.LOWERED, sites=of_ranks, side=side)
     elif isinstance(carries, MessageKind) and isinstance(need.site, int):
         event, away = carries.send, -need.site

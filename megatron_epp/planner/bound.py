@@ -49,7 +49,7 @@ def lower_bound_us(
     split = options.split_weight and bool(tables.backward_us)
     # With split weight gradients, a backward and its weight gradient take no longer than the backward that is not split.
     backward = subtract_times(tables.backward_us, tables.weight_us) if split else tables.backward_us
-    last_us = tables.weight_us[0] if split else [0.0] * len(tables.message_us)
+    last_us = tables.weight_us[0] if split else [0.0] * tables.num_chunks
     arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
     if backward:
         leave = _ways(backward, tables.hops, last_us)

@@ -59,7 +59,7 @@ def backward_times(tables: Tables, recompute_steps: RecomputeSteps, order: Order
 
 def recompute_times(tables: Tables, recompute_steps: RecomputeSteps) -> tuple[tuple[float, ...], ...]:
     """Compute the part of each backward that is recompute, in microseconds, ``[stage][chunk]``."""
-    chunks = np.arange(len(tables.message_us))
+    chunks = np.arange(tables.num_chunks)
     return tuple(tuple(tables.ways(stage).again_us[chunks, row].tolist()) for stage, row in enumerate(recompute_steps))
 
 
@@ -154,7 +154,7 @@ def copy_columns(
 def _play(
     order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies
 ) -> tuple[float, Codes, timing.Room, timing.CopyColumns]:
-    chunks = len(tables.message_us)
+    chunks = tables.num_chunks
     codes = order if isinstance(order, Codes) else encode_known(order, chunks)
     columns = tables.columns_with(codes.kinds)
     split, durations_us = integer_zeros(columns.num_items), floats(columns.action_us)

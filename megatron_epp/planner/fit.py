@@ -74,7 +74,7 @@ def fit_recompute(
     items = columns.num_stages * columns.num_chunks
     if options.recompute != "auto" or not tables.backward_us:
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
-        recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
+        recompute_steps = uniform_steps(tables, fixed)
         return RecomputeFit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves, int(by_stay)):
@@ -213,13 +213,18 @@ def peaks_of(held: Sequence[NDArray[np.int64]]) -> list[int]:
     return [int(row.max(initial=0)) for row in held]
 
 
+def uniform_steps(tables: Tables, count: int) -> RecomputeSteps:
+    """Return the same number of recompute steps for every chunk, or the layers of a stage that has fewer."""
+    return [[min(count, most)] * tables.num_chunks for most in tables.num_layers]
+
+
 def by_stage(column: IntegerList, num_chunks: int) -> RecomputeSteps:
     entries = numbers(column)
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
 
 def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
-    codes = order if isinstance(order, Codes) else encode_known(order, len(tables.message_us))
+    codes = order if isinstance(order, Codes) else encode_known(order, tables.num_chunks)
     return codes, tables.columns_with(codes.kinds)
 
 

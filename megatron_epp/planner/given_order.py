@@ -71,7 +71,7 @@ def _uniform(order: Order, tables: Tables, problem: Problem, options: Options) -
     is_fixed = options.recompute != "auto"
     counts = [min(int(options.recompute), count) if is_fixed else 0 for count in layers]
     while True:
-        recompute_steps = [[count] * len(tables.message_us) for count in counts]
+        recompute_steps = [[count] * tables.num_chunks for count in counts]
         peaks = peaks_bytes(order, tables, recompute_steps)
         if is_within(peaks, problem.cap_bytes):
             return recompute_steps

@@ -101,6 +101,10 @@ class Tables:
             self._columns[kinds] = columns_of(self, kinds)
         return self._columns[kinds]
 
+    @property
+    def num_chunks(self) -> int:
+        return len(self.message_us)
+
     def transfer_us(self, carries: MessageKind | Collective | None, boundary: int) -> Sequence[float]:
         """Time by chunk of a transfer, in microseconds. Messages of added operations count even where they stay on a rank,
         which depends on the order.
@@ -113,13 +117,13 @@ class Tables:
         if isinstance(carries, MessageKind):
             return next(rows.message_us[carries.send] for rows in self.added.values() if carries.send in rows.message_us)
         times = (rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us)
-        return next(times, [0.0] * len(self.message_us))
+        return next(times, [0.0] * self.num_chunks)
 
     @property
     def turn_us(self) -> list[float]:
         """Least time by chunk between the last stage's forward and its backward: the vocabulary shards' time, if any."""
         if Op.S not in self.added:
-            return [0.0] * len(self.message_us)
+            return [0.0] * self.num_chunks
         shards, (loss_us,) = self.added[Op.S], self.added[Op.N].time_us
         slowest = map(max, *shards.time_us) if len(shards.time_us) > 1 else shards.time_us[0]
         moved = map(sum, zip(shards.collective_us[Op.SPREAD], shards.collective_us[Op.GATHER], strict=True))
@@ -186,7 +190,7 @@ def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
 
 def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     """Return the tables as flat columns."""
-    chunks = len(tables.message_us)
+    chunks = tables.num_chunks
     added = [tables.added[op] for op in kinds[ADDED:]]
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
     need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.plan.communicators import num_connections
+from scripts.write_communicators import num_connections
 from tests.support.runtime.object_runs import exchanges, new_connections, read_by
 from tests.support.runtime.rank_processes import Ranks
 

@@ -75,7 +75,7 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
     steps = range(2 * len(tables.passes[0].frontier) + 1)
-    choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: len(tables.message_us)]))
+    choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: tables.num_chunks]))
     peaks = [peaks_bytes(order, tables, [list(recompute_steps)] * len(order)) for recompute_steps in choices]
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
 
@@ -85,7 +85,7 @@ def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
 def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_named(seed: int, by_stay: bool):
     order, tables = small_case(seed)
     least = max(least_peaks(order, tables))
-    most = max(peaks_bytes(order, tables, [[0] * len(tables.message_us)] * len(order)))
+    most = max(peaks_bytes(order, tables, [[0] * tables.num_chunks] * len(order)))
     for cap in {least, (2 * least + most) // 3, (least + most) // 2, most}:
         recompute_steps = fit_recompute(order, tables, (cap,) * len(order), Options(), by_stay).recompute_steps
         assert recompute_steps is not None
@@ -96,9 +96,9 @@ def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_
 
 def test_nothing_is_recomputed_where_memory_is_loose():
     order, tables = small_case(3)
-    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).recompute_steps == [
-        [0] * len(tables.message_us)
-    ] * len(order)
+    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).recompute_steps == [[0] * tables.num_chunks] * len(
+        order
+    )
 
 
 def recompute_us(made: Plan) -> float:

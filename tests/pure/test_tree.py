@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_epp.plan.communicators import LARGEST_MESH, num_connections, tree_of
+from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
+from scripts.write_communicators import num_connections
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 63, 64])

@@ -37,7 +37,7 @@ def chronos(batch: Batch) -> Iterator[Order]:
 
 def shallow_then_all(tables: Tables) -> tuple[RecomputeSteps, RecomputeSteps]:
     """Return the most recompute steps ``[stage][chunk]`` if only each rank's first stage recomputes, and if all do."""
-    most = by_stage(tables.columns.most, len(tables.message_us))
+    most = by_stage(tables.columns.most, tables.num_chunks)
     shallow = {stages[0] for stages in tables.stages_of}
     return [row if stage in shallow else [0] * len(row) for stage, row in enumerate(most)], most
 

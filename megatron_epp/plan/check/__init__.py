@@ -72,11 +72,11 @@ def examine(plan: Plan, rows: Rows | None = None) -> Examined:
     graph = linked(plan, columns, steps)
     played = play(graph)
     # Without messages of their own, actions tell in which order their messages are sent.
-    if faults := [*check_order(graph, played), *(check_links(plan, columns, steps) if rows is None else ())]:
+    if faults := [*check_order(graph, played), *(check_links(columns, steps) if rows is None else ())]:
         return Examined(faults)
     launches = issue_order(plan, graph, played)
     if rows is not None:
-        if faults := list(check_own_messages(plan, launches.rows(), rows)):
+        if faults := list(check_own_messages(launches.rows(), rows)):
             return Examined(faults)
         launches = Launches.of(rows)
     if faults := list(check_launches([launches])):

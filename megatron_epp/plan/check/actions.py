@@ -213,7 +213,7 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
     return Violation(rank, position, graph.steps[number].action, reason, number >= graph.columns.num_compute)
 
 
-def check_links(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
+def check_links(columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
     Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
@@ -221,7 +221,7 @@ def check_links(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Vio
     then receives in the order of the sends.
 
     Args:
-        plan: whose actions `check_presence` finds right.
+        columns: of a plan whose actions `check_presence` finds right.
         steps: the step of every action.
     """
     for kind in operations(Track.COMPUTE):

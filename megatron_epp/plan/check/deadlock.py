@@ -25,7 +25,6 @@ from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Integers
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Parties, Track, needs_of, operation, operations
-from megatron_epp.plan.plan import Plan
 
 _MOST_KEY = 1 << 62
 """Keys above could overflow 64 bits when the next column is added; they are numbered anew first."""
@@ -197,7 +196,7 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
     return at
 
 
-def check_own_messages(plan: Plan, lowered: Rows, rows: Rows) -> Iterator[Violation]:
+def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
     """Yield a violation for each message of a rank that is missing, doubled, unknown, or launched too early or too late.
 
     Args:

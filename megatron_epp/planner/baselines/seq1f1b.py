@@ -13,11 +13,11 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.fit import uniform_steps
 from megatron_epp.planner.order import Order, arranged, descending, slice_groups
 from megatron_epp.planner.orders.patterns import actions, one_each
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import tabulate
 
 
 def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -47,13 +47,8 @@ def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: i
     order = seq1f1b_order(slice_groups(chunks, problem.loss_groups), problem.num_stages, problem.forward_only)
     fixed = 0 if problem.forward_only else contest.options.recompute
     for count in range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,):
-        if contest.enter(Decisions(chunks, order, uniform_layers(tables, count), token_multiple=token_multiple), tables):
+        if contest.enter(Decisions(chunks, order, uniform_steps(tables, count), token_multiple=token_multiple), tables):
             break
-
-
-def uniform_layers(tables: Tables, count: int) -> RecomputeSteps:
-    """Return the same number of recomputed layers for every chunk, or all layers where a stage has fewer."""
-    return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 
 
 def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:

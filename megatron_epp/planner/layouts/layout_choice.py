@@ -261,7 +261,8 @@ class _Search:
         plans = self.plans.setdefault(layout, {})
         if number not in plans:
             try:
-                plans[number] = plan(_placed(self.batches[number], layout), self.sample.costs_of(layout), self.options)
+                problem = replace(self.batches[number], placement=layout.placement.rank_of)
+                plans[number] = plan(problem, self.sample.costs_of(layout), self.options)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
                 return math.inf
@@ -290,10 +291,6 @@ def placements_of(num_ranks: int) -> tuple[Placement, ...]:
         return (Placement("looped", 1, 1),)
     looped = tuple(Placement("looped", num_ranks, count) for count in (1, 2, 4))
     return (*looped[:2], Placement("v", num_ranks, 2), *looped[2:])
-
-
-def _placed(problem: Problem, layout: Layout) -> Problem:
-    return replace(problem, placement=layout.placement.rank_of)
 
 
 def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:

@@ -30,14 +30,14 @@ def longest_lived_shares(tables: Tables) -> Shares:
 
     If there is no time for one, its share is what there is time for.
     """
-    shares: list[list[float]] = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+    shares: list[list[float]] = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     for stages in tables.stages_of:
         left_us = sum(sum(tables.forward_us[stage]) + sum(tables.backward_us[stage]) for stage in stages)
         for stage in stages:
-            both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(len(tables.message_us)))
+            both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(tables.num_chunks))
             if both_us > left_us and stage != stages[0]:
                 break
-            shares[stage] = [min(1.0, left_us / both_us) if both_us > 0.0 else 0.0] * len(tables.message_us)
+            shares[stage] = [min(1.0, left_us / both_us) if both_us > 0.0 else 0.0] * tables.num_chunks
             left_us -= both_us
     return shares
 
@@ -65,15 +65,15 @@ def fit_ahead(
     Returns:
         The copies and the recompute; None where these do not suffice, or take longer than the limit.
     """
-    codes, aims = encode_known(order, len(tables.message_us)), tuple(caps)
+    codes, aims = encode_known(order, tables.num_chunks), tuple(caps)
     backwards = without_weights(order) if any(action.op is Op.W for row in order for action in row) else order
-    whole = codes if backwards is order else encode(backwards, len(tables.message_us))
+    whole = codes if backwards is order else encode(backwards, tables.num_chunks)
     if not is_within(floors(backwards, whole, tables), caps):
         return None
-    most = by_stage(tables.columns.most, len(tables.message_us)) if limit is None else limit
-    steps: RecomputeSteps = [[0] * len(tables.message_us) for _ in tables.rank_of]
+    most = by_stage(tables.columns.most, tables.num_chunks) if limit is None else limit
+    steps: RecomputeSteps = [[0] * tables.num_chunks for _ in tables.rank_of]
     for _ in range(ROUNDS):
-        spend(len(tables.message_us) * len(tables.rank_of), WITH_COPIES)
+        spend(tables.num_chunks * len(tables.rank_of), WITH_COPIES)
         offload = _in_time(order, codes, tables, steps, wanted)
         played = play(codes, tables, steps, timed(offload, tables))
         if played.makespan_us >= limit_us:
@@ -111,7 +111,7 @@ def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, 
         for position, action in enumerate(row)
         if action.op is Op.F
     ]
-    shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+    shares = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     for _, rank, position, action in sorted(forwards):
         _, stage, c = action
         share, chooser = min(wanted[stage][c], tables.offloadable_share), choosers[rank]

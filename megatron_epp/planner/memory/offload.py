@@ -110,10 +110,10 @@ def fit_offload(
     """
     best: Copied | None = None
     lacking: Copied | None = None
-    codes = encode(order, len(tables[0].message_us))
+    codes = encode(order, tables[0].num_chunks)
     if not all(is_within(floors(order, codes, own), caps) for own in tables):
         return None
-    none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
+    none = [[0] * tables[0].num_chunks] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
     for share in SHARES:
         eased = [
@@ -221,9 +221,9 @@ def _chosen(
         recompute_steps: recompute ``[stage][chunk]`` to start from.
         played: times of the order without copies.
     """
-    shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
-    most = by_stage(tables.columns.most, len(tables.message_us))
-    fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
+    shares = [[0.0] * tables.num_chunks for _ in tables.rank_of]
+    most = by_stage(tables.columns.most, tables.num_chunks)
+    fitted = [[0] * tables.num_chunks for _ in tables.rank_of]
     copies: list[tuple[tuple[Action, Action | None], ...]] = [()] * len(order)
     excess = [live - aim for live, aim in zip(held, aims, strict=True)]
     for choosers in choose(order, tables, excess, recompute_steps, played):

@@ -51,12 +51,12 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
     Raises:
         PlanError: the order deadlocks.
     """
-    codes, columns = encode(order, len(tables.message_us), SHARD_KINDS), tables.columns_with(SHARD_KINDS)
+    codes, columns = encode(order, tables.num_chunks, SHARD_KINDS), tables.columns_with(SHARD_KINDS)
     run = storage(tables, np.diff(codes.starts).tolist())
     steps, starts = integers(chain.from_iterable(recompute_steps)), codes.starts
     if shard_insertion.insert(codes.actions, starts[:-1], starts[1:], columns, steps, run) == STUCK:
         raise PlanError("the order deadlocks before the operations of vocabulary shards are inserted")
-    return CodedOrder(Codes(run.out, run.first, SHARD_KINDS), len(tables.message_us))
+    return CodedOrder(Codes(run.out, run.first, SHARD_KINDS), tables.num_chunks)
 
 
 def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
@@ -65,7 +65,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
     Args:
         most: actions of every rank without the shards' actions.
     """
-    rows, chunks, ranks = tables.added[Op.S], len(tables.message_us), len(most)
+    rows, chunks, ranks = tables.added[Op.S], tables.num_chunks, len(most)
     columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]
     more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
     first = [0, *accumulate(map(add, most, more))]

@@ -15,12 +15,12 @@ from megatron_epp.contrib.papers.chunkflow import budgets, recompute_all_but_las
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
 from megatron_epp.planner.baselines.contest import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
-from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order, uniform_layers
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
-from megatron_epp.planner.fit import peaks_bytes
+from megatron_epp.planner.fit import peaks_bytes, uniform_steps
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
@@ -48,7 +48,7 @@ class Setting:
         """Recomputed layers ``[stage][chunk]``."""
         if self.retain is not None:
             return recompute_all_but_last(chunks, tables.num_layers, self.retain)
-        return uniform_layers(tables, self.recompute or 0)
+        return uniform_steps(tables, self.recompute or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def diagonal_checkpoints(
         The sum of C, in layers, and the layers ``[stage][chunk]``; None where nothing fits, or nothing of use does.
     """
     stages = len(order)
-    none = [[0] * len(tables.message_us) for _ in order]
+    none = [[0] * tables.num_chunks for _ in order]
     if _fit(order, tables, none, caps):
         return 0, none
     backwards = [[action.chunk for action in actions if action.op is Op.B] for actions in order]

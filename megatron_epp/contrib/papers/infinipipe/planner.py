@@ -186,7 +186,7 @@ class Grouping:
             effort: on integer programs, updated.
         """
         self.contest, self.tables, self.groups, self.effort = contest, tables, groups, effort
-        cells = len(tables.num_layers) * len(tables.message_us)
+        cells = len(tables.num_layers) * tables.num_chunks
         pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
         self.layer_us = sum(float(passes.frontier[0].layer_us.sum()) for passes in tables.passes) / cells
@@ -230,6 +230,6 @@ class Grouping:
         """Record a cap that suffices if each number of chunks runs as its own pipeline, all layers recomputed or none."""
         tables, least = self.tables, []
         for order in (self._order([count]) for count in counts):
-            rows = ([[layers] * len(tables.message_us)] * len(order) for layers in (0, min(tables.num_layers)))
+            rows = ([[layers] * tables.num_chunks] * len(order) for layers in (0, min(tables.num_layers)))
             least.append(min(max(peaks_bytes(order, tables, row)) for row in rows))
         self.contest.would_do(max(least))
