@@ -15,6 +15,9 @@ from megatron_epp.cost.profile import ModelPart, Profile
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 
+LEAST_US = 1e-3
+"""Shorter times count as this one, the tick of the host's clocks: no error is relative to a time of zero."""
+
 
 class Point(NamedTuple):
     """One measurement. tokens, pairs: of the chunk (bytes of a message go as tokens)."""
@@ -44,7 +47,7 @@ def fit_line(points: Sequence[Point], pairs: bool = True) -> LineFit:
         points: at least one.
         pairs: whether the time may depend on pairs.
     """
-    times = np.maximum([point.time_us for point in points], 1e-3)
+    times = np.maximum([point.time_us for point in points], LEAST_US)
     columns = [np.ones(len(points)), [p.tokens for p in points], [p.pairs for p in points]][: 3 if pairs else 2]
     matrix = np.array(columns, dtype=float).T / times[:, None]
     scale = np.where((largest := np.abs(matrix).max(axis=0)) > 0, largest, 1.0)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.cost.line_fits import Point, fit_line
+from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 
@@ -139,7 +139,7 @@ def _points(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> list[Po
     for timed in times:
         size = timed.tokens, timed.pairs + _reads_as_pairs(earlier, pairs) * timed.reads
         by_size.setdefault(size, []).append(timed.time_us)
-    return [Point(*size, max(statistics.median(of_size), 1e-3)) for size, of_size in sorted(by_size.items())]
+    return [Point(*size, max(statistics.median(of_size), LEAST_US)) for size, of_size in sorted(by_size.items())]
 
 
 def _reads_as_pairs(earlier: LinearTime, pairs: bool) -> float:

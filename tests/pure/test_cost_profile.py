@@ -19,7 +19,7 @@ from megatron_epp.cost import (
     work_of,
 )
 from megatron_epp.cost.library import load_cluster
-from megatron_epp.cost.line_fits import Point, fit_line, fit_profile
+from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line, fit_profile
 from megatron_epp.plan import Chunk, EppError, Segment
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -152,6 +152,11 @@ def test_a_fit_has_no_negative_coefficient_and_says_how_far_off_it_is():
     residuals = fit.residuals()
     assert residuals["points"] == 2
     assert residuals["worst"] > residuals["median"] * 0.99 > 0
+
+
+def test_a_time_of_zero_is_fitted_as_the_tick_of_a_clock():
+    fit = fit_line([Point(100, 0, 0.0), Point(200, 0, 10.0), Point(400, 0, 20.0)], pairs=False)
+    assert fit.line.time_us(100, 0) == pytest.approx(LEAST_US, rel=0.01)
 
 
 KINDS = ("linear", "projections", "loss", "embedding", "attention")

@@ -69,7 +69,7 @@ def run(ready: Ready) -> None:
     while len(events) > 0:
         now, rank = heapq.heappop(events)
         if now < ready.clock_us[rank]:
-            continue
+            continue  # the rank began another action since, whose end is an event too
         came_us, other = take(rank, now, ready)
         if other == NONE:
             continue
@@ -89,6 +89,7 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     Returns:
         When the result arrives, in microseconds, and at which rank; `NONE` if no action is ready.
     """
+    # Weight gradients otherwise fill time without others: taken at once, 2 plans of 76 were slower, by up to 1.6 %.
     waiting = ready.queued[rank] - ready.taken[rank]
     if waiting > 0 and waiting >= ready.most_waiting:
         return weight(rank, now, ready)
@@ -125,12 +126,14 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run a ready forward. Arguments as in `take`, and the return value."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
     stop = ready.first_stage[rank + 1]
+    # Deepest first, as `stages` are: from the first stage on 40 plans of 76 were slower, 22 faster; 0.4 % slower on average.
     for at in range(ready.first_stage[rank], stop):
         stage = ready.stages[at]
         c = ready.forward_count[stage]
         item = stage * chunks + c
         if c == chunks or ready.forward_in[item] > now:
             continue
+        # Deeper stages run what the first let in: with the limit on all of them, 1 plan of 76 differed.
         if at == stop - 1 and c >= ready.ahead[ready.backward_count[stage]]:
             continue
         ready.forward_count[stage] += 1
@@ -177,5 +180,5 @@ def weight(rank: int, now: float, ready: Ready) -> tuple[float, int]:
     """Run the weight gradient that has waited longest. Arguments as in `take`, and the return value."""
     ended = now + ready.waiting_us[ready.first_stage[rank] * ready.num_chunks + ready.taken[rank]]
     ready.taken[rank] += 1
-    ready.clock_us[rank] = ended
+    ready.clock_us[rank] = ended  # not in `out`: where it runs is decided when the order is known to fit (`orders.completion`)
     return ended, rank
