@@ -317,10 +317,7 @@ def _states(stage: MegatronStage) -> _States:
             backward(stage, *runs.pop())
     states = sizes[1] - first_bytes
     more = sizes[2] - sizes[1] - first_bytes
-    # The next slice keeps the state that it reads: rows of a window are counted once. A recurrence keeps a little more of every
-    # sequence, which nothing measures, so its states are counted twice.
-    if handover.most_rows:
-        more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
+    more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
     return _States(states + shorter[0], max(0, more))
 
 
