@@ -10,15 +10,16 @@ diagonal are half empty: half a tile of pairs more for every token. So both curv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_epp.cost.gated_delta import DeltaShape
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
-from megatron_epp.cost.profile import ModelPart, Profile
+from megatron_epp.cost.profile import ModelPart, Profile, mean_of
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 
@@ -53,20 +54,21 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     copy = LinearTime(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
+    states = 0.0 if shape.delta is None else shape.delta_share * DeltaShape.of(shape).state_bytes
     return Profile(
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
-        layer=_layer(shape, rates),
-        dense_layer=None if shape.dense is None else _layer(shape.dense, rates),
+        layer=_mean(_layer, shape, rates),
+        dense_layer=None if shape.dense is None else _mean(_layer, shape.dense, rates),
         dense_layers=shape.dense_layers,
-        attention=_attention_part(shape, rates),
+        attention=_mean(_attention_part, shape, rates),
         embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
         predictions=shape.predictions,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
-        kv_bytes_per_token=(1 - shape.window_share) * shape.kv_bytes_per_token,
-        handed_bytes=shape.window_share * shape.window * shape.kv_bytes_per_token,
+        kv_bytes_per_token=(1 - shape.window_share - shape.delta_share) * shape.kv_bytes_per_token,
+        handed_bytes=shape.window_share * shape.window * shape.kv_bytes_per_token + states,
         handed_tokens=shape.window,
         kv_heads=shape.kv_heads_on_rank,
         queries_per_key=shape.queries_per_key,
@@ -139,6 +141,12 @@ def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
     return tuple(exchange_line(part.exchanges, rates).per_token_us for part in parts)
 
 
+def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rates: Rates) -> ModelPart:
+    """Costs of a layer, or of its attention, in the mean of layers with attention and with gated delta nets."""
+    attends = part(shape, rates)
+    return attends if shape.delta is None else mean_of(attends, part(DeltaShape.of(shape), rates), shape.delta_share)
+
+
 def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of one transformer layer.
 
@@ -153,7 +161,8 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
     exchange = exchange_line(shape.exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
-    attention_forward, attention_backward = _core_attention(shape, rates)
+    attention_forward, attention_backward = _mixing(shape, rates)
+    runs_again = attention_forward if isinstance(shape, DeltaShape) else NO_TIME
     expansion = expansion_line(shape, rates)  # a recomputed layer that keeps attention's output makes none of it
     hidden, layer_bytes, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return ModelPart(
@@ -163,7 +172,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
         exchange=exchange_line(shape.tensor_exchanges, rates),
         recompute={
             "selective": ModeCosts(
-                launch_forward + overhead + linear.without(expansion) + moved.scaled(2) + exchange,
+                launch_forward + overhead + linear.without(expansion) + moved.scaled(2) + exchange + runs_again,
                 hidden + shape.attention_result_bytes_per_token,
             ),
             "mlp": ModeCosts(_mlp_again(shape, rates), attended, layer_bytes - hidden),
@@ -204,7 +213,7 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
-    attention_forward, attention_backward = _core_attention(shape, rates)
+    attention_forward, attention_backward = _mixing(shape, rates)
     return ModelPart(
         forward=launch_forward + overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
@@ -285,6 +294,21 @@ def expansion_line(shape: ModelShape, rates: Rates) -> LinearTime:
         return LinearTime()
     product = _linear(shape.expansion_parameters / shape.ranks, rates)
     return product + LinearTime(0.0, MICROSECONDS * shape.expanded_bytes_per_token / rates.memory_bytes)
+
+
+def _mixing(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
+    return _delta_rule(shape, rates) if isinstance(shape, DeltaShape) else _core_attention(shape, rates)
+
+
+def _delta_rule(shape: DeltaShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
+    """Time of the forward and of the backward of the gated delta rule.
+
+    Its products are assumed to run at attention's rates and backward to have 2.5 times those of the forward, as attention's
+    has; what its kernels write for each other is read once in the forward, and made again and read twice in the backward.
+    """
+    products_us = MICROSECONDS * 2 * shape.rule_products / rates.attention_forward_flops
+    moved_us = MICROSECONDS * shape.rule_bytes_per_token / rates.memory_bytes
+    return LinearTime(0.0, products_us + 2 * moved_us), LinearTime(0.0, 2.5 * products_us + 4 * moved_us)
 
 
 def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:

@@ -360,7 +360,6 @@ def gated_delta(config: Config) -> Flags:
         "linear_num_key_heads": config.size("linear_num_key_heads", default=16),
         "linear_num_value_heads": config.size("linear_num_value_heads", default=32),
         "attention_output_gate": True,
-        "moe_shared_expert_gate": True,
     }
 
 
@@ -410,6 +409,7 @@ def always(**flags: Any) -> Part:
 _GQA = (trunk, count, heads, rotation, gated_mlp)
 _QK_NORM = always(qk_layernorm=True)
 _LATENT = (trunk, count, rotation, gated_mlp, latents, experts, sigmoid_router, extra_prediction)
+_DELTA = (*_GQA, gated_delta, extra_prediction, _QK_NORM)
 
 ARCHITECTURES: dict[str, tuple[Part, ...]] = {
     "llama": (*_GQA, listed_windows),
@@ -424,7 +424,8 @@ ARCHITECTURES: dict[str, tuple[Part, ...]] = {
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,
     "gpt_oss": (*_GQA, experts, alternating_windows, always(softmax_type="learnable", add_qkv_bias=True)),
-    "qwen3_next": (*_GQA, experts, gated_delta, extra_prediction, _QK_NORM),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), (*_DELTA, experts, always(moe_shared_expert_gate=True))),
+    "qwen3_5_text": _DELTA,
     "nemotron_h": (trunk, heads, hybrid),
 }
 """By ``model_type``; the flags of later parts replace those of earlier ones."""

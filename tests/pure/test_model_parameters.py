@@ -25,6 +25,11 @@ BILLIONS = {
     "moonlight-16b-a3b": 16.0,
     "glm-4.5-air": 106,
     "gpt-oss-120b": 117,
+    "gpt-oss-20b": 20.9,
+    "olmo-3-32b": 32.2,
+    "qwen3-next-80b-a3b": 80,
+    "qwen3.5-27b": 27,
+    "qwen3.5-35b-a3b": 35,
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,
     "mixtral-8x7b": 46.7,
@@ -161,3 +166,45 @@ def test_windows_count_by_the_tokens_in_them():
 def test_a_window_without_a_formula_is_refused(window: str):
     with pytest.raises(EppError, match="formulas are for windows of tokens ahead and none behind"):
         shape_of(load_flags("gpt-oss-120b") | {"window_size": window})
+
+
+def test_gated_delta_nets_hand_on_states_in_the_place_of_keys_and_values():
+    flags = load_flags("qwen3-next-80b-a3b")
+    check_formulas(flags)
+    mixed, attends = (analytic_profile(shape_of(flags | more), H100) for more in ({}, {"experimental_attention_variant": None}))
+    assert mixed.kv_bytes_per_token == attends.kv_bytes_per_token / 4
+    assert mixed.layer.forward.per_pair_us == attends.layer.forward.per_pair_us / 4
+    state, rows = 4 * 32 * 128 * 128, 2 * 3 * (2 * 16 + 32) * 128
+    assert mixed.handed_bytes == 0.75 * (state + rows)
+    work = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
+    assert tuple(mixed.costs([24, 24]).stages[0].blocks[1].kept_bytes(work)) == (24 * mixed.handed_bytes,) * 2 + (0,)
+    assert (
+        mixed.layer.recompute["selective"].again.per_token_us > 0.75 * attends.layer.recompute["selective"].again.per_token_us
+    )
+
+
+def test_ranks_share_the_state_of_a_gated_delta_net():
+    flags = load_flags("qwen3-next-80b-a3b")
+    alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 4))
+    assert shared.handed_bytes == alone.handed_bytes / 4
+    assert shared.layer.parameters < alone.layer.parameters
+
+
+@pytest.mark.parametrize("frequency", [4, "4", "([1]*3+[0])", [1, 1, 1, 0]])
+def test_the_last_of_so_many_layers_attends(frequency):
+    flags = load_flags("qwen3.5-27b") | {"linear_attention_freq": frequency, "num_layers": 10}
+    assert "".join(mixer for mixer, _ in kinds_of_layers(flags)) == "GGG*GGG*GG"
+    assert shape_of(flags).delta_share == 0.8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_attention_freq": None}, "needs linear_attention_freq"),
+        ({"linear_num_value_heads": 24}, "24 heads of values cannot share 16 key heads evenly"),
+        ({"context_parallel_size": 3}, "16 key heads of gated delta nets cannot be shared evenly by 1 tensor-parallel x 3"),
+    ],
+)
+def test_gated_delta_nets_that_cannot_be_are_refused(change, message):
+    with pytest.raises(EppError, match=message):
+        shape_of(load_flags("qwen3.5-27b") | change)

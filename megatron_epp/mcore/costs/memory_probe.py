@@ -15,7 +15,7 @@ from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, ML
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
-from megatron_epp.plan.recompute import MODES
+from megatron_epp.plan.recompute import FULL, MODES
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
 from megatron_epp.runtime.attention.segments import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -62,7 +62,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - base.half)).changed(HEAD, bytes_per_token=0.0)
         return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
     # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts.
-    kinds = {(type(layer), type(layer.self_attention), type(layer.mlp)) for layer in layers_of(stage)}
+    kinds = {(type(layer), type(layer.self_attention), type(layer.mlp)): layer for layer in layers_of(stage)}
     is_alike = len(kinds if stage.cut_layers is None else {kind for kind, *_ in kinds}) == 1
     is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
@@ -71,12 +71,31 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
         if not is_alike:
-            return replace(known, bytes_per_token=per_token, full_bytes_per_token=None)
+            return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + of_kinds(mode))
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
 
+    def of_kinds(mode: str) -> float:
+        """Measure the most that the backward of a layer of any kind holds in a mode, above what is live when it begins."""
+        recompute = _with(mode, layers)
+        return max(_held(stage, recompute, layer=[layer]).peak_above_entry for layer in kinds.values())
+
+    def most_kept(mode: str, plain: ModeCosts) -> float:
+        """Measure bytes so that stages whose first layers recompute in a mode, however many, keep no more than is counted: the
+        bytes of one would be more than the mean where layers that keep less come first.
+        """
+        ends = base.activations - layers * least
+        held = ((count, _held(stage, _with(mode, count)).activations) for count in range(1, layers + 1))
+        return max((kept - ends - (layers - count) * plain.bytes_per_token) / count for count, kept in held)
+
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     plain = at(ModeCosts(LinearTime(), 0.0), "")
+    modes = {name: at(known, name) for name, known in costs.layers.recompute.items()}
+    if not is_alike:
+        modes = {name: replace(mode, bytes_per_token=most_kept(name, plain)) for name, mode in modes.items()}
+        whole = _held(stage, NO_RECOMPUTE, layer=[stage.decoder]).peak_above_entry
+        most = max(plain.bytes_per_token + whole, least + of_kinds(FULL))
+        plain = replace(plain, full_bytes_per_token=most)
     of_head = max(0.0, base.head - base.half * caches_half)
     costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
@@ -84,7 +103,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         first_mlp_bytes_per_token=first_mlp,
         bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
-        recompute={name: at(known, name) for name, known in costs.layers.recompute.items()},
+        recompute=modes,
+        input_bytes_per_token=least if is_alike else most_kept(FULL, plain),
     )
     if splits and is_alike:
         costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
@@ -297,10 +317,7 @@ def _states(stage: MegatronStage) -> _States:
             backward(stage, *runs.pop())
     states = sizes[1] - first_bytes
     more = sizes[2] - sizes[1] - first_bytes
-    # The next slice keeps the state that it reads: rows of a window are counted once. A recurrence keeps a little more of every
-    # sequence, which nothing measures, so its states are counted twice.
-    if handover.most_rows:
-        more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
+    more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
     return _States(states + shorter[0], max(0, more))
 
 

@@ -8,6 +8,9 @@ import torch
 from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -141,6 +144,8 @@ def _hybrid(args: Any, shared: dict[str, Any]) -> torch.nn.Module:
 def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     if args.spec is not None:
         return import_module(args.spec)
+    if args.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
     use_te = args.transformer_impl == "transformer_engine"
     if args.num_experts is not None:
         return get_gpt_decoder_block_spec(config, use_te, normalization=args.normalization, vp_stage=vp_stage)

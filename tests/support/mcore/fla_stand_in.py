@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import ModuleType
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,8 @@ def keeping_inputs(function):
         others = {name: value for name, value in kwargs.items() if name not in names}
 
         def call(*tensors):
-            return function(*tensors[: len(args)], **others, **dict(zip(names, tensors[len(args) :], strict=True)))
+            with saved_tensors_hooks(lambda x: x, lambda x: x):  # as in a kernel, what is inside nobody sees
+                return function(*tensors[: len(args)], **others, **dict(zip(names, tensors[len(args) :], strict=True)))
 
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -77,24 +79,24 @@ def _sequences(cu_seqlens, *tensors):
         yield [x[:, start:end] for start, end in pairwise(ends) if start < end]
 
 
-def install():
-    """Have Megatron find these functions."""
+def install(**others):
+    """Have Megatron find these functions, or others in their place, by their names."""
     from megatron.core.ssm import gated_delta_net
 
     parts = {
-        "fla.modules.l2norm": l2norm,
-        "fla.modules.convolution": causal_conv1d,
-        "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
+        "l2norm": ("fla.modules.l2norm", l2norm),
+        "causal_conv1d": ("fla.modules.convolution", causal_conv1d),
+        "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
     }
-    for name, function in parts.items():
-        for at in range(1, name.count(".") + 2):
-            folder = ".".join(name.split(".")[:at])
-            sys.modules.setdefault(folder, ModuleType(folder))
-        setattr(sys.modules[name], function.__name__, function)
     own = [module for name, module in sys.modules.items() if name.startswith(gated_delta_net.__name__)]
+    for name, (path, function) in parts.items():
+        for at in range(1, path.count(".") + 2):
+            folder = ".".join(path.split(".")[:at])
+            sys.modules.setdefault(folder, ModuleType(folder))
+        setattr(sys.modules[path], name, others.get(name, function))
+        for module in own:
+            if hasattr(module, name):
+                setattr(module, name, others.get(name, function))
     for module in own:
-        for function in parts.values():
-            if hasattr(module, function.__name__):
-                setattr(module, function.__name__, function)
         if hasattr(module, "HAVE_FLA"):
             module.HAVE_FLA = True

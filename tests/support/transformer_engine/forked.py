@@ -45,7 +45,9 @@ def preload() -> None:
     from megatron_epp.mcore import cpu
 
     cpu.activate()
+    from tests.support.mcore import fla_stand_in
     from tests.support.transformer_engine.loading import load
 
     load(folder_of(os.environ[VERSION]))
     forked.preload()
+    fla_stand_in.install()

@@ -18,6 +18,10 @@ CAPPED = "--epp-slices 3 --epp-memory-cap-gb 0.0006"
 BACK = {"pp": 2, "virtual": 2, "placement": "v"}
 SHARED = {"pp": 2, "tp": 2, "sp": True}
 EXPERTS = {"pp": 2, "dp": 2, "experts": 4, "ep": 2}
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
+)
 BY_DEFAULT: dict[str, dict[str, Any]] = {
     "slices, some recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
     "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},
@@ -93,6 +97,7 @@ MORE: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3",
         "both": "--spec tests.support.mcore.adapters engine_layers",
     },
+    "gated delta nets": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": DELTA},
     "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
 }
 """In the set `slow`, by themselves."""

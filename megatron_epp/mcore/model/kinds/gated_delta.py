@@ -7,15 +7,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron_epp.cost.library import GATED_DELTA_NET
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-GATED_DELTA_NET = "gated_delta_net"
-"""Value of `--experimental-attention-variant`."""
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:

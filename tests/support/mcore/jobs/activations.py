@@ -2,7 +2,8 @@
 
 Kernels that a CPU lacks have stand-ins that keep what they keep on a GPU: a norm its input and a statistic or two in fp32, a
 fused rotation nothing but the angles, which are not the layer's, and attention queries, keys, values, its output and one number
-in fp32 of each head. All else is Megatron's own code.
+in fp32 of each head. In a gated delta net a convolution keeps its input, the norm of heads its output and a statistic, the rule
+its inputs and the pairs of a block, and the gate its two factors. All else is Megatron's own code, and this package's.
 """
 
 import torch
@@ -63,6 +64,52 @@ def rotated(heads, angles, *_, **__):
     return _Rotation.apply(heads, angles)
 
 
+class _Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, kept, *_):
+        ctx.save_for_backward(*kept)
+        return output
+
+
+def convolved(x, *_, **__):
+    """Stand-in for a convolution with its activation."""
+    return _Keeping.apply(x.detach().clone(), [x], x), None
+
+
+def normalized(x):
+    """Stand-in for the norm of heads."""
+    output = x.detach().clone()
+    return _Keeping.apply(output, [output, x.new_zeros(x.shape[:-1], dtype=torch.float32)], x)
+
+
+def ruled(q, k, v, g, beta, **_):
+    """Stand-in for the gated delta rule."""
+    from megatron_epp.cost.gated_delta import BLOCK_TOKENS
+
+    pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
+    return _Keeping.apply(v.detach().clone(), [q, k, v, decays, beta, pairs], q, k, v, g, beta), None
+
+
+def _gated(self, x, gate):
+    """Stand-in for the norm of a rule's output, and its gate in one kernel."""
+    normed = self.out_norm(x.reshape(-1, x.shape[-1]))
+    return _Keeping.apply(normed.detach().clone(), [normed, gate], normed, gate)
+
+
+def _with_delta_net(attention_norm):
+    """Return the spec of a gated delta net, whose kernels are these."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from tests.support.mcore import fla_stand_in
+
+    fla_stand_in.install(l2norm=normalized, causal_conv1d=convolved, chunk_gated_delta_rule=ruled)
+    GatedDeltaNet._apply_gated_norm = _gated
+    submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=attention_norm, out_proj=RowParallelLinear)
+    return ModuleSpec(module=GatedDeltaNet, submodules=submodules)
+
+
 def run(cases):
     """Return for every case its bytes per token by formula and in truth, those of a chunk of any length, and the tensors."""
     from megatron_epp.mcore import entry
@@ -79,12 +126,14 @@ def run(cases):
 
 
 def _compared(flags, rope_utils, unfused):
+    from megatron_epp.cost.gated_delta import DeltaShape
     from megatron_epp.cost.library import shape_of
     from tests.mcore.test_refusals import arguments
 
     args = arguments(*flags)
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     shape = shape_of({**vars(args), "vocab_size": 128})
+    shape = shape if shape.delta is None else DeltaShape.of(shape)
     rope_utils._apply_rotary_pos_emb_bshd = rotated if args.apply_rope_fusion else unfused
     args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
     try:
@@ -112,6 +161,13 @@ def _kept(args, tokens):
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.arguments import core_transformer_config_from_args
 
+    from megatron_epp.mcore.model.core_attention import ChunkParams
+    from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
+    from megatron_epp.plan import Chunk, Segment
+    from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+    from megatron_epp.runtime.attention.segments import SegmentTable
+    from megatron_epp.runtime.context import ChunkContext
+
     ANGLES.clear()
     config = core_transformer_config_from_args(args)
     latent = args.multi_latent_attention
@@ -123,7 +179,10 @@ def _kept(args, tokens):
     if latent and args.q_lora_rank is None:
         attention.q_layernorm = IdentityOp
     attention.core_attention = Attention
+    if args.experimental_attention_variant:
+        whole.self_attention = _with_delta_net(Norm)
     layer = build_module(spec, config=config, layer_number=2).to(args.params_dtype)
+    GATED_DELTA.adopt(layer, args)
     angles = None
     if args.position_embedding_type == "rope" and not latent:
         angles = RotaryEmbedding(config.kv_channels, args.rotary_percent)(tokens)
@@ -136,7 +195,11 @@ def _kept(args, tokens):
             found.setdefault(memory.data_ptr(), (memory, tensor.dtype, tuple(tensor.shape)))
         return tensor
 
+    params = None
+    if args.experimental_attention_variant:
+        table = SegmentTable.build(Chunk((Segment(0, 0, tokens),)), tokens)
+        params = ChunkParams(ChunkContext(0, table, SlicedKVCache()))
     x = torch.randn(tokens, 1, config.hidden_size, dtype=args.params_dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, attention_mask=None, rotary_pos_emb=angles)
+        layer(x, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)
     return [(memory.nbytes(), f"{dtype} {shape}") for at, (memory, dtype, shape) in found.items() if at not in ANGLES]
