@@ -75,9 +75,7 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}
 """Rows of which plans count up to a tenth more than is kept, whosever layers they are."""
 OF_TWO_KINDS = {"gated delta nets": 0.8}
-"""Rows whose layers are of two kinds, with what is kept over what is planned: plans count the mean of layers, and of two that is
-far from either.
-"""
+"""What is kept over what is planned, where layers are of two kinds: plans count the mean, and of two each is far from it."""
 
 
 def _kept_of_planned(row: Row, flags: list[str], folder: Path) -> list[float]:

@@ -61,13 +61,18 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
             module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
             num_split += 1
-        elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
+        elif _delays(module) and next(module.parameters(recurse=False), None) is not None:
             if reason := obstacle(module):
                 obstacles.append(f"{name} ({type(module).__name__}): {reason}")
             else:
                 _take_over(module, gradients)
                 num_split += 1
     return num_split, obstacles
+
+
+def _delays(module: torch.nn.Module) -> bool:
+    """Return True for a linear layer that can delay its weight's gradient; a layer of linear ones only asks these to."""
+    return hasattr(module, "backward_dw") and not any(hasattr(child, "backward_dw") for child in module.children())
 
 
 def _forward(

@@ -654,6 +654,11 @@ DELTA: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": f"{_DELTA} --hybrid-layer-pattern GE*E",
     },
+    "weights apart": {
+        "cell": {"pp": 2, "split": True},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+    },
 }
 
 
@@ -684,6 +689,36 @@ def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
     """Return the rows of a kind of layers."""
     return [
         Row(name=f"{kind}: {name}", case=case(model="llama", **given), check=_check_slices) for name, given in cases.items()
+    ]
+
+
+_LONG_LAYOUTS: dict[str, dict[str, Any]] = {
+    "four stages, weights apart": {"cell": {"pp": 4, "split": True}},
+    "looped": {"cell": {"pp": 2, "virtual": 2}},
+    "replicas": {"cell": {"pp": 2, "dp": 2}, "optimizer": OVERLAPPED},
+}
+_LONG_LAYERS: dict[str, dict[str, str]] = {
+    "gated delta nets": {  # looped, with Transformer Engine: a hybrid model's pattern says how many stages ranks have
+        "four stages, weights apart": f"{_DELTA} --hybrid-layer-pattern G-|G-|*|G-",
+        "replicas": f"{_DELTA} --hybrid-layer-pattern G-G-|*G-",
+    },
+    "windows and sinks": dict.fromkeys(_LONG_LAYOUTS, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
+}
+
+
+def _long_of_layers() -> list[Row]:
+    """Return long rows of every kind of layers in every layout."""
+    return [
+        Row(
+            name=f"{kind}: {layout}, {LONG}",
+            case=case(model="llama", plan="--epp-slices 5 --epp-recompute 1", both=both, **_LONG_LAYOUTS[layout]),
+            check=_check_slices,
+            iterations=LONG,
+            batch=BATCH,
+            is_slow=True,
+        )
+        for kind, layouts in _LONG_LAYERS.items()
+        for layout, both in layouts.items()
     ]
 
 
@@ -788,6 +823,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("gated delta nets", DELTA),
     *_of_layers("windows and sinks", WINDOWS),
+    *_long_of_layers(),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),

@@ -98,6 +98,24 @@ MORE: dict[str, dict[str, Any]] = {
         "both": "--spec tests.support.mcore.adapters engine_layers",
     },
     "gated delta nets": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": DELTA},
+    "gated delta nets there and back, weights apart": {
+        "cell": BACK | {"split": True},
+        "model": "llama",
+        "plan": "--epp-slices 4",
+        "both": DELTA,
+    },
+    "gated delta nets, looped": {
+        "cell": {"pp": 2, "virtual": 2},
+        "model": "llama",
+        "plan": "--epp-slices 5 --epp-recompute 1",
+        "both": DELTA,
+    },
+    "gated delta nets and experts, tensor and sequence parallel": {
+        "cell": SHARED | {"experts": 4},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{DELTA} {GROUPED} --attention-output-gate --mtp-num-layers 1",
+    },
     "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
 }
 """In the set `slow`, by themselves."""
