@@ -30,7 +30,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import flags_of_layout, for_run, optimizer_bytes, with_device_memory
+from megatron_epp.mcore.costs.shape import LAYOUT, facts, for_run, optimizer_bytes, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -63,7 +63,7 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout not in SEARCHED:
         return
     costs = named(args)
-    flags = flags_of_layout(args)
+    flags = facts(args, LAYOUT)
     layout = made_by_first(lambda: _kept(args, flags) or replace(_new(args, costs), chosen_with=flags))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
@@ -164,7 +164,7 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
     others = [
         f"{name.replace('_', '-')} was {brief_text(then)} and is {value}"
         for name, value in flags.items()
-        if (then := layout.chosen_with.get(name)) != value
+        if str(then := layout.chosen_with.get(name)) != str(value)  # earlier versions wrote some as text
     ]
     if others:
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
