@@ -60,8 +60,8 @@ def patches() -> tuple[Patch, ...]:
         target = "megatron.core.datasets.utils:compile_helpers"
         needed.append(Patch(target, lambda: None, "the compiled helpers are there already"))
     if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
-        # Megatron has one step for all parameters, and torch's Adam one for each. Without these no checkpoint is loaded (there is
-        # no step to read yet, or its format brings none), or Adam counts a step for every parameter that shares the tensor.
+        # Megatron has one step for all parameters, and torch's Adam one for each. Without these no checkpoint is loaded (there
+        # is no step to read yet, or its format has none), or Adam counts a step for every parameter that shares the tensor.
         optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
         needed += [
             wrapping(f"{optimizer}.state_dict", _with_initial_state),
