@@ -13,6 +13,8 @@ _AT_ONCE = 1024
 """Sequences whose lengths are added up at a time."""
 _LARGE = 1 << 24
 """Sequences above which the order of an epoch is computed entry by entry. Up to here a rank holds at most 64 MB of it."""
+_PART = 1 << 20
+"""Entries that are computed at a time, for the memory of that."""
 _ROUNDS = 8
 """Rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes."""
 
@@ -29,6 +31,14 @@ def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
     order = np.arange(num_sequences, dtype=np.uint32 if num_sequences < 2**32 else np.int64)
     _random(seed).shuffle(order)
     return order
+
+
+def epoch_start(count: int, num_sequences: int, *seed: int) -> np.ndarray:
+    """The first entries of the order of an epoch: `epoch_order`'s, or `permuted` ones where that is large."""
+    if num_sequences <= _LARGE:
+        return epoch_order(num_sequences, *seed)[:count]
+    parts = (np.arange(first, min(first + _PART, count)) for first in range(0, count, _PART))
+    return np.concatenate([permuted(part, num_sequences, *seed) for part in parts])
 
 
 def _random(seed: tuple[int, ...]) -> np.random.RandomState:
