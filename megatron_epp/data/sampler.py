@@ -127,19 +127,14 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     def _following(self, start: int, most: int) -> np.ndarray:
         """At most so many sequences of the global order from `start` on, up to the end of its epoch."""
         epoch, offset = divmod(start, self._num_sequences)
+        stop = min(offset + most, self._num_sequences)
+        if not self._shuffle:
+            return np.arange(offset, stop)
         if self._num_sequences > _LARGE:
-            indices = np.arange(offset, min(offset + most, self._num_sequences))
-            return permuted(indices, self._num_sequences, self._seed, epoch) if self._shuffle else indices
-        return self._order_of(epoch)[offset : offset + most]
-
-    def _order_of(self, epoch: int) -> np.ndarray:
+            return permuted(np.arange(offset, stop), self._num_sequences, self._seed, epoch)
         if epoch != self._epoch:
-            self._epoch = epoch
-            if self._shuffle:
-                self._order = epoch_order(self._num_sequences, self._seed, epoch)
-            elif not len(self._order):
-                self._order = np.arange(self._num_sequences)
-        return self._order
+            self._epoch, self._order = epoch, epoch_order(self._num_sequences, self._seed, epoch)
+        return self._order[offset:stop]
 
 
 class TokenBatchSampler(GlobalBatchSampler):

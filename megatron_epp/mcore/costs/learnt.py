@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.mcore.costs.shape import COSTS, facts
+from megatron_epp.mcore.costs.shape import facts
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.mcore.features import has_user_microbatches
@@ -36,7 +36,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for of_rank in everyone for number, digest in of_rank.items()}
     config = get_model_config(next(iter(models.values())))
-    known: dict[str, Any] = {flag_of(name): value for name, value in facts(args, COSTS, config).items()}
+    known: dict[str, Any] = {flag_of(name): value for name, value in facts(args, "costs", config).items()}
     if has_user_microbatches(args) and torch.cuda.is_initialized():
         known["static bytes"] = "all that plans do not count"  # earlier versions have learnt too few
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}

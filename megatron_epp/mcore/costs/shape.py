@@ -7,8 +7,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from enum import Enum, Flag, auto
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -48,15 +48,8 @@ def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     return OptimizerBytes.of_flags(flags)
 
 
-class Decides(Flag):
-    """What depends on a fact: learnt times and bytes, or the choice of a layout."""
-
-    COSTS = auto()
-    LAYOUT = auto()
-    BOTH = COSTS | LAYOUT
-
-
-COSTS, LAYOUT, BOTH = Decides.COSTS, Decides.LAYOUT, Decides.BOTH
+type Decides = Literal["costs", "layout", "both"]
+"""What depends on a fact: learnt times and bytes, the choice of a layout, or both."""
 
 
 class Fact(NamedTuple):
@@ -76,70 +69,70 @@ class Fact(NamedTuple):
 
 
 _FACTS = (
-    Fact("tensor_model_parallel_size", BOTH),
-    Fact("context_parallel_size", BOTH),
-    Fact("expert_model_parallel_size", BOTH),
-    Fact("data_parallel_size", BOTH),
-    Fact("epp_offload", BOTH),
-    Fact("epp_split_weight_gradient", BOTH),
-    Fact("optimizer", BOTH, untold=("adam",)),
-    Fact("use_precision_aware_optimizer", BOTH, untold=(False,)),
-    *(Fact(name, BOTH, untold=(torch.float32, "fp32")) for name in DTYPE_FLAGS),
-    Fact("optimizer_cpu_offload", BOTH, untold=(False,)),
-    Fact("optimizer_offload_fraction", BOTH, only_with="optimizer_cpu_offload"),
-    Fact("pipeline_model_parallel_size", COSTS),
-    Fact("epp_placement", COSTS),  # times of a stage include its messages to neighbours
-    Fact("sequence_parallel", COSTS),
-    Fact("bf16", COSTS),
-    Fact("fp16", COSTS),
-    Fact("ffn_hidden_size", COSTS),
-    Fact("num_attention_heads", COSTS),
-    Fact("num_query_groups", COSTS),
-    Fact("kv_channels", COSTS),
-    Fact("swiglu", COSTS),
-    Fact("num_experts", COSTS),
-    Fact("moe_router_topk", COSTS),
-    Fact("moe_ffn_hidden_size", COSTS),
-    Fact("transformer_impl", COSTS),
-    Fact("attention_backend", COSTS),
-    Fact("epp_loss_block_tokens", COSTS),
-    Fact("epp_vocab_parallel", COSTS),
-    Fact("epp_microbatches", COSTS),
-    Fact("virtual_pipeline_model_parallel_size", COSTS),
-    Fact("use_distributed_optimizer", COSTS),
-    Fact("epp_latents", COSTS, untold=("auto", "off")),
-    Fact("recompute_granularity", COSTS, of_model=True),
-    Fact("recompute_method", COSTS, of_model=True),
-    Fact("recompute_num_layers", COSTS, of_model=True),
-    Fact("fp8", COSTS, of_model=True),
-    Fact("fp4", COSTS, of_model=True),
-    Fact("window_size", COSTS, of_model=True),
-    Fact("window_attn_skip_freq", COSTS, untold=(), of_model=True),
-    Fact("softmax_type", COSTS, untold=("vanilla",), of_model=True),
-    Fact("epp_layout", LAYOUT),
-    Fact("epp_costs", LAYOUT),
-    Fact("epp_memory_cap_gb", LAYOUT),
-    Fact("epp_documents", LAYOUT),
-    Fact("epp_batch_tokens", LAYOUT),
-    Fact("seq_length", LAYOUT),
-    Fact("global_batch_size", LAYOUT),
-    Fact("expert_tensor_parallel_size", LAYOUT),
-    Fact("epp_vocab_parallel", LAYOUT, untold=("off",)),
+    Fact("tensor_model_parallel_size", "both"),
+    Fact("context_parallel_size", "both"),
+    Fact("expert_model_parallel_size", "both"),
+    Fact("data_parallel_size", "both"),
+    Fact("epp_offload", "both"),
+    Fact("epp_split_weight_gradient", "both"),
+    Fact("optimizer", "both", untold=("adam",)),
+    Fact("use_precision_aware_optimizer", "both", untold=(False,)),
+    *(Fact(name, "both", untold=(torch.float32, "fp32")) for name in DTYPE_FLAGS),
+    Fact("optimizer_cpu_offload", "both", untold=(False,)),
+    Fact("optimizer_offload_fraction", "both", only_with="optimizer_cpu_offload"),
+    Fact("pipeline_model_parallel_size", "costs"),
+    Fact("epp_placement", "costs"),  # times of a stage include its messages to neighbours
+    Fact("sequence_parallel", "costs"),
+    Fact("bf16", "costs"),
+    Fact("fp16", "costs"),
+    Fact("ffn_hidden_size", "costs"),
+    Fact("num_attention_heads", "costs"),
+    Fact("num_query_groups", "costs"),
+    Fact("kv_channels", "costs"),
+    Fact("swiglu", "costs"),
+    Fact("num_experts", "costs"),
+    Fact("moe_router_topk", "costs"),
+    Fact("moe_ffn_hidden_size", "costs"),
+    Fact("transformer_impl", "costs"),
+    Fact("attention_backend", "costs"),
+    Fact("epp_loss_block_tokens", "costs"),
+    Fact("epp_vocab_parallel", "costs"),
+    Fact("epp_microbatches", "costs"),
+    Fact("virtual_pipeline_model_parallel_size", "costs"),
+    Fact("use_distributed_optimizer", "costs"),
+    Fact("epp_latents", "costs", untold=("auto", "off")),
+    Fact("recompute_granularity", "costs", of_model=True),
+    Fact("recompute_method", "costs", of_model=True),
+    Fact("recompute_num_layers", "costs", of_model=True),
+    Fact("fp8", "costs", of_model=True),
+    Fact("fp4", "costs", of_model=True),
+    Fact("window_size", "costs", of_model=True),
+    Fact("window_attn_skip_freq", "costs", untold=(), of_model=True),
+    Fact("softmax_type", "costs", untold=("vanilla",), of_model=True),
+    Fact("epp_layout", "layout"),
+    Fact("epp_costs", "layout"),
+    Fact("epp_memory_cap_gb", "layout"),
+    Fact("epp_documents", "layout"),
+    Fact("epp_batch_tokens", "layout"),
+    Fact("seq_length", "layout"),
+    Fact("global_batch_size", "layout"),
+    Fact("expert_tensor_parallel_size", "layout"),
+    Fact("epp_vocab_parallel", "layout", untold=("off",)),
 )
 """All that learnt costs and a chosen layout depend on, besides the data, the machine and the shapes of parameters."""
 
 
-def facts(args: argparse.Namespace, decides: Decides, config: object = None) -> dict[str, Any]:
+def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: object = None) -> dict[str, Any]:
     """Return what costs or a layout depend on, by name, as values that JSON gives back as they were.
 
     Args:
         config: of a model; None where no fact of it decides.
     """
     told = {}
-    for name, what, untold, only_with, of_model in _FACTS:
+    for name, decides, untold, only_with, of_model in _FACTS:
         value = getattr(config if of_model else args, name, None)
         is_told = (untold is None or value not in (None, *untold)) and (not only_with or getattr(args, only_with, False))
-        if decides in what and is_told:
+        if decides in (what, "both") and is_told:
             value = value.name if isinstance(value, Enum) else value
             told[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
     return told

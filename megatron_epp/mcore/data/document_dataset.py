@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch.distributed as dist
@@ -192,7 +192,7 @@ class DocumentBlend:
 
     def __init__(self, sources: Sequence[SequenceDataset], numbers: np.ndarray | None = None) -> None:
         self._sources, self._numbers = sources, numbers
-        self._starts = _starts(sources)
+        self._starts = [0, *accumulate(map(len, sources))]
         lengths = np.concatenate([source.lengths for source in sources])
         self.lengths: np.ndarray = lengths if numbers is None else lengths[numbers]
 
@@ -215,10 +215,6 @@ class DocumentBlend:
         return self._sources[source], number - self._starts[source]
 
 
-def _starts(sources: Sequence[SequenceDataset]) -> list[int]:
-    return list(accumulate(map(len, sources[:-1]), initial=0))
-
-
 def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
     """Return draws in an order in which every prefix has the sources in proportion to their weights, to be used unshuffled.
 
@@ -237,11 +233,11 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
     source_of, counts = np.zeros(num_samples, dtype=np.int16), np.zeros(num_samples, dtype=np.int64)
     helpers.build_blending_indices(source_of, counts, shares / shares.sum(), len(sources), num_samples, False)
     del counts
-    starts, most = _starts(sources), max(map(len, sources))
-    numbers = np.zeros(num_samples, dtype=np.min_scalar_type(starts[-1] + most))
-    for number, (source, start) in enumerate(zip(sources, starts, strict=True)):
+    starts = [0, *accumulate(map(len, sources))]
+    numbers = np.zeros(num_samples, dtype=np.min_scalar_type(starts[-1]))
+    for number, (start, end) in enumerate(pairwise(starts)):
         draws = np.flatnonzero(source_of == number)
-        for epoch, first in enumerate(range(0, len(draws), len(source))):
-            of_epoch = draws[first : first + len(source)]
-            numbers[of_epoch] = start + epoch_start(len(of_epoch), len(source), seed, epoch, number).astype(np.int64)
+        for epoch, first in enumerate(range(0, len(draws), end - start)):
+            of_epoch = draws[first : first + end - start]
+            numbers[of_epoch] = start + epoch_start(len(of_epoch), end - start, seed, epoch, number).astype(np.int64)
     return DocumentBlend(sources, numbers)

@@ -30,7 +30,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import LAYOUT, facts, for_run, optimizer_bytes, with_device_memory
+from megatron_epp.mcore.costs.shape import facts, for_run, optimizer_bytes, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -63,7 +63,7 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout not in SEARCHED:
         return
     costs = named(args)
-    flags = facts(args, LAYOUT)
+    flags = facts(args, "layout")
     layout = made_by_first(lambda: _kept(args, flags) or replace(_new(args, costs), chosen_with=flags))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
