@@ -14,7 +14,7 @@ _AT_ONCE = 1024
 _LARGE = 1 << 24
 """Sequences above which the order of an epoch is computed entry by entry. Up to here a rank holds at most 64 MB of it."""
 _PART = 1 << 20
-"""Entries that are computed at a time, for the memory of that."""
+"""Entries that are computed at a time, since intermediate values take several times their memory."""
 _ROUNDS = 8
 """Rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes."""
 

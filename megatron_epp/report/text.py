@@ -341,8 +341,8 @@ def peak_table(breakdown: MemoryBreakdown) -> list[str]:
     rows.append(["the peak is at", *(format_us(peak.time_us) for peak in peaks)])
     rows.insert(0, [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))])
     lines: list[str] = []
-    for first in range(1, 1 + plan.num_ranks, _COLUMNS):
-        header, *cells = ((name, *figures[first - 1 : first - 1 + _COLUMNS]) for name, *figures in rows)
+    for first in range(0, plan.num_ranks, _COLUMNS):
+        header, *cells = ((name, *of_ranks[first : first + _COLUMNS]) for name, *of_ranks in rows)
         lines += [""] * bool(lines) + table(header, cells)
     return lines
 

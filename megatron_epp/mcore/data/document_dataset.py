@@ -238,6 +238,6 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
     for number, (start, end) in enumerate(pairwise(starts)):
         draws = np.flatnonzero(source_of == number)
         for epoch, first in enumerate(range(0, len(draws), end - start)):
-            of_epoch = draws[first : first + end - start]
+            of_epoch = draws[first : first + end - start]  # draw number n of a source is entry n of its epochs
             numbers[of_epoch] = start + epoch_start(len(of_epoch), end - start, seed, epoch, number).astype(np.int64)
     return DocumentBlend(sources, numbers)
