@@ -128,14 +128,14 @@ def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: ob
     Args:
         config: of a model; None where no fact of it decides.
     """
-    told = {}
+    values = {}
     for name, decides, untold, only_with, of_model in _FACTS:
         value = getattr(config if of_model else args, name, None)
         is_told = (untold is None or value not in (None, *untold)) and (not only_with or getattr(args, only_with, False))
         if decides in (what, "both") and is_told:
             value = value.name if isinstance(value, Enum) else value
-            told[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
-    return told
+            values[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return values
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:

@@ -46,7 +46,7 @@ def patches() -> tuple[Patch, ...]:
     """Return the patches that this environment needs; none if everything is installed."""
     needed = []
     if _missing():
-        # Flags that nobody gave ask for kernels: attention or a layer would fail at an import or an assertion in its first run.
+        # Their defaults ask for kernels: attention or a layer would fail at an import or an assertion in its first run.
         needed.append(wrapping("megatron.training.arguments:validate_args", _without_kernels))
     if _FUSED in _missing():
         # Where Transformer Engine's layers fuse, the flag stays; the output layer, which is Megatron's own, raises for it.
