@@ -17,7 +17,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import brief, naming_file, nearest, parse_json, read_text
+from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest
 from megatron_epp.planner.registry import begins_with_greedy
@@ -213,7 +213,7 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
         wanted = _wanted(pipeline_ranks(args), num_layers)
         raise EppError(f"--layout {brief(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
     with naming_file(f"--layout {text}"):
-        layout = Layout.from_json(parse_json(read_text(text), "the layout"))
+        layout = Layout.from_json(read_text(text))
         if args.stages is not None and args.stages != layout.placement.num_ranks:
             raise EppError(
                 f"a layout for {layout.placement.num_ranks} pipeline ranks, and --stages is {args.stages}: leave --stages out, "

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -207,21 +207,18 @@ class _Chat:
                 groups[-1].append(number)
             else:
                 groups.append([number])
-        pieces = [_Piece(group[-1] + 1, tuple(group)) for group in groups]
-        last = pieces.pop() if pieces else _Piece(len(self.messages), ())
-        return [
-            *pieces,
-            last._replace(num_messages=len(self.messages)) if self._goes_on(last.num_messages, len(self.messages)) else last,
-        ]
+        total = len(self.messages)
+        pieces = [_Piece(group[-1] + 1, tuple(group)) for group in groups] or [_Piece(total, ())]
+        if self._goes_on(pieces[-1].num_messages, total):
+            pieces[-1] = pieces[-1]._replace(num_messages=total)
+        return pieces
 
     def sample(self, piece: _Piece, answers: Answers) -> Tokens:
         """Return the tokens of a piece, and their mask."""
         count, numbers = piece
-        if self._is_marked():
+        if self.encoder.roles == (ASSISTANT,) and _GENERATION.search(self.encoder.template):
             ids, trained = self._by_marks_of_template(piece, answers)
-            runs = [
-                (int(start), int(end)) for start, end in np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2)
-            ]
+            runs = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
         else:
             ids = self._up_to(count)
             trained = np.zeros(len(ids), dtype=np.uint8)
@@ -230,15 +227,12 @@ class _Chat:
                 start, end = self._start(ids, number, count), self._end(ids, number + 1, count)
                 trained[start:end] = 1
                 if self.messages[number]["role"] == ASSISTANT and start < end:
-                    runs.append((start, end))
+                    runs.append([start, end])
         is_ended = self._stop(ids, trained, runs, answers)
         if self.encoder.eod is not None and (self.encoder.append_eod or is_ended):
             ids = np.append(ids, self.encoder.eod)
             trained = np.append(trained, np.uint8(is_ended or self.messages[count - 1]["role"] in self.encoder.roles))
         return Tokens(ids, trained)
-
-    def _is_marked(self) -> bool:
-        return self.encoder.roles == (ASSISTANT,) and _GENERATION.search(self.encoder.template) is not None
 
     def _by_marks_of_template(self, piece: _Piece, answers: Answers) -> tuple[Ids, NDArray[np.uint8]]:
         """Return the tokens with the mask that the tokenizer makes of the template's marks, without headers."""
@@ -265,7 +259,7 @@ class _Chat:
         ends = (begin + common for begin in begins if (common := _num_common(header, ids[begin:])) >= least)
         return next((end for end in ends if end > start), 0)
 
-    def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[tuple[int, int]], answers: Answers) -> bool:
+    def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], answers: Answers) -> bool:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
 
         Args:
@@ -407,11 +401,7 @@ def example_lines(
     """
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     parts = [_part(decode(ids[start:end].tolist()), bool(trained[start])) for start, end in pairwise(edges) if start < end]
-    return [
-        line
-        for part in _middle_out(parts, _MOST_PARTS, lambda count: [_line(f"... {count:,} parts ...", False)])
-        for line in part
-    ]
+    return [*chain(*_middle_out(parts, _MOST_PARTS, lambda count: [_line(f"... {count:,} parts ...", False)]))]
 
 
 def _part(text: str, is_trained: bool) -> list[str]:

@@ -13,6 +13,8 @@ _AT_ONCE = 1024
 """Sequences whose lengths are added up at a time."""
 _LARGE = 1 << 24
 """Sequences above which the order of an epoch is computed entry by entry. Up to here a rank holds at most 64 MB of it."""
+_PART = 1 << 20
+"""Entries that are computed at a time, since intermediate values take several times their memory."""
 _ROUNDS = 8
 """Rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes."""
 
@@ -29,6 +31,14 @@ def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
     order = np.arange(num_sequences, dtype=np.uint32 if num_sequences < 2**32 else np.int64)
     _random(seed).shuffle(order)
     return order
+
+
+def epoch_start(count: int, num_sequences: int, *seed: int) -> np.ndarray:
+    """The first entries of the order of an epoch: `epoch_order`'s, or `permuted` ones where that is large."""
+    if num_sequences <= _LARGE:
+        return epoch_order(num_sequences, *seed)[:count]
+    parts = (np.arange(first, min(first + _PART, count)) for first in range(0, count, _PART))
+    return np.concatenate([permuted(part, num_sequences, *seed) for part in parts])
 
 
 def _random(seed: tuple[int, ...]) -> np.random.RandomState:
@@ -117,19 +127,14 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     def _following(self, start: int, most: int) -> np.ndarray:
         """At most so many sequences of the global order from `start` on, up to the end of its epoch."""
         epoch, offset = divmod(start, self._num_sequences)
+        stop = min(offset + most, self._num_sequences)
+        if not self._shuffle:
+            return np.arange(offset, stop)
         if self._num_sequences > _LARGE:
-            indices = np.arange(offset, min(offset + most, self._num_sequences))
-            return permuted(indices, self._num_sequences, self._seed, epoch) if self._shuffle else indices
-        return self._order_of(epoch)[offset : offset + most]
-
-    def _order_of(self, epoch: int) -> np.ndarray:
+            return permuted(np.arange(offset, stop), self._num_sequences, self._seed, epoch)
         if epoch != self._epoch:
-            self._epoch = epoch
-            if self._shuffle:
-                self._order = epoch_order(self._num_sequences, self._seed, epoch)
-            elif not len(self._order):
-                self._order = np.arange(self._num_sequences)
-        return self._order
+            self._epoch, self._order = epoch, epoch_order(self._num_sequences, self._seed, epoch)
+        return self._order[offset:stop]
 
 
 class TokenBatchSampler(GlobalBatchSampler):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import MOST_LAYERS, brief, nearest
+from megatron_epp.plan.reading import MOST_LAYERS, brief
 
-_FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec())
 _SHARDED = "sharded"
-_KEYS = ("schema", "version", "layers_per_stage", "rank_of", "vocabulary", "chosen_with")
 
 
 class StageLayers(NamedTuple):
@@ -50,6 +47,7 @@ class Layout:
         halves: half layers of every stage, first to last.
         placement: of the stages on ranks.
         shards_vocabulary: the output layer is in shards over the ranks, equal ones, and not on the last stage.
+        chosen_with: flags of the run that has chosen it, by name.
 
     Raises:
         EppError: a stage has a negative number of layers, or the placement has another number of stages.
@@ -58,6 +56,7 @@ class Layout:
     halves: tuple[int, ...]
     placement: Placement
     shards_vocabulary: bool = False
+    chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.halves, default=-1) < 0:
@@ -131,26 +130,27 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
-        body = _FORMAT.head | {"layers_per_stage": self.layers, "rank_of": self.placement.rank_of}
-        if self.shards_vocabulary:
-            body["vocabulary"] = _SHARDED
-        return json.dumps(body, indent=1) + "\n"
+        vocabulary = _SHARDED if self.shards_vocabulary else None
+        return _FORMAT.write(_Fields(self.layers, self.placement.rank_of, vocabulary, self.chosen_with)) + "\n"
 
     @staticmethod
-    def from_json(body: object) -> Layout:
-        """Read the parsed text of a layout file. Raises `EppError` if it is something else."""
-        if not isinstance(body, dict):
-            raise EppError(f"a layout is not an object: {brief(body)}")
-        if unknown := [key for key in body if key not in _KEYS]:
-            raise EppError(f"a layout has no {brief(unknown[0])}{nearest(unknown[0], _KEYS)}; it has {', '.join(_KEYS)}")
-        _FORMAT.check(body, "a layout has ")
-        layers, rank_of = body.get("layers_per_stage"), body.get("rank_of")
-        if not isinstance(layers, list) or not layers:
-            raise EppError(f"layers_per_stage of a layout is not a list of numbers: {brief(layers)}")
-        if (vocabulary := body.get("vocabulary")) not in (None, _SHARDED):
-            raise EppError(f"vocabulary of a layout is {brief(vocabulary)}; it is {_SHARDED!r} or left out")
-        halves = tuple(_halves_at(stage, count) for stage, count in enumerate(layers))
-        return Layout(halves, _placement(rank_of, len(layers)), vocabulary is not None)
+    def from_json(text: str) -> Layout:
+        """Read the text of a layout file. Raises `EppError` if it is something else."""
+        file = _FORMAT.parse(_Fields, text, "the layout")
+        if file.vocabulary not in (None, _SHARDED):
+            raise EppError(f"vocabulary of a layout is {brief(file.vocabulary)}; it is {_SHARDED!r} or left out")
+        placement = _placement(file.rank_of, len(file.layers_per_stage))
+        return Layout(tuple(map(halves_of, file.layers_per_stage)), placement, file.vocabulary is not None, file.chosen_with)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Fields of a layout file."""
+
+    layers_per_stage: tuple[float, ...]
+    rank_of: tuple[int, ...]
+    vocabulary: str | None = None
+    chosen_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 def layout_flag(layers: Sequence[int], predictions: int = 0) -> str:
@@ -177,29 +177,23 @@ def halves_of(layers: Any) -> int:
     return int(2 * layers)
 
 
-def _halves_at(stage: int, layers: Any) -> int:
-    """Return how many half layers a stage of a layout file has. Raises `EppError`, which names its entry."""
-    try:
-        return halves_of(layers)
-    except EppError as error:
-        raise EppError(f"layers_per_stage[{stage}] of a layout: {error}") from None
-
-
 def layers_text(halves: Sequence[int]) -> str:
     """Format half layers of stages as layers: ``8, 7.5, 8.5``."""
     return ", ".join(f"{count / 2:g}" for count in halves)
 
 
-def _placement(rank_of: object, num_stages: int) -> Placement:
+def _placement(rank_of: tuple[int, ...], num_stages: int) -> Placement:
     """Return the placement with these ranks of stages. Raises `EppError` if there is none."""
-    if isinstance(rank_of, list) and len(rank_of) == num_stages:
-        ranks = {rank for rank in rank_of if isinstance(rank, int)}
-        chunks, rest = divmod(num_stages, max(1, len(ranks)))
-        for kind in ("looped", "v"):
-            placement = Placement(kind, len(ranks), chunks)
-            if not rest and list(placement.rank_of) == rank_of:
-                return placement
+    num_ranks = len(set(rank_of))
+    chunks, rest = divmod(num_stages, max(1, num_ranks))
+    for kind in ("looped", "v"):
+        placement = Placement(kind, num_ranks, chunks)
+        if not rest and placement.rank_of == rank_of:
+            return placement
     raise EppError(
-        f"rank_of of a layout is {brief(rank_of)}: it names the rank of each of {num_stages} stages, with ranks from 0, "
+        f"rank_of of a layout is {brief(list(rank_of))}: it names the rank of each of {num_stages} stages, with ranks from 0, "
         "equally many stages on each, and the stages going round the ranks (looped) or turning round at either end (v)"
     )
+
+
+_FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec({float: lambda layers: halves_of(layers) / 2}))

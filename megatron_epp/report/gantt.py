@@ -93,27 +93,24 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
     """
     timeline = simulate(plan)
     height = max(plan.num_ranks * min(0.45, max(0.26, 3.6 / plan.num_ranks)), 0.8)
-    figures = f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}"
-    rows = [_Row(f"planned: {figures}{calibration(plan)}", plan, planned_boxes(timeline), timeline.makespan_us, height)]
+    own_axes = measured is not None and far_from(plan, measured)
+    planned = f"planned: {_figures(timeline)}{calibration(plan)}"
+    rows = [_Row(planned, plan, planned_boxes(timeline), timeline.makespan_us, height)]
     if measured is not None:
-        rows.append(
-            _Row(_measured_title(timeline, measured), plan, measured_boxes(plan, measured), measured.makespan_us, height)
-        )
+        ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
+        took = f"measured: {_figures(measured)}, {ratio:.2f} times as planned{', on a time axis of its own' * own_axes}"
+        rows.append(_Row(took, plan, measured_boxes(plan, measured), measured.makespan_us, height))
     title = (
         f"{batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
-    own_axes = measured is not None and far_from(plan, measured)
     figure, axes = _figure_of(rows, title, [_MEMORY_INCHES], own_axes)
     _draw_memory(axes[-1], timeline)
     return figure
 
 
-def _measured_title(timeline: Timeline, measured: Measured) -> str:
-    figures = f"makespan {format_us(measured.makespan_us)}, bubble {measured.bubble_fraction:.1%}"
-    ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
-    own_axis = ", on a time axis of its own" if far_from(timeline.plan, measured) else ""
-    return f"measured: {figures}, {ratio:.2f} times as planned{own_axis}"
+def _figures(run: Timeline | Measured) -> str:
+    return f"makespan {format_us(run.makespan_us)}, bubble {run.bubble_fraction:.1%}"
 
 
 def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
@@ -166,17 +163,17 @@ def _figure_of(
     size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
     figure, axes = new_figure(size_inches, DPI, len(heights), sharex=False, height_ratios=heights)
     longest_us = max(row.makespan_us for row in rows) or 1.0
-    for axis, row in zip(axes, [*rows, *[rows[0]] * len(more_inches)], strict=True):
+    for number, (axis, row) in enumerate(zip(axes, [*rows, *[rows[0]] * len(more_inches)], strict=True)):
         length_us = row.makespan_us or 1.0 if own_axes else longest_us
         axis.set_xlim(0.0, length_us / 1e3)
-        if own_axes or axis is axes[-1]:
+        has_labels = own_axes or axis is axes[-1]
+        axis.tick_params(axis="x", labelbottom=has_labels)
+        if has_labels:
             label_time(axis, length_us)
-    for axis, row in zip(axes, rows, strict=False):
-        draw_lanes(axis, row.plan, row.boxes, row.makespan_us or 1.0 if own_axes else longest_us)
-        axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
-        axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
-        axis.tick_params(axis="x", labelbottom=own_axes)
-    axes[-1].tick_params(axis="x", labelbottom=True)
+        if number < len(rows):
+            draw_lanes(axis, row.plan, row.boxes, length_us)
+            axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
+            axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     figure.suptitle(title, fontsize=11, parse_math=False)
     draw_legend(figure, [row.plan for row in rows])
     return figure, axes

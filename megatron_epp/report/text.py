@@ -23,7 +23,7 @@ from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 
 _KINDS = ("split", "hybrid", "batched")
-UNEVEN = 1.1
+_UNEVEN = 1.1
 """Smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line."""
 _COLUMNS = 8
 """Number of ranks in one table."""
@@ -230,7 +230,7 @@ def uneven_load(plan: Plan) -> list[str]:
     busy = [busy_us(plan, rank) for rank in range(plan.num_ranks)]
     most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
-    if times < UNEVEN or len(set(plan.num_layers)) > 1 or plan.half_layers:
+    if times < _UNEVEN or len(set(plan.num_layers)) > 1 or plan.half_layers:
         return []
     line = f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order"
     layers = plan.num_layers[0] * len(plan.num_layers) // len(busy)
@@ -326,13 +326,9 @@ def peak_table(breakdown: MemoryBreakdown) -> list[str]:
     def row(name: str, sizes: Sequence[int]) -> list[str]:
         return [name, *(f"{num_bytes / size:.2f}" if num_bytes else "" for num_bytes in sizes)]
 
-    static, varying = [], []
-    for name in breakdown.items:
-        sizes = [peak.items.get(name, 0) for peak in peaks]
-        if name in breakdown.static[0]:
-            static.append(row(name, sizes))
-        elif any(sizes):
-            varying.append(row(name, sizes))
+    of_item = {name: [peak.items.get(name, 0) for peak in peaks] for name in breakdown.items}
+    static = [row(name, sizes) for name, sizes in of_item.items() if name in breakdown.static[0]]
+    varying = [row(name, sizes) for name, sizes in of_item.items() if name not in breakdown.static[0] and any(sizes)]
     rule = ["-" * 6] * (1 + plan.num_ranks)
     rows = [*static, rule, row("static, in all", plan.static_bytes), *varying, rule]
     rows.append(row("peak", [peak.num_bytes for peak in peaks]))
@@ -343,11 +339,11 @@ def peak_table(breakdown: MemoryBreakdown) -> list[str]:
     if any(hosts := host_peak_bytes(plan, breakdown.timeline)):
         rows.append(row("host memory, at its peak", hosts))
     rows.append(["the peak is at", *(format_us(peak.time_us) for peak in peaks)])
-    header = [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))]
+    rows.insert(0, [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))])
     lines: list[str] = []
-    for first in range(1, len(header), _COLUMNS):
-        part = slice(first, first + _COLUMNS)
-        lines += [""] * bool(lines) + table((unit, *header[part]), [(cells[0], *cells[part]) for cells in rows])
+    for first in range(0, plan.num_ranks, _COLUMNS):
+        header, *cells = ((name, *of_ranks[first : first + _COLUMNS]) for name, *of_ranks in rows)
+        lines += [""] * bool(lines) + table(header, cells)
     return lines
 
 
@@ -381,27 +377,24 @@ def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
 def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
     """Return the figures of the memory report as data, one entry per rank."""
     plan, hosts = breakdown.timeline.plan, host_peak_bytes(breakdown.timeline.plan, breakdown.timeline)
-    rows = []
-    for rank in range(plan.num_ranks):
-        peak, cap = breakdown.peak(rank), plan.cap_bytes[rank]
-        rows.append(
-            {
-                "rank": rank,
-                "stages": plan.stages_of(rank),
-                "static": {name: size for name, size in breakdown.static[rank].items() if size},
-                "static_bytes": plan.static_bytes[rank],
-                "peak": peak.items,
-                "peak_bytes": peak.num_bytes,
-                "peak_us": peak.time_us,
-                "peak_action": None if peak.step is None else str(peak.step.action),
-                "alive": [list(pair) for pair in breakdown.alive(rank, peak)],
-                "cap_bytes": cap,
-                "headroom_bytes": cap - peak.num_bytes,
-                "host_peak_bytes": hosts[rank],
-                "live_bytes": breakdown.timeline.live_bytes(rank),
-            }
-        )
-    return rows
+    return [
+        {
+            "rank": rank,
+            "stages": plan.stages_of(rank),
+            "static": {name: size for name, size in breakdown.static[rank].items() if size},
+            "static_bytes": plan.static_bytes[rank],
+            "peak": peak.items,
+            "peak_bytes": peak.num_bytes,
+            "peak_us": peak.time_us,
+            "peak_action": None if peak.step is None else str(peak.step.action),
+            "alive": [list(pair) for pair in breakdown.alive(rank, peak)],
+            "cap_bytes": plan.cap_bytes[rank],
+            "headroom_bytes": plan.cap_bytes[rank] - peak.num_bytes,
+            "host_peak_bytes": hosts[rank],
+            "live_bytes": breakdown.timeline.live_bytes(rank),
+        }
+        for rank, peak in enumerate(map(breakdown.peak, range(plan.num_ranks)))
+    ]
 
 
 def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Caps leave out what is no longer there of a device when communicators, context and libraries are set up."""
 
+import json
 import logging
 from argparse import Namespace
 from types import SimpleNamespace
@@ -96,9 +97,15 @@ def test_a_resumed_run_that_wants_another_cap_or_has_other_ranks_has_its_own(dev
     assert run(monkeypatch, tmp_path, others=OTHERS, **changes)[0] in (58.75, int(58.9 * GIB) / GIB)
 
 
-def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplog):
+OF_BEFORE = {"wanted_bytes": 72 * GIB, "cap_bytes": [58 * GIB, 69 * GIB]}
+"""What versions wrote that gave it no schema."""
+NEGATIVE = OF_BEFORE | {"schema": "megatron-epp/caps", "version": 1, "cap_bytes": [-1, 69 * GIB]}
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "{}", json.dumps(OF_BEFORE), json.dumps(NEGATIVE)])
+def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplog, text):
     device.free = 60 * GIB
-    (tmp_path / caps.FILE_NAME).write_text("{}")
+    (tmp_path / caps.FILE_NAME).write_text(text)
     with caplog.at_level(logging.WARNING, logger="megatron_epp"):
         assert run(monkeypatch, tmp_path, others=OTHERS) == (59, 69)
     assert f"{tmp_path / caps.FILE_NAME} cannot be read" in caplog.text

@@ -8,10 +8,11 @@ import pytest
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.data import sampler
 from megatron_epp.data.iterator import PlanSource
-from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
@@ -192,7 +193,17 @@ def test_a_weighted_blend_has_its_proportions_at_every_point(tmp_path):
         assert abs(share - 30) <= 1
 
 
-def test_a_source_of_a_blend_shows_all_its_documents_before_it_repeats_one(tmp_path):
+def test_the_order_of_a_blend_of_few_documents_is_that_of_earlier_versions(tmp_path):
+    sources = [DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [40, 6])]
+    drawn = weighted(sources, [1, 1], num_samples=16, seed=5)
+    in_turn = [epoch_order(40, 5, 0, 0), np.concatenate([epoch_order(6, 5, epoch, 1) for epoch in range(2)])]
+    expected = [sources[draw % 2].tokens(in_turn[draw % 2][draw // 2]).tolist() for draw in range(16)]
+    assert [drawn.tokens(draw).tolist() for draw in range(16)] == expected
+
+
+@pytest.mark.parametrize("large", [1 << 24, 5])  # above that, a source's order is computed entry by entry
+def test_a_source_of_a_blend_shows_all_its_documents_before_it_repeats_one(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(sampler, "_LARGE", large)
     sources = [DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [40, 6])]
     blend = weighted(sources, [1, 1], num_samples=48, seed=5)
     from_second = [int(blend.lengths[i]) for i in range(48) if blend.tokens(i)[0] == 1]
@@ -202,7 +213,10 @@ def test_a_source_of_a_blend_shows_all_its_documents_before_it_repeats_one(tmp_p
     assert len(set(map(tuple, epochs))) > 1
 
 
-def test_more_iterations_only_lengthen_a_blend(tmp_path):
+@pytest.mark.parametrize("large", [1 << 24, 5])
+def test_more_iterations_only_lengthen_a_blend(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(sampler, "_LARGE", large)
+    monkeypatch.setattr(sampler, "_PART", 4)
     sources = [DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [40, 6, 11])]
     short, long = (weighted(sources, [0.2, 0.5, 0.3], size, seed=5) for size in (100, 700))
     assert [short.tokens(i).tolist() for i in range(100)] == [long.tokens(i).tolist() for i in range(100)]
@@ -236,7 +250,7 @@ def test_data_paths_can_come_from_a_file(tmp_path):
 
 
 def test_blends_and_documents_survive_pickle(tmp_path):
-    dataset = concatenate([DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [5, 3])])
+    dataset = DocumentBlend([DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [5, 3])])
     twin = pickle.loads(pickle.dumps(dataset))
     assert [twin.tokens(i).tolist() for i in range(8)] == [dataset.tokens(i).tolist() for i in range(8)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate
+from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_mask
 from megatron_epp.mcore.data.documents import build_splits, check_files_of
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -65,7 +65,7 @@ def test_a_blend_has_masks_of_those_of_its_files_that_have_one(tmp_path):
 
 
 def test_masks_survive_pickle(tmp_path):
-    dataset = concatenate([DocumentDataset(write_masked(tmp_path / name), 10**6) for name in ("a", "b")])
+    dataset = DocumentBlend([DocumentDataset(write_masked(tmp_path / name), 10**6) for name in ("a", "b")])
     twin = pickle.loads(pickle.dumps(dataset))
     assert [twin.trained(i, 0, 3).tolist() for i in range(9)] == [dataset.trained(i, 0, 3).tolist() for i in range(9)]
 

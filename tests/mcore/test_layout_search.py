@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -43,11 +42,10 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     assert "--epp-layout auto: stages of " in said
     saving = ["--save", folder, "--save-interval", 2]
     trained(*given, *saving, "--exit-interval", 2, "--epp-report-dir", tmp_path / "before")
-    body = json.loads((folder / "epp_layout.json").read_text())
-    layout = Layout.from_json(body)
+    layout = Layout.from_json((folder / "epp_layout.json").read_text())
     assert sum(layout.halves) == 16
     assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
-    assert body["chosen_with"]["epp_layout"] == "auto"
+    assert layout.chosen_with["epp_layout"] == "auto"
     assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
 
     resumed = ["--load", folder, "--epp-memory-cap-gb", 100]

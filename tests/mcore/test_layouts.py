@@ -171,7 +171,7 @@ def test_a_file_says_the_placement_too_and_is_read_once(tmp_path: Path) -> None:
     prepare_epp_args(args)
     assert (args.epp_layout, args.epp_placement) == ("1.5,2.5,2,2", "v")
     path.write_text(json.dumps({}))
-    with pytest.raises(ArgumentError, match=r"layout\.json: .*a layout has schema"):
+    with pytest.raises(ArgumentError, match=r"layout\.json: .*schema None version None, where"):
         prepare_epp_args(arguments("--epp-layout", str(path), **{RANKS: 2}))
     with pytest.raises(ArgumentError, match=r"--epp-layout nowhere\.json: it is neither auto, even, balanced, a file"):
         prepare_epp_args(arguments("--epp-layout", "nowhere.json", **{RANKS: 2}))

@@ -204,7 +204,7 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
 
     with pytest.raises(EppError, match="ended"):
         ours.settle(hang, learns=False, resume=None)
-    assert reports == ["rank 3 has been measuring bytes for 0.7 s, 0.1 s for each of 7 steps (wait_limit_seconds)"]
+    assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (wait_limit_seconds)"]
     assert ours._step is None
 
 

@@ -17,10 +17,10 @@ from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_costs, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.cost.optimizer import KINDS
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
-from megatron_epp.mcore.costs.shape import optimizer_bytes, unusual_optimizer
+from megatron_epp.mcore.costs.shape import facts, optimizer_bytes
 from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.mcore.training import layout_search as layouts
 from megatron_epp.plan.layout import Layout
@@ -163,8 +163,11 @@ def model_of(shape, layers: int) -> torch.nn.Module:
 def test_flags_have_megatrons_defaults():
     usual = OptimizerConfig()
     args = SimpleNamespace(**{name: getattr(usual, name) for name in vars(usual)})
-    assert unusual_optimizer(args) == {}
-    assert unusual_optimizer(SimpleNamespace(optimizer="muon")) == {"optimizer": "muon"}
+    usual = facts(args, "layout")
+    assert not usual.keys() & {"optimizer", "use_precision_aware_optimizer", *DTYPE_FLAGS, "optimizer_cpu_offload"}
+    unusual = {"optimizer": "muon", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    vars(args).update(unusual, exp_avg_dtype=torch.bfloat16)
+    assert facts(args, "layout") == usual | unusual | {"exp_avg_dtype": "torch.bfloat16"}
 
 
 def test_an_optimizer_that_is_not_known_is_counted_as_adam_with_a_warning(caplog):

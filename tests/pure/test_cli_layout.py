@@ -95,7 +95,7 @@ def test_a_schedule_that_needs_a_v_is_planned_in_one_and_its_layout_is_the_one_t
     path = tmp_path / "layout.json"
     made = planned(tmp_path, "--stages", "4", "--layout", "balanced", "--planner", "zb-v", "--layout-out", str(path))
     assert made.placement == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert Layout.from_json(json.loads(path.read_text())).placement == Placement("v", 4, 2)
+    assert Layout.from_json(path.read_text()).placement == Placement("v", 4, 2)
     assert "2 per rank, v" in capsys.readouterr().out
     assert main(["memory", *BATCH, "--stages", "4", "--planner", "zb-v"]) == 0
     assert "2 per rank, v" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_auto_plans_with_a_searched_layout_and_writes_it(tmp_path, capsys):
     path = tmp_path / "chosen.json"
     made = planned(tmp_path, "--layout", "auto", "--layout-out", str(path))
     said = capsys.readouterr().out
-    layout = Layout.from_json(json.loads(path.read_text()))
+    layout = Layout.from_json(path.read_text())
     assert made.num_layers == tuple(count // 2 for count in layout.halves)
     assert made.placement == layout.placement.rank_of
     assert "saved)" in said

@@ -51,8 +51,8 @@ def test_unknown_keys_of_files_are_refused_with_the_nearest(tmp_path, capsys):
     path = written(tmp_path / "profile.json", json.dumps(profile))
     assert "did you mean 'message_latency_us'?" in error_line(capsys, ["plan", "--lengths", "5", "--costs", path])
     layout = {"schema": "megatron-epp/layout", "version": 1, "layers_per_stage": [1, 1], "rank_of": [0, 1]}
-    with pytest.raises(EppError, match="no 'vocabluary'; did you mean 'vocabulary'"):
-        Layout.from_json(layout | {"vocabluary": "sharded"})
+    with pytest.raises(EppError, match="vocabluary is unknown; did you mean 'vocabulary'"):
+        Layout.from_json(json.dumps(layout | {"vocabluary": "sharded"}))
 
 
 def test_what_weights_do_not_leave_room_for_is_refused_with_flags_that_fit_and_none_that_cannot_help(capsys):

@@ -48,7 +48,15 @@ def test_megatrons_string_says_whole_layers_in_its_own_placement(
 @pytest.mark.parametrize("placement", [Placement("looped", 2, 2), Placement("v", 2, 2), Placement("looped", 4, 1)])
 def test_a_file_gives_back_the_layout(placement: Placement) -> None:
     layout = Layout((5, 3, 4, 4), placement)
-    assert Layout.from_json(json.loads(layout.to_json())) == layout
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+def test_a_file_of_earlier_versions_is_read() -> None:
+    """Its keys are in another order, and those that say nothing are left out."""
+    head = '{"schema": "megatron-epp/layout", "version": 1, "layers_per_stage": [2.5, 1], "rank_of": [0, 1]'
+    layout = Layout.from_json(f'{head}, "vocabulary": "sharded", "chosen_with": {{"seq_length": 512}}}}\n')
+    assert (layout, layout.chosen_with) == (Layout((5, 2), TWO, shards_vocabulary=True), {"seq_length": 512})
+    assert Layout.from_json(f"{head}}}") == Layout((5, 2), TWO)
 
 
 def changed(**fields: object) -> object:
@@ -58,20 +66,21 @@ def changed(**fields: object) -> object:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ([], "a layout is not an object"),
+        ([], "is not a JSON object"),
         (changed(version=2), "version 2, where this reads"),
         (changed(layers_per_stage=[2.5, 1.25]), "multiple of 0.5 up to 10000, and not 1.25"),
-        (changed(layers_per_stage=[2.5, -1]), r"layers_per_stage\[1\] of a layout: .* multiple of 0.5"),
+        (changed(layers_per_stage=[2.5, -1]), r"layers_per_stage\[1\]: .* multiple of 0.5"),
         (changed(layers_per_stage=[True, 1]), "multiple of 0.5"),
-        (changed(layers_per_stage=[]), "is not a list of numbers"),
+        (changed(layers_per_stage=[]), "names the rank of each of 0 stages"),
         (changed(rank_of=[0, 2]), "names the rank of each of 2 stages"),
         (changed(rank_of=[0, 1, 1]), "names the rank of each of 2 stages"),
-        (changed(rank_of="0,1"), "names the rank of each of 2 stages"),
+        (changed(layers_per_stage=[], rank_of=[]), "or none"),
+        (changed(rank_of="0,1"), "rank_of is '0,1', which is not a list"),
     ],
 )
 def test_a_file_that_is_no_layout_is_refused(body: object, message: str) -> None:
     with pytest.raises(EppError, match=message):
-        Layout.from_json(body)
+        Layout.from_json(json.dumps(body))
 
 
 @pytest.mark.parametrize(

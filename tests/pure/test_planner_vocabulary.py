@@ -313,7 +313,7 @@ def sample(vocab_size: int, vocabulary=(False, True)) -> Sample:
 def test_the_layout_search_takes_shards_where_they_pay(vocab_size, shards):
     found = choose(sample(vocab_size))
     assert found.layout.shards_vocabulary is shards
-    assert Layout.from_json(json.loads(found.layout.to_json())) == found.layout
+    assert Layout.from_json(found.layout.to_json()) == found.layout
     two = [replace(found.layout, shards_vocabulary=each) for each in (False, True)]
     assert fastest(two, sample(vocab_size)).layout.shards_vocabulary is shards
 

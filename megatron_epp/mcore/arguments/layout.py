@@ -13,7 +13,7 @@ from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.reading import naming_file, parse_json, read_text
+from megatron_epp.plan.reading import naming_file, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
         if not Path(text).is_file():
             raise EppError("it is neither auto, even, balanced, a file, nor layers of every stage in halves, such as 8,7.5,8.5")
         with naming_file(text):
-            return Layout.from_json(parse_json(read_text(text), "the text"))
+            return Layout.from_json(read_text(text))
     chunks, remainder = divmod(len(halves), ranks)
     if remainder:
         raise EppError(f"it has {len(halves)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}")

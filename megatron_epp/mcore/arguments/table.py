@@ -65,14 +65,8 @@ _PLANNING = (
     Flag("steps", "", "--steps", WHOLE, default=0).described(
         "Steps of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
-    Flag(
-        "seed",
-        "",
-        "--seed",
-        SEED,
-        "Seed of the planner's search, and of lengths that are drawn (default: 0).",
-        default=0,
-        metavar="S",
+    Flag("seed", "", "--seed", SEED, default=0, metavar="S").described(
+        "Seed of the planner's search, and of lengths that are drawn (default: 0)."
     ),
 )
 _BATCH = (
@@ -141,13 +135,7 @@ _MEMORY = (
         "Takes the place of --recompute-granularity and its kin (default: auto).",
         "layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
     ),
-    Flag(
-        "recompute_modes",
-        "--epp-recompute-modes",
-        "--recompute-modes",
-        choices=("all", "full"),
-        default="all",
-    ).described(
+    Flag("recompute_modes", "--epp-recompute-modes", "--recompute-modes", choices=("all", "full"), default="all").described(
         "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
         "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
         "MLP or experts and norms (mlp); full: always all of it (default: all)."
@@ -179,12 +167,7 @@ _RUNNING = (
         "Megatron's interleaved pipelines, rank after rank and again from the first; v: in a V, so that of two stages on each "
         "the first rank has the first and the last (default: looped)."
     ),
-    Flag(
-        "layout",
-        "--epp-layout",
-        "--layout",
-        metavar="auto|even|balanced|FILE|N,N,...",
-    ).described(
+    Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
         "Layers of every stage, first to last, as ``8,7.5,8.5``, or a file with them and the ranks of the stages. A half means "
         "that a stage ends with a layer's attention, and the next begins with its MLP. even, balanced: whole layers, as many "
         "on each stage, or so that ranks take equally long for the run's sequences; auto: what takes least time for the run's "
@@ -279,12 +262,8 @@ _PIPELINE = (
     Flag("tensor_parallel", "--tensor-model-parallel-size", "--tensor-parallel", COUNT).described(
         "Tensor-parallel ranks, which share a layer (default: 1)."
     ),
-    Flag(
-        "sequence_parallel",
-        "",
-        "--sequence-parallel",
-        SWITCH,
-        "Tensor-parallel ranks also share the tokens between matrix products.",
+    Flag("sequence_parallel", "", "--sequence-parallel", SWITCH).described(
+        "Tensor-parallel ranks also share the tokens between matrix products."
     ),
     Flag("context_parallel", "--context-parallel-size", "--context-parallel", COUNT).described(
         "Context-parallel ranks, which share the tokens (default: 1)."
@@ -319,12 +298,8 @@ SHAPE = (
     Flag("gated_mlp", "", "--no-gated-mlp", SWITCH, "The MLP has one input projection, not two (SwiGLU)."),
     Flag("num_experts", "--num-experts", "--experts", COUNT, "Experts per layer (default: none)."),
     Flag("experts_per_token", "--moe-router-topk", "--experts-per-token", COUNT, "Experts a token passes (default: 2)."),
-    Flag(
-        "bytes_per_value",
-        "",
-        "--bytes-per-value",
-        COUNT,
-        "Bytes of a value of activations: 2 for bf16, 4 for fp32 (default: 2).",
+    Flag("bytes_per_value", "", "--bytes-per-value", COUNT).described(
+        "Bytes of a value of activations: 2 for bf16, 4 for fp32 (default: 2)."
     ),
 )
 """Flags of a model's shape."""

@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.mcore.costs.shape import CONFIG_OF_COSTS, FLAGS_OF_COSTS, unusual_optimizer
+from megatron_epp.mcore.costs.shape import facts
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.mcore.features import has_user_microbatches
@@ -36,14 +35,8 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks."""
     everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
     digests = {number: digest for of_rank in everyone for number, digest in of_rank.items()}
-    flags = {name: getattr(args, name, None) for name in FLAGS_OF_COSTS} | unusual_optimizer(args)
     config = get_model_config(next(iter(models.values())))
-    flags |= {name: getattr(config, name, None) for name in CONFIG_OF_COSTS}
-    # Told only where they are set, so that costs which earlier versions have learnt hold.
-    newer = {"epp_latents": getattr(args, "epp_latents", None)}
-    newer |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
-    flags |= {name: value for name, value in newer.items() if value not in (None, "auto", "off", "vanilla")}
-    known = {flag_of(name): _plain(value) for name, value in flags.items()}
+    known: dict[str, Any] = {flag_of(name): value for name, value in facts(args, "costs", config).items()}
     if has_user_microbatches(args) and torch.cuda.is_initialized():
         known["static bytes"] = "all that plans do not count"  # earlier versions have learnt too few
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
@@ -99,9 +92,3 @@ def _device() -> str:
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
     return f"cpu ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
-
-
-def _plain(value: object) -> object:
-    """Return a value that JSON gives back as it was."""
-    value = value.name if isinstance(value, Enum) else value
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,5 +1,5 @@
-"""Facts in Megatron's arguments about the model that trains: its shape, the bytes of its optimizer, its costs, and the flags
-on which learnt costs and the choice of a layout depend.
+"""Facts in Megatron's arguments about the model that trains: its shape, the bytes of its optimizer, its costs, and what learnt
+costs and the choice of a layout depend on.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -47,72 +48,94 @@ def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
     return OptimizerBytes.of_flags(flags)
 
 
-_FLAGS_OF_BOTH = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "data_parallel_size",
-    "epp_offload",
-    "epp_split_weight_gradient",
+type Decides = Literal["costs", "layout", "both"]
+"""What depends on a fact: learnt times and bytes, the choice of a layout, or both."""
+
+
+class _Fact(NamedTuple):
+    """An argument of Megatron, or a field of a model's configuration, on which costs or layouts depend.
+
+    Attributes:
+        untold: values that are not told, nor is None, so that what was kept before there was the row holds; None tells all.
+        only_with: argument without which this one says nothing, and is not told.
+        of_model: it is a field of the model's configuration, which a script may set by itself.
+    """
+
+    name: str
+    decides: Decides
+    untold: tuple[object, ...] | None = None
+    only_with: str = ""
+    of_model: bool = False
+
+
+_FACTS = (
+    _Fact("tensor_model_parallel_size", "both"),
+    _Fact("context_parallel_size", "both"),
+    _Fact("expert_model_parallel_size", "both"),
+    _Fact("data_parallel_size", "both"),
+    _Fact("epp_offload", "both"),
+    _Fact("epp_split_weight_gradient", "both"),
+    _Fact("optimizer", "both", untold=("adam",)),
+    _Fact("use_precision_aware_optimizer", "both", untold=(False,)),
+    *(_Fact(name, "both", untold=(torch.float32, "fp32")) for name in DTYPE_FLAGS),
+    _Fact("optimizer_cpu_offload", "both", untold=(False,)),
+    _Fact("optimizer_offload_fraction", "both", only_with="optimizer_cpu_offload"),
+    _Fact("pipeline_model_parallel_size", "costs"),
+    _Fact("epp_placement", "costs"),  # times of a stage include its messages to neighbours
+    _Fact("sequence_parallel", "costs"),
+    _Fact("bf16", "costs"),
+    _Fact("fp16", "costs"),
+    _Fact("ffn_hidden_size", "costs"),
+    _Fact("num_attention_heads", "costs"),
+    _Fact("num_query_groups", "costs"),
+    _Fact("kv_channels", "costs"),
+    _Fact("swiglu", "costs"),
+    _Fact("num_experts", "costs"),
+    _Fact("moe_router_topk", "costs"),
+    _Fact("moe_ffn_hidden_size", "costs"),
+    _Fact("transformer_impl", "costs"),
+    _Fact("attention_backend", "costs"),
+    _Fact("epp_loss_block_tokens", "costs"),
+    _Fact("epp_vocab_parallel", "costs"),
+    _Fact("epp_microbatches", "costs"),
+    _Fact("virtual_pipeline_model_parallel_size", "costs"),
+    _Fact("use_distributed_optimizer", "costs"),
+    _Fact("epp_latents", "costs", untold=("auto", "off")),
+    _Fact("recompute_granularity", "costs", of_model=True),
+    _Fact("recompute_method", "costs", of_model=True),
+    _Fact("recompute_num_layers", "costs", of_model=True),
+    _Fact("fp8", "costs", of_model=True),
+    _Fact("fp4", "costs", of_model=True),
+    _Fact("window_size", "costs", of_model=True),
+    _Fact("window_attn_skip_freq", "costs", untold=(), of_model=True),
+    _Fact("softmax_type", "costs", untold=("vanilla",), of_model=True),
+    _Fact("epp_layout", "layout"),
+    _Fact("epp_costs", "layout"),
+    _Fact("epp_memory_cap_gb", "layout"),
+    _Fact("epp_documents", "layout"),
+    _Fact("epp_batch_tokens", "layout"),
+    _Fact("seq_length", "layout"),
+    _Fact("global_batch_size", "layout"),
+    _Fact("expert_tensor_parallel_size", "layout"),
+    _Fact("epp_vocab_parallel", "layout", untold=("off",)),
 )
-FLAGS_OF_COSTS = (
-    *_FLAGS_OF_BOTH,
-    "pipeline_model_parallel_size",
-    "epp_placement",
-    "sequence_parallel",
-    "bf16",
-    "fp16",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "swiglu",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "transformer_impl",
-    "attention_backend",
-    "epp_loss_block_tokens",
-    "epp_vocab_parallel",
-    "epp_microbatches",
-    "virtual_pipeline_model_parallel_size",
-    "use_distributed_optimizer",
-)
-"""Arguments that learnt times and bytes depend on. Times of a stage include its messages to neighbours, so placement counts."""
-CONFIG_OF_COSTS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
-"""Fields of a model's configuration that change what its layers take, but not its parameters."""
-_FLAGS_OF_LAYOUT = (
-    *_FLAGS_OF_BOTH,
-    "epp_layout",
-    "epp_costs",
-    "epp_memory_cap_gb",
-    "epp_documents",
-    "epp_batch_tokens",
-    "seq_length",
-    "global_batch_size",
-    "expert_tensor_parallel_size",
-)
-_USUAL = {
-    "optimizer": ("adam",),
-    "use_precision_aware_optimizer": (False,),
-    **dict.fromkeys(DTYPE_FLAGS, (torch.float32, "fp32")),
-    "optimizer_cpu_offload": (False,),
-}
+"""All that learnt costs and a chosen layout depend on, besides the data, the machine and the shapes of parameters."""
 
 
-def unusual_optimizer(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags of the optimizer that change its bytes and are not at their defaults, by names with underscores."""
-    unusual = {name: value for name, usual in _USUAL.items() if (value := getattr(args, name, None)) not in (None, *usual)}
-    if "optimizer_cpu_offload" in unusual:
-        unusual["optimizer_offload_fraction"] = args.optimizer_offload_fraction
-    return unusual
+def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: object = None) -> dict[str, Any]:
+    """Return what costs or a layout depend on, by name, as values that JSON gives back as they were.
 
-
-def flags_of_layout(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags on which the choice of a layout depends, besides the data; a resumed run warns if they differ."""
-    flags = {name: getattr(args, name, None) for name in _FLAGS_OF_LAYOUT}
-    flags |= {name: str(value) for name, value in unusual_optimizer(args).items()}
-    return flags if args.epp_vocab_parallel == "off" else flags | {"epp_vocab_parallel": args.epp_vocab_parallel}
+    Args:
+        config: of a model; None where no fact of it decides.
+    """
+    values = {}
+    for name, decides, untold, only_with, of_model in _FACTS:
+        value = getattr(config if of_model else args, name, None)
+        is_told = (untold is None or value not in (None, *untold)) and (not only_with or getattr(args, only_with, False))
+        if decides in (what, "both") and is_told:
+            value = value.name if isinstance(value, Enum) else value
+            values[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return values
 
 
 def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:

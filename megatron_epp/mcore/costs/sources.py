@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,25 @@ from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 
 logger = logging.getLogger(__name__)
 
+type Step = Literal[
+    "reading --epp-costs",
+    "counting layers",
+    "measuring bytes",
+    "warming up layers",
+    "measuring what can go to the host",
+    "exchanging costs",
+    "looking for learnt costs",
+    "exchanging memory caps",
+]
+"""A step in settling costs and caps, in which a rank may hold up all others. Runs skip some."""
+
 
 def pipeline_costs(
     args: argparse.Namespace,
     stages: Mapping[int, MegatronStage],
     links: Links,
     num_stages: int,
-    note: Callable[[str], None] = lambda step: None,
+    note: Callable[[Step], None] = lambda step: None,
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
@@ -65,6 +77,7 @@ def pipeline_costs(
         split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
     profile = for_run(args, source)
+    note("counting layers")
     layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.indexed_documents import MASK_SUFFIX, sequences_of
-from megatron_epp.data.sampler import epoch_order
+from megatron_epp.data.sampler import epoch_start
 from megatron_epp.data.token_record import check_ids
 from megatron_epp.data.trained_tokens import TrainedLabels, trained_labels
 from megatron_epp.mcore.data.document_file import DocumentFile
@@ -181,33 +183,36 @@ class DocumentDataset:
 
 
 class DocumentBlend:
-    """Sequences drawn from several datasets, by the dataset and the index there of each. Implements `SequenceDataset`."""
+    """Sequences drawn from several datasets. Implements `SequenceDataset`.
 
-    def __init__(self, sources: Sequence[SequenceDataset], source_of: np.ndarray, index_of: np.ndarray) -> None:
-        self._sources = sources
-        self._source_of = source_of
-        self._index_of = index_of
-        self.lengths = np.empty(len(source_of), dtype=np.int32)
-        for number, source in enumerate(sources):
-            mine = source_of == number
-            self.lengths[mine] = source.lengths[index_of[mine]]
+    Args:
+        numbers: of the drawn sequences among those of all datasets, one dataset after another; None for each once in this order
+            (a ``--data-path`` of prefixes without weights).
+    """
+
+    def __init__(self, sources: Sequence[SequenceDataset], numbers: np.ndarray | None = None) -> None:
+        self._sources, self._numbers = sources, numbers
+        self._starts = [0, *accumulate(map(len, sources))]
+        lengths = np.concatenate([source.lengths for source in sources])
+        self.lengths: np.ndarray = lengths if numbers is None else lengths[numbers]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return tokens of a sequence, as the dataset that it is drawn from does."""
-        return self._sources[self._source_of[index]].tokens(int(self._index_of[index]), start, end)
+        source, own = self._locate(index)
+        return source.tokens(own, start, end)
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
         """Return the mask of tokens of a sequence, as the dataset that it is drawn from does."""
-        return self._sources[self._source_of[index]].trained(int(self._index_of[index]), start, end)
+        source, own = self._locate(index)
+        return source.trained(own, start, end)
 
-
-def concatenate(sources: Sequence[SequenceDataset]) -> DocumentBlend:
-    """Return every sequence of every source once, source after source (a ``--data-path`` of prefixes without weights)."""
-    source_of = np.repeat(np.arange(len(sources), dtype=np.int16), [len(source) for source in sources])
-    return DocumentBlend(sources, source_of, np.concatenate([np.arange(len(source)) for source in sources]))
+    def _locate(self, index: int) -> tuple[SequenceDataset, int]:
+        number = index if self._numbers is None else int(self._numbers[index])
+        source = bisect_right(self._starts, number) - 1
+        return self._sources[source], number - self._starts[source]
 
 
 def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
@@ -225,14 +230,14 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
     shares = np.asarray(weights, dtype=np.float64)
     if np.any(shares < 0) or not 0 < shares.sum() < np.inf:
         raise EppError(f"the weights {list(weights)} of --data-path must be finite, not negative, and not all 0")
-    source_of = np.zeros(num_samples, dtype=np.int16)
-    index_of = np.zeros(num_samples, dtype=np.int64)
-    helpers.build_blending_indices(source_of, index_of, shares / shares.sum(), len(sources), num_samples, False)
-    for number, source in enumerate(sources):
-        mine = source_of == number
-        num_epochs = -(-int(np.count_nonzero(mine)) // len(source))
-        order = [epoch_order(len(source), seed, epoch, number) for epoch in range(num_epochs)]
-        if order:
-            # The helper has counted each source's draws; draw number n of a source is entry n of its epochs.
-            index_of[mine] = np.concatenate(order)[index_of[mine]]
-    return DocumentBlend(sources, source_of, index_of)
+    source_of, counts = np.zeros(num_samples, dtype=np.int16), np.zeros(num_samples, dtype=np.int64)
+    helpers.build_blending_indices(source_of, counts, shares / shares.sum(), len(sources), num_samples, False)
+    del counts
+    starts = [0, *accumulate(map(len, sources))]
+    numbers = np.zeros(num_samples, dtype=np.min_scalar_type(starts[-1]))
+    for number, (start, end) in enumerate(pairwise(starts)):
+        draws = np.flatnonzero(source_of == number)
+        for epoch, first in enumerate(range(0, len(draws), end - start)):
+            of_epoch = draws[first : first + end - start]  # draw number n of a source is entry n of its epochs
+            numbers[of_epoch] = start + epoch_start(len(of_epoch), end - start, seed, epoch, number).astype(np.int64)
+    return DocumentBlend(sources, numbers)

@@ -24,7 +24,7 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.data.trained_tokens import any_trained
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, weighted
 from megatron_epp.mcore.data.document_file import (
     DocumentFile,
     check_mask,
@@ -256,7 +256,7 @@ def _build_split(
     if len(sources) < 2:
         return (sources[0], True) if sources else None
     if weights is None:
-        return concatenate(sources), True
+        return DocumentBlend(sources), True
     own_weights = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
     draws = weighted(sources, own_weights, num_samples, seed)
     while draws.lengths.sum(dtype=np.int64) < num_tokens:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.layout import placement_of, token_multiple
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
+from megatron_epp.mcore.costs.sources import Step
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
@@ -51,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs of this process."""
-_STEPS = 7
-"""Number of steps in settling costs: of the memory probe, of learnt costs and of caps."""
+_STEPS = len(get_args(Step.__value__))
 
 
 class Run:
@@ -98,7 +98,7 @@ class Run:
     cuts_documents = True
     """False if chunks are whole microbatches of a caller."""
 
-    _step: str | None = None  # of settling costs, while it is under way
+    _step: Step | None = None  # of settling costs, while it is under way
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.names = args, names_of(args)
@@ -172,7 +172,7 @@ class Run:
 
     def settle(
         self,
-        prior: Callable[[Callable[[str], None]], PipelineCosts],
+        prior: Callable[[Callable[[Step], None]], PipelineCosts],
         learns: bool,
         resume: Callable[[PipelineCosts, PipelineCosts], PipelineCosts],
         loaded: Sequence[KeptCosts] = (),
@@ -222,7 +222,7 @@ class Run:
         self._keep(known)  # this run may save to another folder
         return resume(prior, known)
 
-    def _note(self, step: str) -> None:
+    def _note(self, step: Step) -> None:
         self._step = step
 
     def _what_it_settles(self) -> str:

@@ -23,7 +23,7 @@ from megatron_epp.mcore.arguments.layout import token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
-from megatron_epp.mcore.costs.sources import by_stage, gathered, with_host_link
+from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
@@ -247,7 +247,7 @@ class MicrobatchRun(Run):
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
 
-    def _by_formula(self, note: Callable[[str], None]) -> PipelineCosts:
+    def _by_formula(self, note: Callable[[Step], None]) -> PipelineCosts:
         """Return costs by formula, with the measured link to the host if plans offload. A collective call."""
         note("counting layers")
         mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}

@@ -22,7 +22,7 @@ from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.shape import model_shape
-from megatron_epp.mcore.costs.sources import pipeline_costs
+from megatron_epp.mcore.costs.sources import Step, pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
 from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
@@ -140,7 +140,7 @@ class SlicedRun(Run):
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
 
-    def _prior(self, note: Callable[[str], None]) -> PipelineCosts:
+    def _prior(self, note: Callable[[Step], None]) -> PipelineCosts:
         """Return costs by formula or from a file, with measured bytes; `note` is called with each step before it starts."""
         tied = None if self.vocabulary is None else self.vocabulary.tied
         if tied is not None:

@@ -46,16 +46,22 @@ def patches() -> tuple[Patch, ...]:
     """Return the patches that this environment needs; none if everything is installed."""
     needed = []
     if _missing():
+        # Their defaults ask for kernels: attention or a layer would fail at an import or an assertion in its first run.
         needed.append(wrapping("megatron.training.arguments:validate_args", _without_kernels))
     if _FUSED in _missing():
+        # Where Transformer Engine's layers fuse, the flag stays; the output layer, which is Megatron's own, raises for it.
         layers = "megatron.core.tensor_parallel.layers"
         needed += [wrapping(f"{layers}:{kind}.__init__", _without_fusion) for kind in _OWN_LAYERS]
     if importlib.util.find_spec("apex") is None:
+        # It asserts that there is neither sequence parallelism nor a persistent kernel, which is Megatron's default.
         needed.append(wrapping("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _with_sequence_parallelism))
     if _has_dataset_helpers():
+        # It runs `make`, and ends the process where that fails.
         target = "megatron.core.datasets.utils:compile_helpers"
         needed.append(Patch(target, lambda: None, "the compiled helpers are there already"))
     if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
+        # Megatron has one step for all parameters, and torch's Adam one for each. Without these no checkpoint is loaded (there
+        # is no step to read yet, or its format has none), or Adam counts a step for every parameter that shares the tensor.
         optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
         needed += [
             wrapping(f"{optimizer}.state_dict", _with_initial_state),
@@ -135,10 +141,7 @@ def _with_sequence_parallelism(original: Callable[..., Any], cls: type, config: 
 
 
 def _with_initial_state(original: Callable[..., Any], self: Any) -> Any:
-    """Give a new torch optimizer a state with a step to read.
-
-    Loading asks for the state before the first step, and Megatron takes the step from there.
-    """
+    """Give a new torch optimizer a state with a step to read: loading asks for it before the first step."""
     if not self.optimizer.state:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -148,10 +151,7 @@ def _with_initial_state(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _with_own_steps(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
-    """Give every parameter a step of its own, since torch counts the steps of each.
-
-    Megatron gives all parameters one and the same step tensor, which each of them would then advance.
-    """
+    """Give every parameter a step of its own, in place of one and the same tensor."""
     original(self, state_dict)
     for state in self.optimizer.state.values():
         state["step"] = state["step"].clone()
@@ -166,8 +166,8 @@ def _leaving_the_step(original: Callable[..., Any], self: Any, model_param: torc
 def _has_dataset_helpers() -> bool:
     """True if Megatron's dataset helpers are compiled already. If only another Megatron on the path has them, load those.
 
-    The wheel ships them without a Makefile, and Megatron ends the process when `make` fails. A fresh clone has a Makefile that
-    needs pybind11 and a compiler; where a wheel is installed as well, its helpers serve the clone.
+    The wheel ships them without a Makefile. A fresh clone has a Makefile that needs pybind11 and a compiler; where a wheel is
+    installed as well, its helpers serve the clone.
     """
     from megatron.core.datasets import utils
 
@@ -192,4 +192,5 @@ def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) ->
     original(self)
 
 
+# `multiprocessing` ends them only where the rank exits by itself; those of one that is killed would stay.
 STARTED_PROCESSES = wrapping("multiprocessing.process:BaseProcess.start", _start_ending)

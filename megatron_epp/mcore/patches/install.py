@@ -298,7 +298,8 @@ def patches() -> tuple[Patch, ...]:
         # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
         wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
         # `initialize_model_parallel` makes the group of embedding ranks by it, before there is a model, if `pretrain` gets no
-        # function for that (`_pretrain` wraps one that it gets).
+        # function for that (`_pretrain` wraps one that it gets). Megatron adds up the gradients of embedding and output layer
+        # over the group, and of its first and last rank the last one holds neither where both are on the first.
         wrapping("megatron.core.parallel_state:default_embedding_ranks", _embedding_ranks),
         # Called when the checkpoint is loaded, so the consumed samples are known.
         wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),

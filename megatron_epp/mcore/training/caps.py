@@ -8,10 +8,10 @@ So caps are kept with checkpoints.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
-from megatron_epp.plan.reading import parse_json, read_text, whole
+from megatron_epp.plan.codec import Codec, FileFormat
+from megatron_epp.plan.reading import read_text
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.offload.host import host_limit
@@ -36,6 +37,17 @@ _HOST_SHARE = 0.8
 """Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data. Not
 measured: how much these need depends on the machine and the data.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Caps:
+    """Caps of all pipeline ranks, and the one that the run wanted."""
+
+    wanted_bytes: int
+    cap_bytes: tuple[int, ...]
+
+
+_FORMAT = FileFormat("caps", "megatron-epp/caps", 1, Codec(least_of_others=0))
 
 
 def wanted_cap_bytes(args: argparse.Namespace) -> int:
@@ -59,8 +71,7 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     if args.rank == 0:
         tell_lowered(args, caps)
         if torch.cuda.is_initialized() and getattr(args, "save", None):
-            body = {"wanted_bytes": wanted_cap_bytes(args), "cap_bytes": caps}
-            write_whole(Path(args.save, FILE_NAME), json.dumps(body) + "\n")
+            write_whole(Path(args.save, FILE_NAME), _FORMAT.write(_Caps(wanted_cap_bytes(args), caps)) + "\n")
     return caps
 
 
@@ -71,14 +82,14 @@ def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
     if path is None or not path.exists() or not torch.cuda.is_initialized():
         return None
     try:
-        body = parse_json(read_text(path), "the text")
-        caps, wanted = tuple(whole(cap, 0) for cap in body["cap_bytes"]), whole(body["wanted_bytes"], 0)
-    except (EppError, OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+        saved = _FORMAT.parse(_Caps, read_text(path))
+    except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning(
             "%s cannot be read (%s): caps follow from free memory, so plans may differ from the run before", path, error
         )
         return None
-    return caps if len(caps) == args.pipeline_model_parallel_size and wanted == wanted_cap_bytes(args) else None
+    holds = len(saved.cap_bytes) == args.pipeline_model_parallel_size and saved.wanted_bytes == wanted_cap_bytes(args)
+    return saved.cap_bytes if holds else None
 
 
 def cap_bytes(args: argparse.Namespace, saved_bytes: int | None = None) -> int:

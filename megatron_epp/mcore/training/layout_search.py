@@ -6,9 +6,9 @@ It is kept with the checkpoints, so that a resumed run has the layout of the run
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import flags_of_layout, for_run, optimizer_bytes, with_device_memory
+from megatron_epp.mcore.costs.shape import facts, for_run, optimizer_bytes, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -38,7 +38,7 @@ from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
-from megatron_epp.plan.reading import brief_text, parse_json, read_text
+from megatron_epp.plan.reading import brief_text, read_text
 from megatron_epp.planner.layouts.layout_choice import Sample, choose
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
@@ -63,15 +63,14 @@ def search_layout(args: argparse.Namespace) -> None:
     if args.epp_layout not in SEARCHED:
         return
     costs = named(args)
-    flags = flags_of_layout(args)
-    layout, chosen_with = made_by_first(lambda: _kept(args, flags) or (_new(args, costs), flags))
+    flags = facts(args, "layout")
+    layout = made_by_first(lambda: _kept(args, flags) or replace(_new(args, costs), chosen_with=flags))
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
     settle_stages(args)
     if args.save and dist.get_rank() == 0:
-        body = json.loads(layout.to_json()) | {"chosen_with": chosen_with}
-        write_whole(Path(args.save, FILE_NAME), json.dumps(body, indent=1) + "\n")
+        write_whole(Path(args.save, FILE_NAME), layout.to_json())
 
 
 def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
@@ -145,19 +144,15 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
         yield tuple(int(dataset.lengths[index]) for index in sequences_of(dataset, drawn)[0])
 
 
-def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict[str, Any]] | None:
-    """Return the layout in the folder of the loaded checkpoint, and the flags with which it was chosen.
-
-    None if there is none, or if it cannot run here.
-    """
+def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
+    """Return the layout in the folder of the loaded checkpoint; None if there is none, or if it cannot run here."""
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
         return None
     even = asked_layout(args)
     assert even is not None
     try:
-        body = parse_json(read_text(path), "the layout")
-        layout = Layout.from_json(body)
+        layout = Layout.from_json(read_text(path))
         layout.check(args.num_layers, even.placement.num_ranks)
         if layout.placement != even.placement:
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
@@ -166,14 +161,12 @@ def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> tuple[Layout, dict
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. The layout is searched again", path, error)
         return None
-    then = body.get("chosen_with")
-    then = then if isinstance(then, dict) else {}
     others = [
-        f"{name.replace('_', '-')} was {brief_text(then.get(name))} and is {value}"
+        f"{name.replace('_', '-')} was {brief_text(then)} and is {value}"
         for name, value in flags.items()
-        if then.get(name) != value
+        if str(then := layout.chosen_with.get(name)) != str(value)  # earlier versions wrote some as text
     ]
     if others:
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
     logger.info("layout of the run before: stages of %s layers", layers_text(layout.halves))
-    return layout, then
+    return layout
