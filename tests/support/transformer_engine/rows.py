@@ -114,7 +114,7 @@ MORE: dict[str, dict[str, Any]] = {
         "cell": SHARED | {"experts": 4},
         "model": "llama",
         "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{DELTA} {GROUPED} --attention-output-gate --mtp-num-layers 1",
+        "both": f"{DELTA} {GROUPED} --attention-output-gate",
     },
     "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
 }
