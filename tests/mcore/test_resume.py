@@ -29,7 +29,10 @@ FLAGS = shlex.split(
     f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
     "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 1000 "
     "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3 --epp-recompute 1 "
-    "--window-size 40,0 --window-attn-skip-freq 2 --softmax-type learnable"
+    "--window-size 40,0 --window-attn-skip-freq 2 --softmax-type learnable "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--spec tests.support.mcore.delta_hybrid two_gpt_layers --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
 
 

@@ -1,11 +1,12 @@
 """A hybrid model's layers without Transformer Engine, gated delta nets among them.
 
-For `--spec tests.support.mcore.delta_hybrid stack_spec`.
+For `--spec tests.support.mcore.delta_hybrid stack_spec`, and `two_gpt_layers`.
 """
 
 from dataclasses import replace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,6 +30,9 @@ def alternating(spec, num_layers):
     layers = [(delta, spec)[number % 2] for number in range(num_layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
 
+
+two_gpt_layers = alternating(get_gpt_layer_local_spec(), 2)
+"""Of every stage of a GPT, where all have two."""
 
 stack_spec = ModuleSpec(
     module=local_hybrid.stack_spec.module,
