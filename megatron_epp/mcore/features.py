@@ -261,6 +261,15 @@ def logged_router_losses() -> dict[str, Any]:
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
+def pads_uneven_exchanges(settings: Any) -> bool:
+    """True if HybridEP can be given unequal numbers of tokens, which Megatron then pads to the largest: 0.19 and later.
+
+    Args:
+        settings: parsed flags, or a model's configuration.
+    """
+    return hasattr(settings, "moe_hybridep_pad_uneven_dispatch_inputs")
+
+
 def router_loss_tokens(total: int, ranks: int) -> float:
     """Return the number of tokens to give a rank's router, so that its loss counts as for `total` tokens on `ranks` ranks.
 

@@ -23,6 +23,7 @@ from megatron_epp.mcore.costs.shape import CONFIG_OF_COSTS, FLAGS_OF_COSTS, unus
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.mcore.features import has_user_microbatches
+from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import parse_json, read_text
@@ -42,6 +43,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     # Told only where they are set, so that costs which earlier versions have learnt hold.
     newer = {"epp_latents": getattr(args, "epp_latents", None)}
     newer |= {name: getattr(config, name, None) for name in ("window_attn_skip_freq", "softmax_type")}
+    newer |= {"moe_flex_dispatcher_backend": flex_backend(config) or None}
     flags |= {name: value for name, value in newer.items() if value not in (None, "auto", "off", "vanilla")}
     known = {flag_of(name): _plain(value) for name, value in flags.items()}
     if has_user_microbatches(args) and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""NCCL communicators of training: settings of a pipeline's links, and allocation of the communicators' memory."""
+"""Communicators of training: settings of a pipeline's links, and allocation of the memory of NCCL, DeepEP and HybridEP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
+from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.plan import EppError
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.reading import brief, naming_file, read_text, whole
@@ -127,3 +128,60 @@ def reduce_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> No
     """
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+class ExchangeBuffer:
+    """The buffer by which all of a process's layers of experts exchange tokens with DeepEP or HybridEP; none without these.
+
+    Args:
+        models: this rank's model chunks.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        layers = (module for model in models for module in model.modules() if flex_backend(getattr(module, "config", None)))
+        dispatchers = (getattr(layer, "token_dispatcher", None) for layer in layers)
+        self._managers: dict[str, Any] = {flex_backend(d.config): d._comm_manager for d in dispatchers if d is not None}
+        self._num_tokens = 0
+
+    def allocate(self) -> None:
+        """Allocate DeepEP's buffer, whose size follows from the hidden size alone. A collective call of ranks that exchange."""
+        if (manager := self._managers.get("deepep")) is None:
+            return
+        from megatron.core.transformer.moe import fused_a2a
+
+        config = manager.config
+        token = torch.empty(1, config.moe_latent_size or config.hidden_size, dtype=config.params_dtype, device="meta")
+        fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate HybridEP's buffer ahead of an iteration if it is too small. A collective call of the ranks that exchange.
+
+        In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
+        the smaller one.
+
+        Args:
+            num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
+        """
+        if (manager := self._managers.get("hybridep")) is None:
+            return
+        from megatron.core.transformer.moe import fused_a2a
+
+        config, most = manager.config, torch.tensor([num_tokens], device=torch.cuda.current_device())
+        dist.all_reduce(most, dist.ReduceOp.MAX, manager.group)
+        num_tokens = int(most.item())
+        num_tokens += -num_tokens % fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT
+        if num_tokens <= self._num_tokens:
+            return
+        self._num_tokens = num_tokens
+        fused_a2a.reset_hybrid_ep_buffer()  # ahead of its successor, so that both are never there at once
+        fused_a2a.init_hybrid_ep_buffer(
+            manager.group,
+            config.moe_latent_size or config.hidden_size,
+            num_tokens,
+            manager.num_local_experts,
+            config.moe_flex_dispatcher_num_sms,
+            config.moe_flex_dispatcher_num_sms,
+            config.moe_hybridep_num_blocks_permute,
+            config.moe_hybridep_num_blocks_unpermute,
+            num_sms_preprocessing_api=config.moe_hybridep_num_sms_preprocessing,
+        )

@@ -702,6 +702,22 @@ _HYBRID_LATENTS = Row(
 )
 
 
+# ---- experts by DeepEP and HybridEP ----------------------------------------------------------------------------------
+
+_HYBRID_EP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+FLEX: dict[str, dict[str, Any]] = {
+    "HybridEP, weights apart": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2, "split": True},
+        "plan": f"--epp-slices 3 --epp-recompute 1 {_HYBRID_EP}",
+    },
+    "DeepEP": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 7 --epp-recompute 1 --moe-token-dispatcher-type flex --moe-enable-deepep",
+    },
+}
+"""Cases that stock trains with `alltoall`."""
+
+
 # ---- parts that do not train -----------------------------------------------------------------------------------------
 
 _AGAIN = "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5"
@@ -788,6 +804,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("gated delta nets", DELTA),
     *_of_layers("windows and sinks", WINDOWS),
+    *_of_layers("experts by", FLEX),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
