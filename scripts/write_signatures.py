@@ -4,7 +4,8 @@
 
 Libraries of which no clone is named stay as they are; that of `hybrid-ep` is of DeepEP's branch of this name. Tests compare our
 calls with them (`tests/cpu/test_library_signatures.py`), and those that Megatron makes of a stand-in. Only identifiers are
-recorded: each function's parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by name alone.
+recorded: each function's parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by
+name alone.
 """
 
 from __future__ import annotations

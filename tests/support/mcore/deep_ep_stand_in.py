@@ -13,14 +13,21 @@ import sys
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.support.runtime.signatures import SIGNATURES, signature
 
+_MODULES = ("deep_ep", "deep_ep.utils")
 _IMPORTED = ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine")
 """What Megatron's dispatchers import of the module that imports DeepEP."""
+
+_ALIGNMENT = 4
+"""Tokens of which exchanges by HybridEP have a multiple: 64 for its kernels, with which all chunks of tests would be alike."""
+_MEASURED = 4
+"""Tokens of the chunk whose bytes are measured: its buffer is smaller than that of any plan."""
 
 
 def as_recorded(library):
@@ -205,26 +212,35 @@ def _assert_equal(value, group):
     assert len(set(everyone)) == 1, f"ranks disagree: {everyone}"
 
 
-@contextmanager
-def installed():
-    """Return a context in which Megatron has DeepEP and HybridEP, and of which it keeps no buffer."""
-    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
-
-    package, utils = (ModuleType(name) for name in ("deep_ep", "deep_ep.utils"))
+def install():
+    """Have Megatron find these classes."""
+    package, utils = (ModuleType(name) for name in _MODULES)
     package.__spec__ = ModuleSpec("deep_ep", None)
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer
     utils.EventHandle, utils.EventOverlap = EventHandle, EventOverlap
     sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
+    _import_again()
+
+
+@contextmanager
+def installed():
+    """Return a context in which Megatron finds these classes, and behind which it has no buffer of theirs."""
+    from megatron_epp.mcore.costs import memory_probe
+
     try:
-        _import_again(fused_a2a, token_dispatcher)
-        yield
+        with mock.patch.object(memory_probe, "_TOKENS", _MEASURED):
+            install()
+            yield
     finally:
-        for name in ("deep_ep", "deep_ep.utils"):
+        for name in _MODULES:
             del sys.modules[name]
-        _import_again(fused_a2a, token_dispatcher)
+        _import_again()
 
 
-def _import_again(fused_a2a, token_dispatcher):
+def _import_again():
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
     importlib.reload(fused_a2a)
+    fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT = token_dispatcher.HYBRIDEP_TOKEN_ALIGNMENT = _ALIGNMENT
     for name in _IMPORTED:
         setattr(token_dispatcher, name, getattr(fused_a2a, name))

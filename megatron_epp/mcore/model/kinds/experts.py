@@ -33,10 +33,13 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if ranks > 1:
         yield from _of_expert_parallel(args, ranks)
     yield from flex_problems(args, Door.DOCUMENTS)
+    sharing = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    if flex_backend(args) == "deepep" and ranks * sharing == 1:
+        yield "--moe-token-dispatcher-type flex by deepep needs several ranks, and all experts are on each: use alltoall"
     if flex_backend(args) == "hybridep" and args.moe_pad_expert_input_to_capacity:
         yield (
-            "--moe-pad-expert-input-to-capacity counts the tokens with which chunks are padded for --moe-flex-dispatcher-backend "
-            "hybridep: leave it out"
+            "--moe-pad-expert-input-to-capacity counts the tokens with which --moe-flex-dispatcher-backend hybridep has chunks "
+            "padded: leave it out"
         )
     if args.moe_pad_expert_input_to_capacity and (padding := _padding_by(args)):
         yield (
@@ -77,7 +80,7 @@ def flex_problems(settings: Any, door: Door) -> Iterator[str]:
 def _pad_exchanges(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Have Megatron pad what a layer gives to HybridEP to the largest chunk of all ranks that share experts."""
     for module in model.modules():
-        config = getattr(getattr(module, "token_dispatcher", None), "config", None)
+        config: Any = getattr(getattr(module, "token_dispatcher", None), "config", None)
         if flex_backend(config) == "hybridep":
             config.moe_hybridep_pad_uneven_dispatch_inputs = True
 
