@@ -3,10 +3,12 @@
 import argparse
 
 import pytest
+import torch
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.model.adopt_built import refusal
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
 from tests.support.mcore.megatron_flags import arguments
@@ -146,6 +148,15 @@ HYBRID_EP = FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad
 def test_experts_that_cannot_be_trained_are_refused(flags, megatron, says):
     with pytest.raises(EppError, match=says):
         prepare_epp_args(arguments(*flags, **(EXPERTS | megatron)))
+
+
+def test_a_model_of_samples_is_refused_for_a_dispatcher_by_the_names_of_its_configuration():
+    model, plain = torch.nn.Module(), {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None}
+    model.decoder = torch.nn.Module()
+    for backend, says in {"hybridep": "needs equally many tokens", "ncclep": "has buffers for", "deepep": ""}.items():
+        model.config = argparse.Namespace(**plain, **FLEX | {"moe_flex_dispatcher_backend": backend})
+        assert says in refusal(model)
+        assert refusal(model).count(f"moe_flex_dispatcher_backend='{backend}'") == bool(says)
 
 
 @pytest.mark.parametrize(

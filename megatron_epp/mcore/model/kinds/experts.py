@@ -66,6 +66,7 @@ def flex_problems(settings: Any, door: Door) -> Iterator[str]:
     backend = flex_backend(settings)
     refused = door.with_value("moe_flex_dispatcher_backend", backend)
     if backend not in ("", "deepep", "hybridep"):
+        refused = f"{door.with_value('moe_token_dispatcher_type', 'flex')} with {refused}"
         yield f"{refused} has buffers for a fixed number of tokens, and chunks differ: use deepep or hybridep"
     if backend == "hybridep" and not pads_uneven_exchanges(settings):
         yield (
