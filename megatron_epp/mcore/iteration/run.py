@@ -152,7 +152,8 @@ class Run:
     def connect(self, stages: dict[int, Any]) -> None:
         """Make the groups over which these stages of the rank exchange messages."""
         self.stages = stages
-        self.device, self.exchange_buffer = own_device(), ExchangeBuffer(stage.model for stage in stages.values())
+        self.device = own_device()
+        self.exchange_buffer = ExchangeBuffer((stage.model for stage in stages.values()), self.device)
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         used = directions(self.placement.rank_of)
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.

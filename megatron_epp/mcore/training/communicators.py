@@ -135,13 +135,14 @@ class ExchangeBuffer:
 
     Args:
         models: this rank's model chunks.
+        device: of this rank.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
         layers = (module for model in models for module in model.modules() if flex_backend(getattr(module, "config", None)))
         dispatchers = (getattr(layer, "token_dispatcher", None) for layer in layers)
         self._managers: dict[str, Any] = {flex_backend(d.config): d._comm_manager for d in dispatchers if d is not None}
-        self._num_tokens = 0
+        self._num_tokens, self._device = 0, device
 
     def allocate(self) -> None:
         """Allocate DeepEP's buffer, whose size follows from the hidden size alone. A collective call of ranks that exchange."""
@@ -166,7 +167,7 @@ class ExchangeBuffer:
             return
         from megatron.core.transformer.moe import fused_a2a
 
-        config, most = manager.config, torch.tensor([num_tokens], device=torch.cuda.current_device())
+        config, most = manager.config, torch.tensor([num_tokens], device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, manager.group)
         num_tokens = int(most.item())
         num_tokens += -num_tokens % fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT

@@ -18,9 +18,10 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
     from tests.support.mcore import deep_ep_stand_in
 
     mpu.initialize_model_parallel(expert_model_parallel_size=2)
+    cpu = torch.device("cpu")
     with deep_ep_stand_in.installed():
         layer = _layer("flex", "deepep")
-        deep = ExchangeBuffer([layer])
+        deep = ExchangeBuffer([layer], cpu)
         deep.allocate()
         allocated = fused_a2a._buffer
         deep.reserve(8)
@@ -31,7 +32,7 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
             "reserves": fused_a2a._hybrid_ep_buffer is not None,
         }
         fused_a2a._buffer = None
-        hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")]), []
+        hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")], cpu), []
         hybrid.allocate()
         for tokens in sizes:
             hybrid.reserve(tokens[dist.get_rank()])
@@ -42,7 +43,7 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
             "allocates": fused_a2a._buffer is not None,
         }
         fused_a2a.reset_hybrid_ep_buffer()
-        plain = ExchangeBuffer([_layer("alltoall", "deepep")])
+        plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
         plain.allocate()
         plain.reserve(8)
         return {
