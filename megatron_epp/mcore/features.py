@@ -262,11 +262,7 @@ def logged_router_losses() -> dict[str, Any]:
 
 
 def pads_uneven_exchanges(settings: Any) -> bool:
-    """True if HybridEP can be given unequal numbers of tokens, which Megatron then pads to the largest: 0.19 and later.
-
-    Args:
-        settings: parsed flags, or a model's configuration.
-    """
+    """True if flags, or a configuration, can have Megatron pad unequal numbers of tokens for HybridEP: 0.19 and later."""
     return hasattr(settings, "moe_hybridep_pad_uneven_dispatch_inputs")
 
 

@@ -131,11 +131,8 @@ def reduce_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> No
 
 
 class ExchangeBuffer:
-    """The buffer by which all of a process's layers of experts exchange tokens with DeepEP or HybridEP; none without these.
-
-    Args:
-        models: this rank's model chunks.
-        device: of this rank.
+    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP; none
+    without these.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
