@@ -1,9 +1,11 @@
 """Writes names of the parameters of functions that kernels call, by release of their library, from clones of the libraries.
 
-    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE
+    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE deep-ep=CLONE hybrid-ep=CLONE
 
-Tests compare our calls with them (`tests/cpu/test_library_signatures.py`). Only identifiers are recorded: each function's
-parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by name alone.
+Libraries of which no clone is named stay as they are; that of `hybrid-ep` is of DeepEP's branch of this name. Tests compare our
+calls with them (`tests/cpu/test_library_signatures.py`), and those that Megatron makes of a stand-in. Only identifiers are
+recorded: each function's parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by
+name alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ _FUSED = "transformer_engine/pytorch/cpp_extensions/fused_attn.py"
 _COMMON = "transformer_engine/pytorch/module/_common.py"
 _FLASH = "flash_attn/flash_attn_interface.py"
 _HOPPER = "hopper/flash_attn_interface.py"
+_DEEP = "deep_ep/buffer.py deep_ep/buffers/legacy.py"
+_HYBRID = "deep_ep/hybrid_ep_buffer.py"
 FUNCTIONS = {
     "transformer-engine": {
         "fused_attn_fwd": _FUSED,
@@ -31,11 +35,15 @@ FUNCTIONS = {
     },
     "flash-attn": {"_flash_attn_varlen_forward": _FLASH, "_flash_attn_varlen_backward": _FLASH},
     "flash-attn-3": {"_flash_attn_forward": _HOPPER, "_flash_attn_backward": _HOPPER},
+    "deep-ep": {f"Buffer.{name}": _DEEP for name in ("__init__", "get_dispatch_layout", "dispatch", "combine")},
+    "hybrid-ep": {
+        f"HybridEPBuffer.{name}": _HYBRID for name in ("__init__", "dispatch_with_permute", "combine_with_unpermute")
+    },
 }
-"""Functions and methods by library, each with its file."""
+"""Functions and methods by library, each with the files where releases have it."""
 _CLONE = {"flash-attn-3": "flash-attn"}
 """Clone of a library that has none of its own."""
-_LEAST = {"transformer-engine": (2, 0), "flash-attn": (2, 6), "flash-attn-3": (2, 7)}
+_LEAST = {"transformer-engine": (2, 0), "flash-attn": (2, 6), "flash-attn-3": (2, 7), "deep-ep": (1, 2), "hybrid-ep": (1, 2)}
 """Oldest release that is recorded."""
 _RELEASE = re.compile(r"v(\d+(?:\.\d+)+)")
 
@@ -68,8 +76,9 @@ def recorded(clone: Path, functions: dict[str, str], least: tuple[int, ...]) -> 
     """Return, for each function, pairs of consecutive releases with the same parameters, and these."""
     signatures: dict[str, list[list[object]]] = {name: [] for name in functions}
     for release, commit in releases(clone, least):
-        for name, path in functions.items():
-            names = parameters(source, name) if (source := _git(clone, "show", f"{commit}:{path}")) else None
+        for name, paths in functions.items():
+            source = next(filter(None, (_git(clone, "show", f"{commit}:{path}") for path in paths.split())), "")
+            names = parameters(source, name) if source else None
             if names is None:
                 continue
             if signatures[name] and signatures[name][-1][1] == names:
@@ -85,9 +94,10 @@ def _git(clone: Path, *command: str) -> str:
 
 def main(*words: str) -> None:
     clones = dict(word.split("=", 1) for word in words)
-    rows = {
-        library: recorded(Path(clones[_CLONE.get(library, library)]), functions, _LEAST[library])
+    rows = json.loads(FILE.read_text(encoding="utf-8")) | {
+        library: recorded(Path(clones[clone]), functions, _LEAST[library])
         for library, functions in FUNCTIONS.items()
+        if (clone := _CLONE.get(library, library)) in clones
     }
     texts = {
         library: {name: ",\n   ".join(map(json.dumps, row)) for name, row in functions.items()}

@@ -84,6 +84,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=ShardBytes.of(shape),
+        exchange_bytes_per_token=shape.exchange_bytes_per_token,
     )
 
 

@@ -359,6 +359,7 @@ def on_device(
     fragmentation_share: float | None = None,
     *,
     buffers: Sequence[int] | None = None,
+    exchange_bytes_per_token: float = 0.0,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps.
 
@@ -370,12 +371,15 @@ def on_device(
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None for
             `FRAGMENTATION_SHARE`.
         buffers: bytes of each stage, see `Static`; None as in the costs.
+        exchange_bytes_per_token: of the buffer by which ranks that share experts exchange a chunk, where its size follows from
+            the largest chunk. It is counted while a layer runs, though it stays.
     """
     stages = []
     for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
+        working += exchange_bytes_per_token
         stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
     share = FRAGMENTATION_SHARE if fragmentation_share is None else fragmentation_share
     per_token = costs.hidden_bytes_per_token

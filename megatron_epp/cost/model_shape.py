@@ -531,6 +531,15 @@ class ModelShape:
         return (*[self._reduced] * (self.shared_ffn_hidden_size > 0), gathered, to_experts)
 
     @property
+    def exchange_bytes_per_token(self) -> float:
+        """Bytes, per token of a chunk, of the buffer in which HybridEP has room for the tokens of all ranks that share experts;
+        0 with other dispatchers, whose buffers are as large for any chunk.
+        """
+        if self.num_experts is None or self.expert_dispatcher != "hybridep":
+            return 0.0
+        return self.expert_parallel * self.ranks_of_an_expert * self.hidden_size * self.bytes_per_value / self.ranks
+
+    @property
     def _reduced(self) -> Exchange:
         residual = self.hidden_size * self.bytes_per_value / self.context_parallel
         return Exchange(2 * (1 - 1 / self.tensor_parallel) * residual, self.tensor_parallel, 1)

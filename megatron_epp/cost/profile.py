@@ -93,6 +93,7 @@ class Profile:
         host_sharing: consecutive devices that share that link.
         context_exchange_us: see `PipelineCosts`.
         shards: what shards of the output layer hold; None in a file from before it was recorded.
+        exchange_bytes_per_token: see `on_device`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -124,6 +125,7 @@ class Profile:
     host_sharing: int = 1
     context_exchange_us: tuple[float, ...] = ()
     shards: ShardBytes | None = None
+    exchange_bytes_per_token: float = 0.0
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -187,7 +189,8 @@ class Profile:
         """Costs of the stages of a layout (`costs`) with the device memory that autograd does not keep (`on_device`)."""
         shares = layout.vocabulary_shares
         costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=shares)
-        return on_device(costs, fragmentation_share, buffers=self.gradient_buffers(len(layout.halves)))
+        buffers = self.gradient_buffers(len(layout.halves))
+        return on_device(costs, fragmentation_share, buffers=buffers, exchange_bytes_per_token=self.exchange_bytes_per_token)
 
     def training(self, share: float) -> Profile:
         """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'

@@ -261,6 +261,11 @@ def logged_router_losses() -> dict[str, Any]:
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
+def pads_uneven_exchanges(settings: Any) -> bool:
+    """True if flags, or a configuration, can have Megatron pad unequal numbers of tokens for HybridEP: 0.19 and later."""
+    return hasattr(settings, "moe_hybridep_pad_uneven_dispatch_inputs")
+
+
 def router_loss_tokens(total: int, ranks: int) -> float:
     """Return the number of tokens to give a rank's router, so that its loss counts as for `total` tokens on `ranks` ranks.
 

@@ -138,7 +138,8 @@ class Case:
         return (*common, *own, *self.stock.flags, "--epp-schedule", "stock")
 
     def elastic_flags(self, common: Iterable[str]) -> tuple[str, ...]:
-        return (*common, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"), *self.cell.flags)
+        # Last those of the plan, which may have another dispatcher of tokens than its cell.
+        return (*common, *self.cell.flags, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"))
 
 
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:

@@ -1,7 +1,5 @@
 """Kernels call their libraries by names that every release from the oldest supported one on has."""
 
-import inspect
-import json
 import types
 from pathlib import Path
 
@@ -12,9 +10,8 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import flash, transformer_engine
 from megatron_epp.runtime.attention.segments import SegmentTable
 from scripts import write_signatures
+from tests.support.runtime.signatures import SIGNATURES, signature
 
-SIGNATURES = json.loads(write_signatures.FILE.read_text(encoding="utf-8"))
-"""By library and function: pairs of releases and parameters (`scripts/write_signatures.py`)."""
 TABLE = SegmentTable.build(Chunk((Segment(0, 5, 8), Segment(1, 0, 2))), 5)
 Q = torch.randn(5, 2, 8)
 K, V = torch.randn(2, 10, 2, 8).unbind()
@@ -24,18 +21,6 @@ FIRST = {"transformer-engine": "2.0", "flash-attn": "2.7.0", "flash-attn-3": "ma
 
 def parameters_of(library, name, release):
     return next(names for releases, names in SIGNATURES[library][name] if release in releases)
-
-
-def signature(names):
-    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name.strip("*="), kinds[name.startswith("*")], default=None if name.endswith("=") else inspect.Parameter.empty
-            )
-            for name in names
-        ]
-    )
 
 
 def stand_in(library, name, release, calls, result):

@@ -3,10 +3,12 @@
 import argparse
 
 import pytest
+import torch
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.model.adopt_built import refusal
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
 from tests.support.mcore.megatron_flags import arguments
@@ -116,6 +118,8 @@ def test_offload_is_left_to_plans_that_may_have_copies_on_gpus_and_with_host_mem
 
 
 EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": False, "moe_flex_dispatcher_backend": "deepep"}
+HYBRID_EP = FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": False}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,15 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
     [
         ([], {"num_experts": None}, "--expert-model-parallel-size 4 is for a model with --num-experts"),
         ([], {"num_experts": 6}, "--num-experts 6 cannot be shared evenly by --expert-model-parallel-size 4: .* multiple of 4"),
-        ([], {"moe_token_dispatcher_type": "flex"}, r"--moe-token-dispatcher-type flex \(use alltoall\)"),
+        ([], FLEX | {"moe_flex_dispatcher_backend": "ncclep"}, "backend ncclep has buffers for a fixed number of tokens"),
+        (
+            [],
+            FLEX | {"moe_flex_dispatcher_backend": "hybridep"},
+            "backend hybridep needs equally many .* as 0.19 does: use deep",
+        ),
+        ([], HYBRID_EP | {"moe_expert_rank_capacity_factor": 2.0}, "--moe-expert-rank-capacity-factor 2.0 drops tokens by the"),
+        ([], HYBRID_EP | {"moe_pad_expert_input_to_capacity": True}, "counts the tokens with which --moe-flex-dispatcher-back"),
+        ([], FLEX | {"expert_model_parallel_size": 1}, "flex by deepep needs several ranks, and all experts are on each: use"),
         ([], {"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather needs equally many tokens"),
         ([], {"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity needs equally many tokens"),
         ([], {"moe_router_load_balancing_type": "global_aux_loss"}, "--moe-router-load-balancing-type global_aux_loss"),
@@ -136,6 +148,22 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
 def test_experts_that_cannot_be_trained_are_refused(flags, megatron, says):
     with pytest.raises(EppError, match=says):
         prepare_epp_args(arguments(*flags, **(EXPERTS | megatron)))
+
+
+def test_a_model_of_samples_is_refused_for_a_dispatcher_by_the_names_of_its_configuration():
+    model, plain = torch.nn.Module(), {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None}
+    model.decoder = torch.nn.Module()
+    for backend, says in {"hybridep": "needs equally many tokens", "ncclep": "has buffers for", "deepep": ""}.items():
+        model.config = argparse.Namespace(**plain, **FLEX | {"moe_flex_dispatcher_backend": backend})
+        assert says in refusal(model)
+        assert refusal(model).count(f"moe_flex_dispatcher_backend='{backend}'") == bool(says)
+
+
+@pytest.mark.parametrize(
+    "megatron", [FLEX, HYBRID_EP, FLEX | {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}]
+)
+def test_tokens_reach_experts_by_deepep_and_hybridep_too(megatron):
+    prepare_epp_args(arguments(**(EXPERTS | megatron)))
 
 
 @pytest.mark.parametrize(

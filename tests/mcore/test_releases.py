@@ -61,6 +61,11 @@ MORE_CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
         "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     },
+    "experts by DeepEP": {
+        "cell": {"dp": 2, "experts": 4, "ep": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex",
+    },
 }
 """In the set `slow`, by themselves."""
 

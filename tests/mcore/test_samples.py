@@ -32,6 +32,14 @@ DELTA = {
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 3,
 }
+FLEX = {
+    "replicas": 2,
+    "expert_parallel": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "flex",
+}
 LAYOUTS = [
     pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others but one have one, too
     pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
@@ -41,6 +49,7 @@ LAYOUTS = [
     pytest.param(2, LATENT, id="latent attention"),
     pytest.param(2, DELTA, id="gated delta nets"),
     pytest.param(2, {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}, id="windows and sinks"),
+    pytest.param(4, FLEX, id="experts by DeepEP"),
 ]
 
 

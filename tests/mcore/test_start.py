@@ -100,6 +100,15 @@ def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_fi
     assert asked.problems(user) == []
 
 
+@pytest.mark.parametrize("user", ["", "--epp-microbatches user"])
+def test_a_package_that_exchanges_experts_tokens_and_is_not_installed_is_named(asked: Asked, user: str) -> None:
+    flags = f"--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex {user}"
+    for more, backend in (("", "deepep"), ("--moe-flex-dispatcher-backend hybridep", "hybridep")):
+        (problem,) = asked.problems(f"{flags} {more}", world_size=2)
+        assert problem.startswith(f"--moe-token-dispatcher-type flex by {backend} needs deep_ep, which is not installed")
+    assert asked.problems(flags, world_size=2, wants_files=False) == []  # it may be where the run will be
+
+
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
     """Megatron divides by it all the same, and ends without one."""
     args = asked.args("--eval-iters 0")

@@ -8,8 +8,11 @@ import pytest
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_source, flags_of
 from megatron_epp.cost import H100, ModelShape, Rates
-from megatron_epp.cost.analytic import exchange_line
+from megatron_epp.cost.analytic import analytic_profile, exchange_line
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -74,6 +77,21 @@ def test_in_a_node_a_rank_gets_a_token_once():
     once = replace(SHAPE, expert_dispatcher="deepep")
     ranks = 8 * (1 - (7 / 8) ** 8)
     assert seconds(once, NODES) == pytest.approx(2 * ranks * TOKEN * (7 / 8) / H100.exchange_bytes)
+
+
+def test_hybridep_has_room_for_the_tokens_of_all_ranks_while_a_layer_runs():
+    """A rank's token is half of a chunk's: two ranks share these."""
+    shape = replace(SHAPE, expert_tensor_parallel=2, expert_dispatcher="hybridep")
+    assert shape.exchange_bytes_per_token == 8 * 2 * TOKEN
+    assert replace(shape, expert_dispatcher="deepep").exchange_bytes_per_token == 0
+    assert replace(shape, num_experts=None).exchange_bytes_per_token == 0
+    layout, adam = Layout((2, 2), Placement("looped", 2, 1)), OptimizerBytes.of_flags({})
+    hybrid, plain = (
+        analytic_profile(replace(shape, expert_dispatcher=name), H100).costs_on_device(layout, adam, 1)
+        for name in ("hybridep", "deepep")
+    )
+    for ours, theirs in zip(hybrid.stages, plain.stages, strict=True):
+        assert ours.layers.working_bytes_per_token - theirs.layers.working_bytes_per_token == 8 * 2 * TOKEN
 
 
 def test_the_dispatcher_is_the_one_that_the_flags_choose():

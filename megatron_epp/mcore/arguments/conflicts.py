@@ -123,8 +123,8 @@ OF_MODELS = (
     # What keeps state by the order of running (docs/megatron-state.md).
     *_flags("--moe-routing-trace-path --save-activations-interval --save-dgrads-interval", _IN_TURN, Door.ALL),
     *_flags("--save-tokens-per-expert-interval --logits-save-dir --logits-load-dir", _IN_TURN, Door.ALL),
-    *_flags("--defer-embedding-wgrad-compute --fine-grained-activation-offloading", _ORDER, Door.ALL),
-    *_flags("--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-paged-stash", _ORDER, Door.MICROBATCHES),
+    *_flags("--defer-embedding-wgrad-compute --fine-grained-activation-offloading --moe-paged-stash", _ORDER, Door.ALL),
+    *_flags("--overlap-moe-expert-parallel-comm --delay-wgrad-compute", _ORDER, Door.MICROBATCHES),
     *_flags("--num-microbatches-with-partial-activation-checkpoints", _ORDER, Door.MICROBATCHES),
     *_flags("--enable-mhc-connections", "leave it out: messages of plans have --hidden-size values a token", Door.ALL),
     MegatronFlag(

@@ -10,6 +10,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
 from megatron_epp.mcore.arguments.refusals import Rule, problems_of
+from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
@@ -77,7 +79,7 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     door = door_of(args)
     is_user = door is Door.USER
     of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START, ()))
-    of_files = (_written_folders,) if is_user else (_check_documents, *FILES)  # a script may read its own
+    of_files = (_packages, _written_folders) if is_user else (_check_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
@@ -157,6 +159,12 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
         path = getattr(args, name)
         if path and not _is_remote(path) and not Path(path).is_file():
             yield f"{flag_of(name)}: there is no file {path}"
+
+
+def _packages(args: Namespace) -> Iterator[str]:
+    """Yield a package that is missing, which Megatron would say when it builds the model."""
+    if (backend := flex_backend(args)) in ("deepep", "hybridep") and find_spec("deep_ep") is None:
+        yield f"--moe-token-dispatcher-type flex by {backend} needs deep_ep, which is not installed: add it, or use alltoall"
 
 
 def _written_folders(args: Namespace) -> Iterator[str]:
@@ -284,5 +292,5 @@ def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | Non
             yield f"{name} {value}, not {saved[name]}"
 
 
-FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_tokenizer, _written_folders, _checkpoint)
-"""Checks of files and folders, which are made on the first rank, and not in a dry run."""
+FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_packages, _tokenizer, _written_folders, _checkpoint)
+"""Checks of packages, files and folders, which are made on the first rank, and not in a dry run."""

@@ -275,8 +275,8 @@ _PIPELINE = (
         "Ranks that share an expert; with 1, expert-parallel ranks are neighbours (default: as many as tensor-parallel ones)."
     ),
     Flag("expert_dispatcher", "", "--expert-dispatcher", choices=DISPATCHERS).described(
-        "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts. Training "
-        "with --epp takes alltoall alone (default: what Megatron's flags in the model's file choose, or alltoall)."
+        "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts "
+        "(default: what Megatron's flags in the model's file choose, or alltoall)."
     ),
     Flag(
         "pipeline_parallel", "--pipeline-model-parallel-size", "--stages --pipeline-parallel --pipeline-size", COUNT

@@ -109,6 +109,8 @@ _FACTS = (
     _Fact("window_size", "costs", of_model=True),
     _Fact("window_attn_skip_freq", "costs", untold=(), of_model=True),
     _Fact("softmax_type", "costs", untold=("vanilla",), of_model=True),
+    _Fact("moe_token_dispatcher_type", "costs", untold=("alltoall", "allgather"), of_model=True),
+    _Fact("moe_flex_dispatcher_backend", "costs", untold=("deepep",), of_model=True),
     _Fact("epp_layout", "layout"),
     _Fact("epp_costs", "layout"),
     _Fact("epp_memory_cap_gb", "layout"),
@@ -212,5 +214,5 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
         costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        return on_device(costs, share, buffers=buffers)
+        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=model_shape(args).exchange_bytes_per_token)
     return costs if share is None else replace(costs, fragmentation_share=share)

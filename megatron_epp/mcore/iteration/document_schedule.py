@@ -129,6 +129,7 @@ def run_batch(
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
     with run.telling_others():
         _warm_up(run, batch)
+        _reserve(run, batch)
         _run_on_rank(run, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
@@ -197,6 +198,14 @@ def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
             layouts = batch.prepared.program.layouts
             attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
             run.warm_up.before(layouts, attends_again)
+
+
+def _reserve(run: SlicedRun, batch: GlobalBatch) -> None:
+    """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less."""
+    assert batch.plan is not None
+    largest = max(batch.plan.padded_tokens(chunk) for chunk in range(len(batch.plan.chunks)))
+    with run.watching("waits for the largest chunk of ranks that share experts"):
+        run.exchange_buffer.reserve(largest // run.problem.token_multiple)
 
 
 def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

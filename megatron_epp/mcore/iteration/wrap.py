@@ -136,6 +136,7 @@ _OF_SHAPE = (
     "normalization",
     "attention_output_gate",
     "moe_aux_loss_coeff",
+    "moe_flex_dispatcher_backend",
     "moe_router_dtype",
     "moe_router_group_topk",
     "moe_router_load_balancing_type",
@@ -143,6 +144,7 @@ _OF_SHAPE = (
     "moe_router_score_function",
     "moe_shared_expert_gate",
     "moe_shared_expert_intermediate_size",
+    "moe_token_dispatcher_type",
 )
 """Fields of a model's shape that Megatron's flags and its configuration call alike."""
 

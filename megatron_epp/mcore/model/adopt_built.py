@@ -15,11 +15,13 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import numbers
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.model.kinds.experts import flex_problems
 from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
@@ -122,6 +124,8 @@ def _refusal(model: Any) -> str:
             "the losses of its routers are divided by microbatches: build it with calculate_per_token_loss=True, or with "
             "moe_aux_loss_coeff=0"
         )
+    if problem := next(flex_problems(config, Door.MODEL), ""):
+        return problem
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
         return "its output layer gathers logits: build it with parallel_output=True"

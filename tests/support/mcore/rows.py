@@ -737,6 +737,39 @@ _HYBRID_LATENTS = Row(
 )
 
 
+# ---- experts by DeepEP and HybridEP ----------------------------------------------------------------------------------
+
+_HYBRID_EP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+FLEX: dict[str, dict[str, Any]] = {
+    "HybridEP, weights apart": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2, "split": True},
+        "plan": f"--epp-slices 3 --epp-recompute 1 {_HYBRID_EP}",
+    },
+    "DeepEP": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2, "split": True},
+        "plan": "--epp-slices 7 --epp-recompute 1 --moe-token-dispatcher-type flex --moe-enable-deepep",
+    },
+    "DeepEP, there and back": {
+        "cell": {"pp": 2, "dp": 2, "virtual": 2, "placement": "v", "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex",
+    },
+    "HybridEP, tensor and sequence parallel": {
+        "cell": {"tp": 2, "sp": True, "dp": 2, "experts": 4, "ep": 2},
+        "plan": f"--epp-slices 3 {_HYBRID_EP}",
+    },
+    "DeepEP, context parallel": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --moe-token-dispatcher-type flex",
+    },
+}
+"""Cases that stock trains with `alltoall`; the first is in the default set."""
+
+
+def _flex() -> list[Row]:
+    first, *others = _of_layers("experts by", FLEX)
+    return [first, *(replace(row, is_slow=True) for row in others)]
+
+
 # ---- parts that do not train -----------------------------------------------------------------------------------------
 
 _AGAIN = "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5"
@@ -824,6 +857,7 @@ ROWS = (
     *_of_layers("gated delta nets", DELTA),
     *_of_layers("windows and sinks", WINDOWS),
     *_long_of_layers(),
+    *_flex(),
     _HYBRID_LATENTS,
     *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),

@@ -157,4 +157,11 @@ def _script_rows() -> list[ScriptRow]:
     return rows
 
 
-SCRIPT_ROWS = tuple(_script_rows())
+_FLEX = f"{SGD} {ROPE} {EXPERTS.replace('alltoall', 'flex')} {LAYOUTS['expert parallel'][1]} --moe-flex-dispatcher-backend"
+SCRIPT_ROWS = (
+    *_script_rows(),
+    *(
+        ScriptRow(name=f"experts by {backend}", num_processes=4, flags=f"{_FLEX} {backend}", iterations=5, is_slow=True)
+        for backend in ("deepep", "hybridep")
+    ),
+)

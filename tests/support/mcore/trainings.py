@@ -21,11 +21,12 @@ def recorded(flags: Sequence[str], checkpoint: str | None = None) -> Run:
 
     Megatron's own schedule may need a stand-in for its attention (`stand_ins.has_stand_in`).
     """
-    from tests.support.mcore import local_hybrid, stand_ins
+    from tests.support.mcore import deep_ep_stand_in, local_hybrid, stand_ins
 
     local_hybrid.use_torch_norms()
     share_planner()
-    with stand_ins.plain_attention() if "stock" in flags and stand_ins.has_stand_in(flags) else nullcontext():
+    attention = stand_ins.plain_attention() if "stock" in flags and stand_ins.has_stand_in(flags) else nullcontext()
+    with attention, deep_ep_stand_in.installed() if "flex" in flags else nullcontext():
         return record(flags, None if checkpoint is None else Path(checkpoint))
 
 
@@ -39,12 +40,13 @@ def tensors(flags: Sequence[str]) -> dict[str, Any]:
     """
     from megatron.training import training
 
-    from tests.support.mcore import local_hybrid, stand_ins
+    from tests.support.mcore import deep_ep_stand_in, local_hybrid, stand_ins
 
     local_hybrid.use_torch_norms()
     kept: dict[str, Any] = {"losses": [], "gradients": [], "weights": {}}
     step = mock.patch.object(training, "train_step", _keeping(training.train_step, kept))
-    with stand_ins.plain_attention(), reversed_orders(), step, _told() as kept["log"]:
+    exchanges = deep_ep_stand_in.installed() if "flex" in flags else nullcontext()
+    with stand_ins.plain_attention(), exchanges, reversed_orders(), step, _told() as kept["log"]:
         train(flags)
     return kept
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
+from megatron_epp.mcore.features import pads_uneven_exchanges
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 from megatron_epp.planner.registry import begins_with_greedy
+
+if TYPE_CHECKING:
+    import torch
 
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
@@ -27,6 +32,15 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         )
     if ranks > 1:
         yield from _of_expert_parallel(args, ranks)
+    yield from flex_problems(args, Door.DOCUMENTS)
+    sharing = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    if flex_backend(args) == "deepep" and ranks * sharing == 1:
+        yield "--moe-token-dispatcher-type flex by deepep needs several ranks, and all experts are on each: use alltoall"
+    if flex_backend(args) == "hybridep" and args.moe_pad_expert_input_to_capacity:
+        yield (
+            "--moe-pad-expert-input-to-capacity counts the tokens with which --moe-flex-dispatcher-backend hybridep has chunks "
+            "padded: leave it out"
+        )
     if args.moe_pad_expert_input_to_capacity and (padding := _padding_by(args)):
         yield (
             f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
@@ -38,6 +52,38 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
             + ", ".join(sorted(_BALANCING))
         )
+
+
+def flex_backend(settings: Any) -> str:
+    """Return the backend of the flex dispatcher that flags, or a model's configuration, choose; empty for other dispatchers."""
+    if getattr(settings, "moe_token_dispatcher_type", None) != "flex":
+        return ""
+    return str("deepep" if settings.moe_enable_deepep else settings.moe_flex_dispatcher_backend)
+
+
+def flex_problems(settings: Any, door: Door) -> Iterator[str]:
+    """Yield why the flex dispatcher cannot exchange the tokens of chunks, of which ranks have unequal numbers."""
+    backend = flex_backend(settings)
+    refused = door.with_value("moe_flex_dispatcher_backend", backend)
+    if backend not in ("", "deepep", "hybridep"):
+        refused = f"{door.with_value('moe_token_dispatcher_type', 'flex')} with {refused}"
+        yield f"{refused} has buffers for a fixed number of tokens, and chunks differ: use deepep or hybridep"
+    if backend == "hybridep" and not pads_uneven_exchanges(settings):
+        yield (
+            f"{refused} needs equally many tokens on all ranks that share experts, chunks differ, and this Megatron does not "
+            "pad them there, as 0.19 does: use deepep"
+        )
+    if backend == "hybridep" and getattr(settings, "moe_expert_rank_capacity_factor", None) is not None:
+        factor = door.with_value("moe_expert_rank_capacity_factor", settings.moe_expert_rank_capacity_factor)
+        yield f"{factor} drops tokens by the size of the largest chunk of all ranks: leave it out"
+
+
+def _pad_exchanges(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Have Megatron pad what a layer gives to HybridEP to the largest chunk of all ranks that share experts."""
+    for module in model.modules():
+        config: Any = getattr(getattr(module, "token_dispatcher", None), "config", None)
+        if flex_backend(config) == "hybridep":
+            config.moe_hybridep_pad_uneven_dispatch_inputs = True
 
 
 def _padding_by(args: argparse.Namespace) -> str:
@@ -72,12 +118,12 @@ EXPERTS = LayerKind(
     name="experts",
     symbol="E",
     flags=(
-        MegatronFlag("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
         MegatronFlag("--moe-enable-routing-replay"),
         MegatronFlag("--overlap-moe-expert-parallel-comm"),
     ),
     problems=_problems,
+    adopt=_pad_exchanges,
 )
 """Tokens do not meet there, but ranks do: plans of replicas that share experts run in lockstep. Routers see no padding
-(`patches.routers`).
+(`patches.routers`). Where tokens were sent, the flex dispatcher keeps with the graph, so several chunks may be in flight.
 """

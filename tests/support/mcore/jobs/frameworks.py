@@ -127,6 +127,10 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         settings["activation_func"] = torch.nn.functional.silu  # which gated delta nets demand
     if is_latent:
         _take_sizes_of_latent_attention()
+    if settings.get("moe_token_dispatcher_type") == "flex":
+        from tests.support.mcore import deep_ep_stand_in
+
+        deep_ep_stand_in.install()
     world, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=4,
@@ -137,7 +141,6 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         virtual_pipeline_model_parallel_size=stages // world if virtual else None,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # which Megatron asks for even without experts
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -145,7 +148,8 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
         deallocate_pipeline_outputs=not virtual,
         num_moe_experts=num_experts,
         attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto,
-        **settings,
+        # Megatron asks for this dispatcher even without experts.
+        **{"moe_token_dispatcher_type": "alltoall"} | settings,
     )
     config.batch_p2p_comm = False
     spec = layer(num_experts=num_experts, multi_latent_attention=is_latent)

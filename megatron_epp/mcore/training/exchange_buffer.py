@@ -1,0 +1,66 @@
+"""Buffer of the flex dispatcher, by which ranks exchange the tokens of experts with DeepEP or HybridEP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.mcore.model.kinds.experts import flex_backend
+
+
+class ExchangeBuffer:
+    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP; none
+    without these.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
+        layers = (module for model in models for module in model.modules() if flex_backend(getattr(module, "config", None)))
+        dispatchers = (getattr(layer, "token_dispatcher", None) for layer in layers)
+        self._managers: dict[str, Any] = {flex_backend(d.config): d._comm_manager for d in dispatchers if d is not None}
+        self._num_tokens, self._device = 0, device
+
+    def allocate(self) -> None:
+        """Allocate DeepEP's buffer, whose size follows from the hidden size alone. A collective call of ranks that exchange."""
+        if (manager := self._managers.get("deepep")) is None:
+            return
+        from megatron.core.transformer.moe import fused_a2a
+
+        config = manager.config
+        token = torch.empty(1, config.moe_latent_size or config.hidden_size, dtype=config.params_dtype, device="meta")
+        fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate HybridEP's buffer ahead of an iteration if it is too small. A collective call of the ranks that exchange.
+
+        In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
+        the smaller one.
+
+        Args:
+            num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
+        """
+        if (manager := self._managers.get("hybridep")) is None:
+            return
+        from megatron.core.transformer.moe import fused_a2a
+
+        config, most = manager.config, torch.tensor([num_tokens], device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, manager.group)
+        num_tokens = int(most.item())
+        num_tokens += -num_tokens % fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT
+        if num_tokens <= self._num_tokens:
+            return
+        self._num_tokens = num_tokens
+        fused_a2a.reset_hybrid_ep_buffer()  # ahead of its successor, so that both are never there at once
+        fused_a2a.init_hybrid_ep_buffer(
+            manager.group,
+            config.moe_latent_size or config.hidden_size,
+            num_tokens,
+            manager.num_local_experts,
+            config.moe_flex_dispatcher_num_sms,
+            config.moe_flex_dispatcher_num_sms,
+            config.moe_hybridep_num_blocks_permute,
+            config.moe_hybridep_num_blocks_unpermute,
+            num_sms_preprocessing_api=config.moe_hybridep_num_sms_preprocessing,
+        )

@@ -1,0 +1,72 @@
+"""Job of `test_exchange_buffer.py`: buffers for a layer of experts, over two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what is allocated with each dispatcher for chunks of so many tokens, by iteration and rank."""
+    from megatron.core import mpu
+    from megatron.core.transformer.moe import fused_a2a
+
+    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
+    from tests.support.mcore import deep_ep_stand_in
+
+    mpu.initialize_model_parallel(expert_model_parallel_size=2)
+    cpu = torch.device("cpu")
+    with deep_ep_stand_in.installed():
+        layer = _layer("flex", "deepep")
+        deep = ExchangeBuffer([layer], cpu)
+        deep.allocate()
+        allocated = fused_a2a._buffer
+        deep.reserve(8)
+        layer(torch.randn(3 + dist.get_rank(), 1, 16))
+        of_deep = {
+            "num_bytes": allocated.num_nvl_bytes,
+            "is taken": fused_a2a._buffer is allocated,
+            "reserves": fused_a2a._hybrid_ep_buffer is not None,
+        }
+        fused_a2a._buffer = None
+        hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")], cpu), []
+        hybrid.allocate()
+        for tokens in sizes:
+            hybrid.reserve(tokens[dist.get_rank()])
+            made.append(fused_a2a._hybrid_ep_buffer)
+        of_hybrid = {
+            "sizes": [buffer.most for buffer in made],
+            "num buffers": len(dict.fromkeys(map(id, made))),
+            "allocates": fused_a2a._buffer is not None,
+        }
+        fused_a2a.reset_hybrid_ep_buffer()
+        plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
+        plain.allocate()
+        plain.reserve(8)
+        return {
+            "deepep": of_deep,
+            "hybridep": of_hybrid,
+            "alltoall": fused_a2a._buffer is not None or fused_a2a._hybrid_ep_buffer is not None,
+        }
+
+
+def _layer(dispatcher: str, backend: str) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend=backend,
+        use_cpu_initialization=True,
+    )
+    return specs.get_gpt_layer_local_spec(num_experts=4).submodules.mlp(config)
