@@ -49,6 +49,16 @@ CASES = (
         flags="--stages 8 --tensor-parallel 8 --sequence-parallel --expert-parallel 8 --data-parallel 4 --vocab-parallel on",
         context=1 << 17,
     ),
+    Case(
+        model="qwen3-next-80b-a3b",
+        flags="--stages 8 --tensor-parallel 2 --sequence-parallel --expert-parallel 16 --data-parallel 8 --vocab-parallel on",
+        context=1 << 17,
+    ),
+    Case(
+        model="gpt-oss-120b",
+        flags="--stages 4 --tensor-parallel 8 --sequence-parallel --expert-parallel 16 --data-parallel 4 --vocab-parallel on",
+        context=1 << 17,
+    ),
 )
 
 
