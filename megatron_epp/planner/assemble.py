@@ -8,10 +8,11 @@ from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
+from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Remedy, Step, is_unlimited
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.spans import parted
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
@@ -38,6 +39,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Deci
     if not isinstance(decisions, Decisions):
         raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")
     refuse_mistakes(decisions, problem, costs, options.planner)
+    if cut := parted(decisions.chunks, problem.lengths, problem.spans):
+        raise PlanError(f"by planner {options.planner!r} {cut}, which it does not know", Remedy("set", "planner", "greedy"))
     if decisions.token_multiple is not None:
         problem = replace(problem, token_multiple=decisions.token_multiple)
     tables = decisions.tables(problem, costs) if tables is None else tables

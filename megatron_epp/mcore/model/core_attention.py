@@ -20,6 +20,16 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.context import ChunkContext
 
 
+class _Alone:
+    """Process group of this rank alone, as far as Megatron's rotary embeddings ask."""
+
+    def size(self) -> int:
+        return 1
+
+
+_ALONE = _Alone()
+
+
 class ChunkParams(PackedSeqParams):
     """Packed-sequence parameters that carry a chunk's context through Megatron's layers.
 
@@ -30,6 +40,7 @@ class ChunkParams(PackedSeqParams):
 
     def __init__(self, context: ChunkContext, ahead: Any = None) -> None:
         super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
+        self.cp_group = _ALONE  # angles by several axes are of this rank's own positions
         self.context = context
         self.ahead = ahead  # `predictions.ChunkPredictions` on a stage with multi-token prediction, else None
 

@@ -1,0 +1,98 @@
+"""Input rows of a first stage that a caller's function makes, in place of the embedding's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkSpan, InputArrays
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention.context_parallel import of_group
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.model.stage import MegatronStage
+
+
+@dataclass(frozen=True, slots=True)
+class InputChunk:
+    """A chunk as a function of inputs gets it: all of its tokens, whatever ranks share them.
+
+    Attributes:
+        model: chunk of the model, without wrappers, on this rank.
+        tokens: int64 ``[1, tokens]``; 0 behind the last sequence, where a chunk is padded.
+        position_ids: int64 ``[1, tokens]``, or ``[3, 1, tokens]`` with three axes.
+        columns: float32 ``[tokens]`` or ``[tokens, width]``, the caller's own, by name.
+        spans: of the samples' spans those in the chunk, each whole.
+    """
+
+    model: Any
+    tokens: Tensor
+    position_ids: Tensor
+    columns: Mapping[str, Tensor]
+    spans: tuple[ChunkSpan, ...]
+    _language_model: Any
+
+    def embedded(self) -> Tensor:
+        """Return the embedding's rows of all tokens, ``[tokens, 1, hidden]``."""
+        with _of_all_tokens(self._language_model.embedding):
+            rows: Tensor = self._language_model.embedding(input_ids=self.tokens, position_ids=self.position_ids)
+            return rows
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInputs:
+    """A caller's function of inputs.
+
+    Attributes:
+        function: from an `InputChunk` to rows ``[tokens, 1, hidden]``.
+        names: of the samples' columns that it reads.
+    """
+
+    function: Callable[[InputChunk], Tensor]
+    names: tuple[str, ...] = ()
+
+    def rows(self, arrays: InputArrays, stage: MegatronStage) -> Tensor:
+        """Return this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``.
+
+        Raises:
+            EppError: the function gives something else than rows of the chunk's tokens.
+        """
+        columns = dict(zip(self.names, arrays.columns, strict=True))
+        model = unwrap_model(stage.model)
+        chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, stage.language_model)
+        rows: Any = self.function(chunk)
+        num_tokens = arrays.tokens.shape[1]
+        shape = num_tokens, 1, stage.config.hidden_size
+        if not isinstance(rows, Tensor) or rows.shape != shape:
+            made = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise EppError(f"inputs made {made} of a chunk; the model takes {list(shape)}, a row for every token")
+        if torch.is_grad_enabled() and not rows.requires_grad:  # of a chunk without spans, where encoders alone train
+            rows = rows.detach().requires_grad_()
+        shards = of_group(mpu.get_context_parallel_group()).shard(num_tokens)
+        rows = rows[shards[0]] if len(shards) == 1 else torch.cat([rows[shard] for shard in shards])
+        return scatter_to_sequence_parallel_region(rows) if stage.config.sequence_parallel else rows
+
+
+_PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+"""Attributes of Megatron's embeddings by which sequence-parallel ranks get a part of the rows."""
+
+
+@contextmanager
+def _of_all_tokens(embedding: Any) -> Iterator[None]:
+    """Have an embedding give all rows to every sequence-parallel rank in the body."""
+    parts = [(part, name) for part in embedding.modules() for name in _PARTS if getattr(part, name, False)]
+    for part, name in parts:
+        setattr(part, name, False)
+    try:
+        yield
+    finally:
+        for part, name in parts:
+            setattr(part, name, True)
