@@ -9,10 +9,13 @@ _INSIDE = ("module", "thinker", "language_model")
 
 
 def language_model_of(model: Any) -> Any:
-    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder."""
-    while model is not None and getattr(getattr(model, "decoder", None), "layers", None) is None:
-        model = next((inner for name in _INSIDE if (inner := getattr(model, name, None)) is not None), None)
-    return model
+    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder.
+
+    A multimodal model may show its language model's decoder as its own.
+    """
+    while (inner := next((part for name in _INSIDE if (part := getattr(model, name, None)) is not None), None)) is not None:
+        model = inner
+    return model if getattr(getattr(model, "decoder", None), "layers", None) is not None else None
 
 
 def axes_of(language_model: Any) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,14 @@ def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 class Training:
     """A model with a tower, wrapped in Megatron's data parallelism, with its samples."""
 
-    def __init__(self, loop: Any, everything: list[dict[str, Any]], frozen: str = "") -> None:
+    def __init__(self, loop: Any, models: list[Any], everything: list[dict[str, Any]], step: Any, frozen: str = "") -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-        torch.manual_seed(3)
-        models = [VisionLanguage(model) for model in loop.models]
         for model in models:
             for name, weight in model.named_parameters():
                 weight.requires_grad_(not frozen or frozen not in name)
-        self.loop, self.config, self.everything = loop, models[0].config, everything
+        self.loop, self.config, self.everything, self.whole_step = loop, models[0].config, everything, step
         self.chunks = [DistributedDataParallel(self.config, DistributedDataParallelConfig(), model) for model in models]
         self.config.finalize_model_grads_func = finalize_model_grads
         replica, replicas = (getattr(parallel_state, f"get_data_parallel_{name}")() for name in ("rank", "world_size"))
@@ -168,7 +167,7 @@ class Training:
 
         self.zero()
         loop = self.loop
-        loop.forward_step, loop.models, loop.lengths = whole_step, self.chunks, tuple(range(len(self.mine)))
+        loop.forward_step, loop.models, loop.lengths = self.whole_step, self.chunks, tuple(range(len(self.mine)))
         loop.batches = lambda: iter(self.mine)
         losses = loop.call(get_forward_backward_func(), model=self.chunks if len(self.chunks) > 1 else self.chunks[0])
         return self.gradients(), sum(float(loss["loss"]) for loss in losses)
@@ -180,6 +179,58 @@ class Training:
             results.append(self.whole())
             self.step()
         return start, results, self.weights()
+
+
+def compared(
+    training: Training,
+    start: list[Tensor],
+    expected: list[tuple[list[Tensor], float]],
+    after: list[Tensor],
+    inputs: Any,
+    plans: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return how far steps in slices are from `Training.stepped`, whose results are given.
+
+    Args:
+        inputs: function that makes input rows.
+        plans: more settings of `wrap_samples`.
+    """
+    from megatron.core import parallel_state
+
+    import megatron_epp
+
+    training.load(start)
+    schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
+    reports, worst = [], 0.0
+    for number in range(STEPS):
+        training.zero()
+        if number:  # planned with other payloads, which the call does not take
+            stale = [one | {"spans": [span | {"payload": None} for span in one["spans"]]} for one in training.everything]
+            schedule.plan_ahead(model=training.chunks, samples=stale)
+        reports.append(schedule(model=training.chunks, samples=training.everything))
+        worst = max(worst, apart(training.gradients(), expected[number][0]))
+        training.step()
+    schedule.close()
+    encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "language_model" not in name]
+    return {
+        "worst": worst,
+        "weights": apart(training.weights(), after),
+        "losses": [report.means["next token"] * report.divisor for report in reports],
+        "expected": [loss for _, loss in expected],
+        "replica": parallel_state.get_data_parallel_rank(),
+        "chunks": reports[0].num_chunks,
+        "trained encoder": sum(float(weight.main_grad.norm()) for weight in encoders if weight.requires_grad),
+    }
+
+
+def _read(folder: Path, stages: Iterable[int]) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
+    """Return what `Training.stepped` returned on ranks of one stage each, for a rank with several stages."""
+    starts, results, afters = zip(*(torch.load(Path(folder, f"{stage}.pt")) for stage in stages), strict=True)
+    steps = [
+        ([gradient for gradients, _ in of_stages for gradient in gradients], sum(loss for _, loss in of_stages))
+        for of_stages in zip(*results, strict=True)
+    ]
+    return [*chain(*starts)], steps, [*chain(*afters)]
 
 
 def pictures(
@@ -206,32 +257,10 @@ def pictures(
     loop = begin(LENGTHS, stages, replicas=replicas, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
 
-    import megatron_epp
-
-    training = Training(loop, samples(axes), frozen)
-    file = f"{parallel_state.get_pipeline_model_parallel_rank()}.pt"
-    start, expected, after = training.stepped() if read is None else torch.load(Path(read, file))
+    torch.manual_seed(3)
+    training = Training(loop, [VisionLanguage(model) for model in loop.models], samples(axes), whole_step, frozen)
+    rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+    start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
     if written is not None:
-        torch.save((start, expected, after), Path(written, file))
-    training.load(start)
-    schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
-    reports, worst = [], 0.0
-    for number in range(STEPS):
-        training.zero()
-        if number:  # planned with other payloads, which the call does not take
-            stale = [one | {"spans": [span | {"payload": None} for span in one["spans"]]} for one in training.everything]
-            schedule.plan_ahead(model=training.chunks, samples=stale)
-        reports.append(schedule(model=training.chunks, samples=training.everything))
-        worst = max(worst, apart(training.gradients(), expected[number][0]))
-        training.step()
-    schedule.close()
-    encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "vision_model" in name]
-    return {
-        "worst": worst,
-        "weights": apart(training.weights(), after),
-        "losses": [report.means["next token"] * report.divisor for report in reports],
-        "expected": [loss for _, loss in expected],
-        "replica": parallel_state.get_data_parallel_rank(),
-        "chunks": reports[0].num_chunks,
-        "trained encoder": sum(float(weight.main_grad.norm()) for weight in encoders if weight.requires_grad),
-    }
+        torch.save((start, expected, after), Path(written, f"{rank}.pt"))
+    return compared(training, start, expected, after, inputs, plans)
