@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.work import Spans, TrainedParts
+from megatron_epp.cost.work import Spans, TrainedParts, span_work_of
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.data.iterator import DisagreementError, Item, PlanSource, spans_of
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.shape import model_shape
@@ -164,8 +164,12 @@ class SlicedRun(Run):
         has_output = self.vocabulary is not None or (last is not None and last.has_loss)
         inputs = batch.prepared.inputs
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
+        of_spans = {}
+        if self.learning is not None and (spans := spans_of(batch.dataset, batch.indices)):
+            layers = max(1, self.costs.num_layers[0]) if self.costs is not None else 1
+            of_spans = {"span_tokens": lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers}
         with self.watching("waits for others' times"):
-            learnt = None if self.learning is None else self.learning.after(plan, recorder, share)
+            learnt = None if self.learning is None else self.learning.after(plan, recorder, share, **of_spans)
             if learnt is not None and self.plans and self.learnt_planner is not None:
                 self.learnt_planner.plan_with(self._planner_by(learnt))
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
