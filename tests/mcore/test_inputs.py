@@ -9,11 +9,13 @@ TOLERANCE = 1e-5
 LAYOUTS = [
     pytest.param(2, {}, id="pipeline"),
     pytest.param(2, {"axes": 3}, id="three axes"),
-    pytest.param(4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
+    pytest.param(
+        4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
+    ),
     pytest.param(4, {"replicas": 2}, id="replicas"),
     pytest.param(2, {"frozen": "vision_model"}, id="a frozen tower"),
     pytest.param(2, {"frozen": "language_model"}, id="a frozen language model"),
-    pytest.param(2, {"plans": {"recompute": 1}}, id="recompute"),
+    pytest.param(2, {"plans": {"recompute": 1}, "feature_layers": 2}, id="recompute, features behind layers"),
 ]
 
 
@@ -36,6 +38,28 @@ def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_sampl
     assert_equal(num_ranks, {"axes": 3, "read": tmp_path, **layout})
 
 
+TOLD = {
+    "no function": "sample 0 has 3 spans, and no function makes their rows: pass inputs=",
+    "columns without a function": "input_columns volume are for a function of inputs, and there is none: pass inputs=",
+    "features without a function": "feature_layers 0, 1 are for a function of inputs, and there is none: pass inputs=",
+    "no column": "sample 0 has no volume, which the inputs read; it has tokens, trained, spans",
+    "a span beyond the end": "sample 0: span 0 has tokens 40 to 45, and the sample has inputs 0 to 44",
+    "forced": "cannot be cut at a multiple of 1 outside of its 1 spans there, the first of tokens 3 to 15; chunks have 8 tokens",
+    "another planner": "by planner 'seq1f1b' sequence ",
+    "rows of another shape": "16] of a chunk; the model takes [",
+    "positions": "sample 0 has positions, which a model with position_embedding_type='mrope' alone reads",
+    "features behind the first stage": "layer 4, counted from 0, and the first stage has 4 layers: give it more",
+    "no features": "inputs must return rows and 1 features, one for each of feature_layers",
+    "right": "trains",
+}
+
+
+def test_what_cannot_be_honoured_is_told_before_anything_starts():
+    (said,) = of_ranks(job(1, "inputs:refusals"))
+    assert said.keys() == TOLD.keys()
+    assert {name: text for name, text in said.items() if TOLD[name] not in text} == {}
+
+
 def assert_equal(num_ranks, layout):
     ranks = of_ranks(job(num_ranks, "inputs:pictures", **layout))
     assert len(ranks) == num_ranks
@@ -44,5 +68,6 @@ def assert_equal(num_ranks, layout):
         assert rank["weights"] <= TOLERANCE
         assert rank["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
     expected = {rank["replica"]: rank["expected"] for rank in ranks if any(rank["expected"])}
+    assert ranks[0]["evaluated"] == pytest.approx(ranks[0]["losses"][0], rel=TOLERANCE)
     assert ranks[0]["losses"] == pytest.approx([sum(losses) for losses in zip(*expected.values(), strict=True)], rel=TOLERANCE)
     assert (sum(rank["trained encoder"] for rank in ranks) > 0) == (layout.get("frozen") != "vision_model")

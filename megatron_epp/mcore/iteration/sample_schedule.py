@@ -383,8 +383,9 @@ def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
 def wrap_samples(
     *,
     loss: Loss | str | None = None,
-    inputs: Callable[[InputChunk], torch.Tensor] | None = None,
+    inputs: Callable[[InputChunk], Any] | None = None,
     input_columns: Sequence[str] = (),
+    feature_layers: Sequence[int] = (),
     **settings: object,
 ) -> SampleSchedule:
     """Return a function that trains a model on samples in slices, with a loss of the caller's.
@@ -397,17 +398,20 @@ def wrap_samples(
         inputs: makes the input rows ``[tokens, 1, hidden]`` of a chunk (`InputChunk`) on the first stage; by default the
             model's embedding does. Samples may have ``spans`` then.
         input_columns: names of samples' columns that `inputs` reads, with a row for every token as an input.
+        feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
+            behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
         settings: flags of training by their names behind ``--epp-`` (`SETTINGS`): ``memory_cap_gb=60``.
 
     Raises:
         EppError: there is no such setting, value or loss.
     """
     flags = flags_of("wrap_samples", settings, SETTINGS)
-    if inputs is None and input_columns:
-        raise EppError(
-            f"input_columns {', '.join(input_columns)} are for a function of inputs, and there is none: pass inputs="
-        )
-    own = None if inputs is None else OwnInputs(inputs, tuple(input_columns))
+    for name, values in (("input_columns", input_columns), ("feature_layers", feature_layers)):
+        if inputs is None and values:
+            raise EppError(
+                f"{name} {', '.join(map(str, values))} are for a function of inputs, and there is none: pass inputs="
+            )
+    own = None if inputs is None else OwnInputs(inputs, tuple(input_columns), tuple(feature_layers))
     if isinstance(loss, str):
         return SampleSchedule(load_loss(loss), flags, own)
     return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), flags, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,33 +52,67 @@ class OwnInputs:
     """A caller's function of inputs.
 
     Attributes:
-        function: from an `InputChunk` to rows ``[tokens, 1, hidden]``.
+        function: from an `InputChunk` to rows ``[tokens, 1, hidden]``, or to a pair of these and of features, ``[tokens, 1,
+            hidden]`` each.
         names: of the samples' columns that it reads.
+        layers: numbers of the model's layers, from 0, to whose outputs the features are added.
     """
 
-    function: Callable[[InputChunk], Tensor]
+    function: Callable[[InputChunk], Any]
     names: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
 
-    def rows(self, arrays: InputArrays, stage: MegatronStage) -> Tensor:
-        """Return this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``.
+    def check(self, first_stage_layers: int) -> None:
+        """Raise `EppError` where features enter layers that the first stage has not."""
+        if beyond := [layer for layer in self.layers if not 0 <= layer < first_stage_layers]:
+            raise EppError(
+                f"features of inputs enter behind layer {beyond[0]}, counted from 0, and the first stage has "
+                f"{first_stage_layers} layers: give it more (num_layers_in_first_pipeline_stage)"
+            )
+
+    @contextmanager
+    def entering(self, arrays: InputArrays, stage: MegatronStage) -> Iterator[Tensor]:
+        """Return a context with this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``, in which layers get the features.
 
         Raises:
-            EppError: the function gives something else than rows of the chunk's tokens.
+            EppError: the function gives something else than rows, and features, of the chunk's tokens.
         """
         columns = dict(zip(self.names, arrays.columns, strict=True))
         model = unwrap_model(stage.model)
         chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, stage.language_model)
-        rows: Any = self.function(chunk)
-        num_tokens = arrays.tokens.shape[1]
-        shape = num_tokens, 1, stage.config.hidden_size
-        if not isinstance(rows, Tensor) or rows.shape != shape:
-            made = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-            raise EppError(f"inputs made {made} of a chunk; the model takes {list(shape)}, a row for every token")
-        if torch.is_grad_enabled() and not rows.requires_grad:  # of a chunk without spans, where encoders alone train
-            rows = rows.detach().requires_grad_()
-        shards = of_group(mpu.get_context_parallel_group()).shard(num_tokens)
-        rows = rows[shards[0]] if len(shards) == 1 else torch.cat([rows[shard] for shard in shards])
-        return scatter_to_sequence_parallel_region(rows) if stage.config.sequence_parallel else rows
+        rows, features = self.function(chunk), ()
+        if self.layers:
+            if not isinstance(rows, tuple) or len(rows) != 2 or len(rows[1]) != len(self.layers):
+                raise EppError(f"inputs must return rows and {len(self.layers)} features, one for each of feature_layers")
+            rows, features = rows
+        rows, *own = (_part(x, arrays.tokens.shape[1], stage.config) for x in (rows, *features))
+        with ExitStack() as hooks:
+            for layer, more in zip(self.layers, own, strict=True):
+                hooks.callback(stage.decoder.layers[layer].register_forward_hook(_Added(more)).remove)
+            yield rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """Hook that adds features to a layer's hidden states."""
+
+    features: Tensor
+
+    def __call__(self, layer: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return output[0] + self.features, *output[1:]
+        return output + self.features
+
+
+def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
+    """Return this context- and sequence-parallel rank's part of rows of all tokens of a chunk."""
+    shape = num_tokens, 1, config.hidden_size
+    if not isinstance(rows, Tensor) or rows.shape != shape:
+        made = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise EppError(f"inputs made {made} of a chunk; the model takes {list(shape)}, a row for every token")
+    shards = of_group(mpu.get_context_parallel_group()).shard(num_tokens)
+    rows = rows[shards[0]] if len(shards) == 1 else torch.cat([rows[shard] for shard in shards])
+    return scatter_to_sequence_parallel_region(rows) if config.sequence_parallel else rows
 
 
 _PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings")

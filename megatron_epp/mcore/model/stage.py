@@ -135,6 +135,8 @@ class MegatronStage:
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         if self.token_multiple > 1:
             check_routers(model)
+        if own_inputs is not None:
+            own_inputs.check(len(layers))
         self._device = own_device()
 
     @property
@@ -199,10 +201,8 @@ class MegatronStage:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
-        with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
-            arguments = self.arguments(inputs)
-            if inputs.of_inputs is not None and self.own_inputs is not None:
-                arguments["decoder_input"] = self.own_inputs.rows(inputs.of_inputs, self)
+        with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk, self._rows(inputs) as rows:
+            arguments = self.arguments(inputs) | ({} if rows is None else {"decoder_input": rows})
             output = self._called(**arguments, attention_mask=None, packed_seq_params=params)
         self.language_model.set_input_tensor(None)  # or it would hold the last one
         # The scale is one for the class, and each backward reads it then: it is the same for all chunks.
@@ -268,6 +268,12 @@ class MegatronStage:
             "labels": inputs.labels if self.is_last and not self.gives_values else None,
             "loss_mask": inputs.loss_mask if self.is_last else None,
         }
+
+    def _rows(self, inputs: ChunkInputs) -> AbstractContextManager[Tensor | None]:
+        """Return a context with the rows that a caller's function makes; with None where the embedding makes them."""
+        if inputs.of_inputs is None or self.own_inputs is None:
+            return nullcontext()
+        return self.own_inputs.entering(inputs.of_inputs, self)
 
     def rows(self, loss_mask: Tensor) -> Tensor | None:
         """Return the tokens that a last stage multiplies with the output layer, given their mask on the CPU; None for all."""

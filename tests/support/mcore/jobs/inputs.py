@@ -18,7 +18,8 @@ PICTURES = {0: ((3, 3, 4), (17, 2, 3), (30, 5, 2)), 2: ((0, 4, 4),), 3: ((2, 1, 
 """Of samples: the first token, height and width in patches of each of their pictures."""
 LENGTHS = (44, 10, 24, 6, 18, 56)
 PATCH = 12
-STEPS = 2
+STEPS = 6
+"""More than those from which costs are learnt."""
 PICTURE = 7
 """Token in the place of a picture's patches."""
 
@@ -33,19 +34,21 @@ class Tower(torch.nn.Module):
         self.layers = torch.nn.ModuleList([layer() for _ in range(2)])
         self.projection = torch.nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        """Return rows ``[patches, hidden]`` of ``[patches, PATCH]`` values."""
-        x = self.embedding(patches)
+    def forward(self, patches: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return rows ``[patches, hidden]`` of ``[patches, PATCH]`` values, and as many for layers of the language model."""
+        x, features = self.embedding(patches), []
         for layer in self.layers:
             x = layer(x)
-        return self.projection(x)
+            features.append(x.tanh())
+        return self.projection(x), features
 
 
 class VisionLanguage(torch.nn.Module):
-    """A language model, and on the first stage a tower."""
+    """A language model, and on the first stage a tower, whose features are added to the outputs of some first layers."""
 
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, feature_layers: int = 0) -> None:
         super().__init__()
+        self.feature_layers = feature_layers
         self.config, self.model_type, self.vp_stage = language_model.config, language_model.model_type, language_model.vp_stage
         self.language_model = language_model
         self.pre_process, self.share_embeddings_and_output_weights = language_model.pre_process, False
@@ -56,17 +59,26 @@ class VisionLanguage(torch.nn.Module):
         """Return losses of one sample, of whose pictures the first tokens and patches are given."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
-        rows = None
+        rows, hooks = None, []
         if self.language_model.pre_process:
             rows = self.language_model.embedding(tokens, positions)
             if self.config.sequence_parallel:
                 rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
-            rows = merged(rows, [(start, self.vision_model(patches)) for start, patches in pictures])
+            seen = [(start, *self.vision_model(patches)) for start, patches in pictures]
+            entering = [merged(rows, [(start, own) for start, own, _ in seen])]
+            for layer in range(self.feature_layers):
+                entering.append(merged(torch.zeros_like(rows), [(start, features[layer]) for start, _, features in seen]))
             if self.config.sequence_parallel:
-                rows = scatter_to_sequence_parallel_region(rows)
+                entering = [scatter_to_sequence_parallel_region(part) for part in entering]
+            rows, *features = entering
+            for layer, more in zip(self.language_model.decoder.layers, features, strict=False):
+                hooks.append(layer.register_forward_hook(lambda _, args, output, more=more: (output[0] + more, output[1])))
         length = tokens.shape[1]
         mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-        return self.language_model(tokens, positions, mask, decoder_input=rows, labels=labels)
+        output = self.language_model(tokens, positions, mask, decoder_input=rows, labels=labels)
+        for hook in hooks:
+            hook.remove()
+        return output
 
     def set_input_tensor(self, tensors: Any) -> None:
         self.language_model.set_input_tensor(tensors)
@@ -87,7 +99,11 @@ def inputs(chunk: Any) -> Tensor:
     rows = chunk.embedded()
     if chunk.columns:
         rows = rows * chunk.columns["volume"][:, None, None]
-    return merged(rows, [(span.start, chunk.model.vision_model(span.payload)) for span in chunk.spans])
+    seen = [(span.start, *chunk.model.vision_model(span.payload)) for span in chunk.spans]
+    own = merged(rows, [(start, own) for start, own, _ in seen])
+    layers = range(chunk.model.feature_layers)
+    more = [merged(torch.zeros_like(rows), [(start, features[at]) for start, _, features in seen]) for at in layers]
+    return (own, more) if more else own
 
 
 def samples(axes: int = 1) -> list[dict[str, Any]]:
@@ -159,7 +175,7 @@ class Training:
         with torch.no_grad():
             for weight in self.parameters:
                 if weight.requires_grad:
-                    weight -= 0.5 * weight.main_grad
+                    weight -= 0.01 * weight.main_grad
 
     def whole(self) -> tuple[list[Tensor], float]:
         """Return the gradients of this replica's samples by Megatron's schedule, and the sum of their losses."""
@@ -201,6 +217,7 @@ def compared(
 
     training.load(start)
     schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
+    evaluated = schedule(model=training.chunks, samples=training.everything, forward_only=True)
     reports, worst = [], 0.0
     for number in range(STEPS):
         training.zero()
@@ -216,6 +233,7 @@ def compared(
         "worst": worst,
         "weights": apart(training.weights(), after),
         "losses": [report.means["next token"] * report.divisor for report in reports],
+        "evaluated": evaluated.means["next token"] * evaluated.divisor,
         "expected": [loss for _, loss in expected],
         "replica": parallel_state.get_data_parallel_rank(),
         "chunks": reports[0].num_chunks,
@@ -239,6 +257,7 @@ def pictures(
     frozen: str = "",
     plans: Mapping[str, Any] | None = None,
     axes: int = 1,
+    feature_layers: int = 0,
     written: Path | None = None,
     read: Path | None = None,
     **settings: Any,
@@ -249,6 +268,7 @@ def pictures(
         frozen: part of the names of parameters that do not train.
         plans: more settings of `wrap_samples`.
         axes: of positions; 3 for M-RoPE.
+        feature_layers: layers behind which features of the tower are added, from the first.
         written: folder for what Megatron's schedule does, for a job with ranks that it does not know.
         read: folder from which that is read.
     """
@@ -258,9 +278,48 @@ def pictures(
     from megatron.core import parallel_state
 
     torch.manual_seed(3)
-    training = Training(loop, [VisionLanguage(model) for model in loop.models], samples(axes), whole_step, frozen)
+    models = [VisionLanguage(model, feature_layers) for model in loop.models]
+    training = Training(loop, models, samples(axes), whole_step, frozen)
+    plans = dict(plans or {}) | {"feature_layers": tuple(range(feature_layers))}
     rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
     start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
     if written is not None:
         torch.save((start, expected, after), Path(written, f"{rank}.pt"))
     return compared(training, start, expected, after, inputs, plans)
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
+    loop = begin(LENGTHS, calculate_per_token_loss=True)
+
+    import megatron_epp
+    from megatron_epp.plan import EppError
+
+    model, said, right = VisionLanguage(loop.models[0]), {}, samples()
+
+    def told(name: str, batch: Any = right, **settings: Any) -> None:
+        schedule = None
+        try:
+            schedule = megatron_epp.wrap_samples(**SETTINGS | settings)
+            schedule(model=model, samples=batch)
+            said[name] = "trains"
+        except EppError as error:
+            said[name] = str(error)
+        finally:
+            if schedule is not None:
+                schedule.close()
+
+    first, *others = right
+    told("no function")
+    told("columns without a function", [], input_columns=["volume"])
+    told("features without a function", [], feature_layers=(0, 1))
+    told("no column", inputs=inputs, input_columns=["volume"])
+    told("a span beyond the end", [first | {"spans": [{"start": 40, "tokens": 5}]}, *others], inputs=inputs)
+    told("forced", inputs=inputs, slices=None, chunk_tokens=8)
+    told("another planner", inputs=inputs, planner="seq1f1b", slices=None, chunk_tokens=25)
+    told("rows of another shape", inputs=lambda chunk: inputs(chunk)[:, 0])
+    told("positions", [one | {"positions": [[0, 0, 0]] * len(one["tokens"])} for one in right], inputs=inputs)
+    told("features behind the first stage", inputs=inputs, feature_layers=(0, 4))
+    told("no features", inputs=inputs, feature_layers=(0,))
+    told("right", inputs=inputs)
+    return said
