@@ -101,7 +101,7 @@ class PipelineCosts:
         return tuple(map(self.stages.index, self.stages))
 
     def equal_stages_of(self, work: ChunkWork) -> tuple[int, ...]:
-        """As `equal_stages`, for these chunks: the first stage is like no other where they have spans."""
+        """Return `equal_stages` for these chunks: the first stage is like no other where they have spans."""
         if work.span_work is None:
             return self.equal_stages
         return 0, *(1 + self.stages[1:].index(stage) for stage in self.stages[1:])

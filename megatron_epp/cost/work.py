@@ -30,7 +30,7 @@ TrainedParts = tuple[int, ...]
 """Numbers of trained tokens in equal parts of a sequence, in order; the length of a part is rounded."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens ``[start, end)`` of a sequence that no cut may part, such as a picture's.
 
     Attributes:
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     work: float = 0.0
 
 
-Spans = tuple[Span, ...]
+Spans = tuple[TokenSpan, ...]
 """Spans of a sequence, ascending; they do not overlap."""
 
 
@@ -166,7 +166,7 @@ class ChunkWork:
             sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         num_slices: of that sequence; zero without a slice.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
-        span_work: work of the spans that a chunk holds (`Span`); None without any.
+        span_work: work of the spans that a chunk holds (`TokenSpan`); None without any.
     """
 
     tokens: IntColumn

@@ -133,7 +133,7 @@ class ChunkSpan:
 
     @property
     def payload(self) -> Any:
-        """What the sample gave for the span, as it gave it."""
+        """Object that the sample gave for the span, unchanged."""
         return self._payload_of()
 
 
@@ -154,7 +154,7 @@ class InputArrays:
 
 
 class InputColumns(NamedTuple):
-    """What a model's first stage reads of samples besides tokens.
+    """Names and shapes of what a model reads of samples besides tokens.
 
     Attributes:
         names: of columns for a caller's function; None without such a function.
@@ -301,7 +301,7 @@ class GlobalBatch:
             multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
             of_loss: what a loss of the user's asks for; None without one.
-            of_inputs: what the first stage reads besides tokens.
+            of_inputs: columns are read for a function on the first stage, positions on all stages.
         """
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
@@ -332,11 +332,11 @@ class GlobalBatch:
         own, more = torch.from_numpy, AheadArrays(*map(torch.from_numpy, ahead)) if depths else None
         read = None if of_loss is None else self._of_loss(chunk.segments, loss_mask, of_loss)
         at_axes = own(position_ids if of_inputs.axes > 1 else position_ids[0])
-        made = None
+        whole = None
         if of_inputs.names is not None:
             columns = tuple(own(self._column(name, chunk.segments, num_padded)) for name in of_inputs.names)
-            made = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
-        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, made)
+            whole = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, whole)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
         """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.cost.work import Span
+from megatron_epp.cost.work import TokenSpan
 from megatron_epp.data.batch import OF_TOKENS, PADDING_TOKEN, InputColumns, LossColumns
 from megatron_epp.data.records import records
 from megatron_epp.plan.errors import EppError, Remedy
@@ -54,7 +54,7 @@ class TokenSample:
     trained: np.ndarray | None
     columns: Mapping[str, np.ndarray]
     group: int | str | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TokenSpan, ...] = ()
     payloads: tuple[Any, ...] = ()
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     positions: np.ndarray | None = None
@@ -75,7 +75,7 @@ class TokenSample:
         Args:
             record: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
             asks: what the loss asks for; other columns are not read.
-            of_inputs: what the first stage reads.
+            of_inputs: columns and positions that the model reads; spans are refused where no function does.
             vocab_size: tokens must be below it; None for no check.
 
         Raises:
@@ -179,7 +179,7 @@ class Samples:
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
 
-    def spans(self, index: int) -> tuple[Span, ...]:
+    def spans(self, index: int) -> tuple[TokenSpan, ...]:
         """Return the spans of a sequence, ascending."""
         return self._samples[index].spans
 
@@ -267,28 +267,28 @@ def _column(values: Any, num_tokens: int, what: str, width: int | None = None) -
 
 def _spans(
     record: Mapping[str, Any], what: str, num_inputs: int, asked: InputColumns
-) -> tuple[tuple[Span, ...], tuple[Any, ...]]:
+) -> tuple[tuple[TokenSpan, ...], tuple[Any, ...]]:
     """Return the spans of a record, ascending, and their payloads."""
-    if not (given := record.get(SPANS)):
+    if not (listed := record.get(SPANS)):
         return (), ()
     if asked.names is None:
-        raise EppError(f"{what} has {len(given)} {SPANS}, and no function makes their rows: pass inputs=")
-    pairs = sorted((_span(span, f"{what}: span {number}", num_inputs), number) for number, span in enumerate(given))
+        raise EppError(f"{what} has {len(listed)} {SPANS}, and no function makes their rows: pass inputs=")
+    pairs = sorted((_span(span, f"{what}: span {number}", num_inputs), number) for number, span in enumerate(listed))
     for (before, first), (after, second) in pairwise(pairs):
         if after.start < before.end:
             numbers = (
                 f"spans {first} and {second} overlap: tokens {before.start} to {before.end} and {after.start} to {after.end}"
             )
             raise EppError(f"{what}: {numbers}")
-    return tuple(span for span, _ in pairs), tuple(given[number].get("payload") for _, number in pairs)
+    return tuple(span for span, _ in pairs), tuple(listed[number].get("payload") for _, number in pairs)
 
 
-def _span(given: Any, what: str, num_inputs: int) -> Span:
-    if not isinstance(given, Mapping) or (unknown := given.keys() - {"start", "tokens", "work", "payload"}):
-        named = "" if not isinstance(given, Mapping) else f"; it has {', '.join(map(str, unknown))}"
+def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
+    if not isinstance(fields, Mapping) or (unknown := fields.keys() - {"start", "tokens", "work", "payload"}):
+        named = "" if not isinstance(fields, Mapping) else f"; it has {', '.join(map(str, unknown))}"
         raise EppError(f"{what} must be a dict of start and tokens, with work and payload if there are any{named}")
     try:
-        start, tokens, work = operator.index(given["start"]), operator.index(given["tokens"]), float(given.get("work", 0.0))
+        start, tokens, work = operator.index(fields["start"]), operator.index(fields["tokens"]), float(fields.get("work", 0.0))
     except (KeyError, TypeError, ValueError):
         raise EppError(f"{what} needs start and tokens, two integers, and work as a number") from None
     if start < 0 or tokens < 1 or start + tokens > num_inputs:
@@ -298,7 +298,7 @@ def _span(given: Any, what: str, num_inputs: int) -> Span:
         )
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
-    return Span(start, start + tokens, work)
+    return TokenSpan(start, start + tokens, work)
 
 
 def _input_column(record: Mapping[str, Any], name: str, num_tokens: int, what: str) -> np.ndarray:
@@ -312,13 +312,13 @@ def _input_column(record: Mapping[str, Any], name: str, num_tokens: int, what: s
 
 
 def _positions(record: Mapping[str, Any], what: str, num_tokens: int, axes: int) -> np.ndarray | None:
-    if (given := record.get(POSITIONS)) is None:
+    if (rows := record.get(POSITIONS)) is None:
         return None
     if axes == 1:
         raise EppError(
             f"{what} has {POSITIONS}, which a model with position_embedding_type='mrope' alone reads: leave them out"
         )
-    positions = _numbers(given, f"{what}: {POSITIONS}")
+    positions = _numbers(rows, f"{what}: {POSITIONS}")
     if positions.shape != (num_tokens, axes):
         shape = " x ".join(map(str, positions.shape)) or "one number"
         raise EppError(f"{what}: {POSITIONS} is {shape}; the model reads {axes} for each of {num_tokens} tokens")

@@ -12,7 +12,6 @@ from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Predi
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.spans import parted
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
@@ -23,6 +22,7 @@ from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_lay
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary import completed_with_shards
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import Tables
 
 

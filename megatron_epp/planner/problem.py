@@ -12,7 +12,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.work import ChunkWork, Spans, TrainedParts, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, InfeasibleError, PlanError, Recompute, Remedy
 from megatron_epp.plan.recompute import FULL
-from megatron_epp.planner.chunks.spans import refuse_forced_cuts
+from megatron_epp.planner.spans import refuse_forced_cuts
 
 FULL_ONLY = (FULL,)
 """The recompute mode that all costs know and all planners use."""

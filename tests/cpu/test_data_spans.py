@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_epp.cost.work import Span
+from megatron_epp.cost.work import TokenSpan
 from megatron_epp.data.batch import GlobalBatch, InputColumns, LossColumns
 from megatron_epp.data.iterator import spans_of
 from megatron_epp.data.samples import Samples, TokenSample
@@ -52,7 +52,7 @@ def test_ranks_of_other_stages_read_positions_alone_and_plans_get_spans_with_the
     made = batch(sample())
     assert made.chunk_of((Segment(0, 0, 2),), of_inputs=InputColumns(None, 3)).of_inputs is None
     assert made.chunk_of((Segment(0, 0, 2),)).position_ids.tolist() == [0, 1]
-    assert spans_of(made.dataset, (0,)) == ((Span(1, 3, 7.0), Span(4, 6, 0.0)),)
+    assert spans_of(made.dataset, (0,)) == ((TokenSpan(1, 3, 7.0), TokenSpan(4, 6, 0.0)),)
     assert spans_of(Samples([sample(spans=[])]), (0,)) == ()
 
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.cost.work import Span, span_work_of, work_of
+from megatron_epp.cost.work import TokenSpan, span_work_of, work_of
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.chunks.spans import parted, places
 from megatron_epp.planner.layouts.work import WHOLE, LayerWork
 from megatron_epp.planner.service.background import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide
+from megatron_epp.planner.spans import allowed_cuts, parted
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -35,7 +35,7 @@ def with_spans(lengths=LENGTHS, seed=3, work=1.0, most=900):
     for length in lengths:
         spans, at = [], random_.randrange(40)
         while (end := at + random_.randrange(1, most)) < length:
-            spans.append(Span(at, end, work * (end - at)))
+            spans.append(TokenSpan(at, end, work * (end - at)))
             at = end + random_.choice((0, 1, 5, 200))
         every.append(tuple(spans))
     return tuple(every)
@@ -78,7 +78,7 @@ def test_every_grain_covers_every_token_outside_of_spans(seed, slices, multiple)
 
 
 def test_a_sequence_with_much_work_in_its_spans_has_more_slices_than_a_longer_text():
-    spans = ((), tuple(Span(at, at + 100, 40000.0) for at in range(0, 2000, 100)))
+    spans = ((), tuple(TokenSpan(at, at + 100, 40000.0) for at in range(0, 2000, 100)))
     cut = Chunker.of(replace(problem((4000, 2000), 1), spans=spans), pipeline(1), None)
     table = cut.table(cut.grain(slices=10))
     numbers = [sum(s.sequence == q for chunk in table for s in chunk.segments) for q in (0, 1)]
@@ -106,7 +106,7 @@ def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
 
 def test_replicas_share_the_work_of_spans():
     lengths, costs = (1000,) * 4, pipeline(2)
-    heavy = (Span(0, 500, 1e6),)
+    heavy = (TokenSpan(0, 500, 1e6),)
     asked = replace(problem(lengths, 2), spans=(heavy, (), heavy, ()))
     division = divide(asked, costs, ((0,), (1,)), lambda problems: plan(problems[0], costs).predicted.makespan_us)
     assert all(len({0, 2} & {*share}) == 1 for share in division.shares)
@@ -114,7 +114,10 @@ def test_replicas_share_the_work_of_spans():
 
 def test_lockstep_replicas_cut_no_span_to_have_equally_many_chunks():
     spans = with_spans()
-    problems = (replace(problem(LENGTHS, 2), spans=spans), replace(problem((4000,), 2), spans=((Span(10, 3000, 3000.0),),)))
+    problems = (
+        replace(problem(LENGTHS, 2), spans=spans),
+        replace(problem((4000,), 2), spans=((TokenSpan(10, 3000, 3000.0),),)),
+    )
     plans = plan_lockstep(problems, pipeline(2), Options(slices=6))
     assert len({len(made.chunks) for made in plans}) == 1
     assert [parted(made.chunks, made.lengths, asked.spans) for made, asked in zip(plans, problems, strict=True)] == ["", ""]
@@ -132,7 +135,7 @@ def test_a_search_of_layouts_gives_a_first_stage_with_spans_fewer_layers():
 
 
 def test_what_forces_a_cut_is_refused_with_numbers():
-    spans = ((Span(0, 10), Span(10, 800), Span(801, 900)), ())
+    spans = ((TokenSpan(0, 10), TokenSpan(10, 800), TokenSpan(801, 900)), ())
     asked = replace(problem((1000, 100), 2, token_multiple=4), spans=spans)
     with pytest.raises(InfeasibleError) as told:
         plan(asked, pipeline(2), Options(chunk_tokens=512))
@@ -148,8 +151,8 @@ def test_a_planner_that_does_not_know_spans_is_refused_where_it_cuts_one():
     assert plan(asked, pipeline(4), Options(planner="1f1b")).chunks
 
 
-def test_places_are_multiples_outside_of_spans():
-    spans = (Span(3, 9), Span(9, 12), Span(16, 20))
-    assert places(24, spans, 1).tolist() == [1, 2, 3, 9, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24]
-    assert places(22, spans, 4).tolist() == [12, 16, 20, 22]
-    assert places(5, (), 2).tolist() == [2, 4, 5]
+def test_allowed_cuts_are_multiples_outside_of_spans():
+    spans = (TokenSpan(3, 9), TokenSpan(9, 12), TokenSpan(16, 20))
+    assert allowed_cuts(24, spans, 1).tolist() == [1, 2, 3, 9, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24]
+    assert allowed_cuts(22, spans, 4).tolist() == [12, 16, 20, 22]
+    assert allowed_cuts(5, (), 2).tolist() == [2, 4, 5]

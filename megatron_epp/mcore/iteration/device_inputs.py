@@ -163,8 +163,8 @@ def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None) -> C
     parts = more[:_AHEAD], more[_AHEAD : _AHEAD + _OF_LOSS], more[_AHEAD + _OF_LOSS :]
     ahead, of_loss, whole = ([column for column in part if column is not None] for part in parts)
     arrays = AheadArrays(*ahead) if ahead else None, TrainedTokens(*of_loss) if of_loss else None
-    made = None if of_inputs is None else InputArrays(whole[0], whole[1], tuple(whole[2:]), of_inputs.spans)
-    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, made)
+    of_all = None if of_inputs is None else InputArrays(whole[0], whole[1], tuple(whole[2:]), of_inputs.spans)
+    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:

@@ -20,16 +20,6 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.context import ChunkContext
 
 
-class _Alone:
-    """Process group of this rank alone, as far as Megatron's rotary embeddings ask."""
-
-    def size(self) -> int:
-        return 1
-
-
-_ALONE = _Alone()
-
-
 class ChunkParams(PackedSeqParams):
     """Packed-sequence parameters that carry a chunk's context through Megatron's layers.
 
@@ -40,7 +30,6 @@ class ChunkParams(PackedSeqParams):
 
     def __init__(self, context: ChunkContext, ahead: Any = None) -> None:
         super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
-        self.cp_group = _ALONE  # angles by several axes are of this rank's own positions
         self.context = context
         self.ahead = ahead  # `predictions.ChunkPredictions` on a stage with multi-token prediction, else None
 
@@ -129,6 +118,10 @@ class RelayAttention(torch.nn.Module):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
+        if query.dim() == 4 and query.shape[1] != 1:
+            raise EppError(
+                f"layer {self.layer_number}: attention got queries {list(query.shape)}, and a chunk is one row of tokens"
+            )
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _INSIDE = ("module", "thinker", "language_model")
@@ -21,3 +23,21 @@ def language_model_of(model: Any) -> Any:
 def axes_of(language_model: Any) -> int:
     """Return the axes of a token's position: 3 where time, height and width turn parts of a head (M-RoPE), else 1."""
     return 3 if getattr(language_model, "position_embedding_type", None) == "mrope" else 1
+
+
+class _Alone:
+    """Process group of this rank alone, as far as rotary embeddings ask."""
+
+    def size(self) -> int:
+        return 1
+
+
+@contextmanager
+def own_positions(language_model: Any) -> Iterator[None]:
+    """Have a model with several axes turn by the positions that it gets in the body, which are this context-parallel rank's."""
+    rotary = language_model.rotary_pos_emb
+    group, rotary.cp_group = rotary.cp_group, _Alone()
+    try:
+        yield
+    finally:
+        rotary.cp_group = group

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkSpan, InputArrays
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.context_parallel import of_group
-
-if TYPE_CHECKING:
-    from megatron_epp.mcore.model.stage import MegatronStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +67,26 @@ class OwnInputs:
             )
 
     @contextmanager
-    def entering(self, arrays: InputArrays, stage: MegatronStage) -> Iterator[Tensor]:
+    def entering(self, arrays: InputArrays, model: Any, language_model: Any) -> Iterator[Tensor]:
         """Return a context with this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``, in which layers get the features.
+
+        Args:
+            model: chunk of the model on the first stage, without wrappers; the language model may be a part of it.
 
         Raises:
             EppError: the function gives something else than rows, and features, of the chunk's tokens.
         """
         columns = dict(zip(self.names, arrays.columns, strict=True))
-        model = unwrap_model(stage.model)
-        chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, stage.language_model)
+        chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, language_model)
         rows, features = self.function(chunk), ()
         if self.layers:
             if not isinstance(rows, tuple) or len(rows) != 2 or len(rows[1]) != len(self.layers):
                 raise EppError(f"inputs must return rows and {len(self.layers)} features, one for each of feature_layers")
             rows, features = rows
-        rows, *own = (_part(x, arrays.tokens.shape[1], stage.config) for x in (rows, *features))
+        rows, *own = (_part(x, arrays.tokens.shape[1], language_model.config) for x in (rows, *features))
         with ExitStack() as hooks:
             for layer, more in zip(self.layers, own, strict=True):
-                hooks.callback(stage.decoder.layers[layer].register_forward_hook(_Added(more)).remove)
+                hooks.callback(language_model.decoder.layers[layer].register_forward_hook(_Added(more)).remove)
             yield rows
 
 
@@ -108,8 +106,8 @@ def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
     """Return this context- and sequence-parallel rank's part of rows of all tokens of a chunk."""
     shape = num_tokens, 1, config.hidden_size
     if not isinstance(rows, Tensor) or rows.shape != shape:
-        made = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        raise EppError(f"inputs made {made} of a chunk; the model takes {list(shape)}, a row for every token")
+        returned = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise EppError(f"inputs made {returned} of a chunk; the model takes {list(shape)}, a row for every token")
     shards = of_group(mpu.get_context_parallel_group()).shard(num_tokens)
     rows = rows[shards[0]] if len(shards) == 1 else torch.cat([rows[shard] for shard in shards])
     return scatter_to_sequence_parallel_region(rows) if config.sequence_parallel else rows

@@ -18,8 +18,9 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.language_model import axes_of, language_model_of
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of, own_positions
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
+from megatron_epp.mcore.model.own_inputs import OwnInputs
 from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
@@ -31,7 +32,6 @@ from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
-    from megatron_epp.mcore.model.own_inputs import OwnInputs
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
@@ -201,7 +201,13 @@ class MegatronStage:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
-        with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk, self._rows(inputs) as rows:
+        positions: AbstractContextManager[None] = nullcontext()
+        if self.axes > 1:
+            positions = own_positions(self.language_model)
+            # Some of Megatron-Bridge's attentions rotate what is packed by these being there.
+            params.cu_seqlens_q, params.cu_seqlens_kv = context.table.cu_seqlens(self._device)
+        forward = timed(self.config.timers, "forward-compute")
+        with forward, self._autocast(), loss, of_chunk, positions, self._rows(inputs) as rows:
             arguments = self.arguments(inputs) | ({} if rows is None else {"decoder_input": rows})
             output = self._called(**arguments, attention_mask=None, packed_seq_params=params)
         self.language_model.set_input_tensor(None)  # or it would hold the last one
@@ -273,7 +279,7 @@ class MegatronStage:
         """Return a context with the rows that a caller's function makes; with None where the embedding makes them."""
         if inputs.of_inputs is None or self.own_inputs is None:
             return nullcontext()
-        return self.own_inputs.entering(inputs.of_inputs, self)
+        return self.own_inputs.entering(inputs.of_inputs, unwrap_model(self.model), self.language_model)
 
     def rows(self, loss_mask: Tensor) -> Tensor | None:
         """Return the tokens that a last stage multiplies with the output layer, given their mask on the CPU; None for all."""

@@ -10,8 +10,8 @@ from megatron_epp.cost import causal_pairs
 from megatron_epp.cost.work import Spans, span_work_of
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.chunks.spans import places
 from megatron_epp.planner.order import as_slices, has_groups, slice_groups, stand_in
+from megatron_epp.planner.spans import allowed_cuts
 
 Unit = tuple[Chunk, ...]
 """Chunks that follow each other: the slices of one sequence, or a single batched chunk."""
@@ -110,8 +110,8 @@ def _middle(chunk: Chunk, multiple: int, spans: Sequence[Spans]) -> int:
     middle = start + max(multiple, (end - start) // 2 // multiple * multiple)
     if middle >= end or not spans or not spans[sequence]:
         return middle if middle < end else 0
-    inside = [int(place) for place in places(end, spans[sequence], multiple) if start < place < end]
-    return min(inside, key=lambda place: abs(place - middle), default=0)
+    inside = [int(cut) for cut in allowed_cuts(end, spans[sequence], multiple) if start < cut < end]
+    return min(inside, key=lambda cut: abs(cut - middle), default=0)
 
 
 def _time_us(chunk: Chunk, chunker: Chunker) -> float:

@@ -13,9 +13,9 @@ from megatron_epp.cost import Costs, LinearTime, causal_pairs
 from megatron_epp.cost.work import span_work
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.packing import Bucket, PackedItem, pack
-from megatron_epp.planner.chunks.spans import places, within
 from megatron_epp.planner.order import arranged, has_groups
 from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.spans import allowed_cuts, within
 
 MOST_CHUNKS = 1024
 """No grain aims at more chunks than that. Not measured: planning time grows with chunks, and a token cap far below the longest
@@ -246,7 +246,7 @@ class Chunker:
     def _ends(self, sequence: int, time_us: float) -> list[int]:
         """Return ends of slices of about equal time of a sequence with spans, whose work counts where they begin."""
         length, spans = self.problem.lengths[sequence], self.problem.spans[sequence]
-        allowed = places(length, spans, self.problem.token_multiple)
+        allowed = allowed_cuts(length, spans, self.problem.token_multiple)
         work = np.cumsum([0.0, *(span.work for span in spans)])
         starts = np.array([span.start for span in spans], dtype=np.int64)
         ahead = self.line.per_token_us * allowed + self.line.per_pair_us * allowed * (allowed + 1) / 2

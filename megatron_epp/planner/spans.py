@@ -1,4 +1,4 @@
-"""Places at which sequences with spans may be cut."""
+"""Tokens at which sequences with spans may be cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_epp.cost.work import IntColumn, Spans
 from megatron_epp.plan import Chunk, InfeasibleError, Remedy
 
 
-def places(length: int, spans: Spans, multiple: int) -> IntColumn:
+def allowed_cuts(length: int, spans: Spans, multiple: int) -> IntColumn:
     """Return the tokens of a sequence at which it may be cut, multiples inside of no span, ascending, and its length."""
     at = np.arange(multiple, length, multiple, dtype=np.int64)
     starts, ends = (np.array([getattr(span, name) for span in spans], dtype=np.int64) for name in ("start", "end"))
@@ -23,13 +23,14 @@ def within(ends: Sequence[int], allowed: IntColumn, most_tokens: int) -> list[in
     """Return cuts with as few more, each of `allowed`, as leave no slice of more tokens, where that is possible.
 
     Args:
-        ends: of slices, the last one that of the sequence.
+        ends: of slices; the last one is that of the sequence.
+        allowed: of `allowed_cuts`.
     """
     cuts = [0]
     for end in ends:
         while end - cuts[-1] > most_tokens:
             reach = int(np.searchsorted(allowed, cuts[-1] + most_tokens, side="right")) - 1
-            if reach < 0 or allowed[reach] <= cuts[-1]:  # the next place is beyond
+            if reach < 0 or allowed[reach] <= cuts[-1]:  # the next one is beyond
                 reach = int(np.searchsorted(allowed, cuts[-1], side="right"))
             cuts.append(int(allowed[reach]))
         if end > cuts[-1]:
@@ -44,7 +45,7 @@ def refuse_forced_cuts(lengths: Sequence[int], spans: Sequence[Spans], multiple:
         if length <= cap:
             continue
         before = 0
-        for end in within([length], places(length, own, multiple), cap):
+        for end in within([length], allowed_cuts(length, own, multiple), cap):
             if end - before > cap:
                 held = [span for span in own if span.start < end and span.end > before]
                 raise InfeasibleError(
