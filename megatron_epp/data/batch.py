@@ -332,11 +332,11 @@ class GlobalBatch:
         own, more = torch.from_numpy, AheadArrays(*map(torch.from_numpy, ahead)) if depths else None
         read = None if of_loss is None else self._of_loss(chunk.segments, loss_mask, of_loss)
         at_axes = own(position_ids if of_inputs.axes > 1 else position_ids[0])
-        whole = None
+        of_function = None
         if of_inputs.names is not None:
             columns = tuple(own(self._column(name, chunk.segments, num_padded)) for name in of_inputs.names)
-            whole = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
-        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, whole)
+            of_function = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
         """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""

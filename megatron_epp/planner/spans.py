@@ -23,7 +23,7 @@ def within(ends: Sequence[int], allowed: IntColumn, most_tokens: int) -> list[in
     """Return cuts with as few more, each of `allowed`, as leave no slice of more tokens, where that is possible.
 
     Args:
-        ends: of slices; the last one is that of the sequence.
+        ends: of slices, ascending; the last one is the length of the sequence.
         allowed: of `allowed_cuts`.
     """
     cuts = [0]
