@@ -1,4 +1,4 @@
-"""Megatron-Bridge's Qwen2.5-VL, from its wheel, trains in slices as its own forward does with whole samples."""
+"""Megatron-Bridge's Qwen2.5-VL and Qwen3-VL, from its wheel, train in slices as their own forwards do with whole samples."""
 
 import pytest
 
@@ -11,8 +11,9 @@ TOLERANCE = 1e-5
 
 
 @if_installed("bridge")
-def test_slices_have_the_gradients_and_weights_of_the_class_with_its_own_merge_of_embeddings():
-    ranks = of_ranks(job(2, "bridge_inputs:pictures"))
+@pytest.mark.parametrize("model", ["pictures", "deepstack"], ids=["Qwen2.5-VL", "Qwen3-VL"])
+def test_slices_have_the_gradients_and_weights_of_the_class_with_its_own_merge_of_embeddings(model):
+    ranks = of_ranks(job(2, f"bridge_inputs:{model}"))
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["worst"] <= TOLERANCE
