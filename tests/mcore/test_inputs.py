@@ -29,6 +29,8 @@ def test_slices_with_pictures_have_the_gradients_of_whole_samples(num_ranks, lay
     [
         pytest.param(2, 4, {"context_parallel": 2}, id="context parallel"),
         pytest.param(4, 2, {"stages": 4}, id="two stages per rank"),
+        # Megatron's own schedule would wait for gradients of the tower, which its last microbatch does not have.
+        pytest.param(2, 4, {"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
     ],
 )
 def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_samples_in_others(
@@ -67,7 +69,7 @@ def assert_equal(num_ranks, layout):
         assert rank["worst"] <= TOLERANCE
         assert rank["weights"] <= TOLERANCE
         assert rank["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
-    expected = {rank["replica"]: rank["expected"] for rank in ranks if any(rank["expected"])}
+    expected = {rank["replica"] * ("read" not in layout): rank["expected"] for rank in ranks if any(rank["expected"])}
     assert ranks[0]["evaluated"] == pytest.approx(ranks[0]["losses"][0], rel=TOLERANCE)
     assert ranks[0]["losses"] == pytest.approx([sum(losses) for losses in zip(*expected.values(), strict=True)], rel=TOLERANCE)
     assert (sum(rank["trained encoder"] for rank in ranks) > 0) == (layout.get("frozen") != "vision_model")

@@ -139,7 +139,15 @@ def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 class Training:
     """A model with a tower, wrapped in Megatron's data parallelism, with its samples."""
 
-    def __init__(self, loop: Any, models: list[Any], everything: list[dict[str, Any]], step: Any, frozen: str = "") -> None:
+    def __init__(
+        self,
+        loop: Any,
+        models: list[Any],
+        everything: list[dict[str, Any]],
+        step: Any,
+        frozen: str = "",
+        overlaps: bool = False,
+    ) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -147,7 +155,11 @@ class Training:
             for name, weight in model.named_parameters():
                 weight.requires_grad_(not frozen or frozen not in name)
         self.loop, self.config, self.everything, self.whole_step = loop, models[0].config, everything, step
-        self.chunks = [DistributedDataParallel(self.config, DistributedDataParallelConfig(), model) for model in models]
+        own = DistributedDataParallelConfig(overlap_grad_reduce=overlaps)
+        self.chunks = [DistributedDataParallel(self.config, own, model) for model in models]
+        if overlaps:  # as Megatron's training does
+            functions = ((chunk.no_sync, chunk.start_grad_sync) for chunk in self.chunks)
+            (self.config.no_sync_func,), (self.config.grad_sync_func,) = zip(*functions, strict=True)
         self.config.finalize_model_grads_func = finalize_model_grads
         replica, replicas = (getattr(parallel_state, f"get_data_parallel_{name}")() for name in ("rank", "world_size"))
         self.mine = everything[replica::replicas]
@@ -258,6 +270,7 @@ def pictures(
     plans: Mapping[str, Any] | None = None,
     axes: int = 1,
     feature_layers: int = 0,
+    overlaps: bool = False,
     written: Path | None = None,
     read: Path | None = None,
     **settings: Any,
@@ -269,6 +282,7 @@ def pictures(
         plans: more settings of `wrap_samples`.
         axes: of positions; 3 for M-RoPE.
         feature_layers: layers behind which features of the tower are added, from the first.
+        overlaps: gradients are reduced while others are computed.
         written: folder for what Megatron's schedule does, for a job with ranks that it does not know.
         read: folder from which that is read.
     """
@@ -279,7 +293,7 @@ def pictures(
 
     torch.manual_seed(3)
     models = [VisionLanguage(model, feature_layers) for model in loop.models]
-    training = Training(loop, models, samples(axes), whole_step, frozen)
+    training = Training(loop, models, samples(axes), whole_step, frozen, overlaps)
     plans = dict(plans or {}) | {"feature_layers": tuple(range(feature_layers))}
     rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
     start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
