@@ -6,9 +6,10 @@ from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.inputs import LENGTHS
 
 TOLERANCE = 1e-5
+SLOW = pytest.mark.slow
 LAYOUTS = [
-    pytest.param(2, {}, id="pipeline"),
-    pytest.param(2, {"axes": 3}, id="three axes"),
+    pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others have one, too
+    pytest.param(2, {"axes": 3}, id="three axes", marks=SLOW),
     pytest.param(
         4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
     ),
@@ -28,7 +29,7 @@ def test_slices_with_pictures_have_the_gradients_of_whole_samples(num_ranks, lay
     ("stages", "num_ranks", "layout"),
     [
         pytest.param(2, 4, {"context_parallel": 2}, id="context parallel"),
-        pytest.param(4, 2, {"stages": 4}, id="two stages per rank"),
+        pytest.param(4, 2, {"stages": 4}, id="two stages per rank", marks=SLOW),
         # Megatron's own schedule would wait for gradients of the tower, which its last microbatch does not have.
         pytest.param(2, 4, {"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
     ],
