@@ -38,8 +38,10 @@ def within(ends: Sequence[int], allowed: IntColumn, most_tokens: int) -> list[in
     return cuts[1:]
 
 
-def refuse_forced_cuts(lengths: Sequence[int], spans: Sequence[Spans], multiple: int, chunk_tokens: int) -> None:
-    """Raise `InfeasibleError` where a token cap would cut a span."""
+def refuse_forced_cuts(
+    lengths: Sequence[int], spans: Sequence[Spans], multiple: int, chunk_tokens: int, name: str = "sequence"
+) -> None:
+    """Raise `InfeasibleError` where a token cap would cut a span, with the `name` of what has a length, and its number."""
     cap = chunk_tokens // multiple * multiple
     for sequence, (length, own) in enumerate(zip(lengths, spans, strict=True)):
         if length <= cap:
@@ -49,7 +51,7 @@ def refuse_forced_cuts(lengths: Sequence[int], spans: Sequence[Spans], multiple:
             if end - before > cap:
                 held = [span for span in own if span.start < end and span.end > before]
                 raise InfeasibleError(
-                    f"tokens {before} to {end} of sequence {sequence} cannot be cut at a multiple of {multiple} outside of its "
+                    f"tokens {before} to {end} of {name} {sequence} cannot be cut at a multiple of {multiple} outside of its "
                     f"{len(held)} spans there, the first of tokens {held[0].start} to {held[0].end}; chunks have {cap} tokens "
                     "at most",
                     Remedy("raise", "chunk_tokens", -(-(end - before) // multiple) * multiple),

@@ -47,7 +47,7 @@ TOLD = {
     "features without a function": "feature_layers 0, 1 are for a function of inputs, and there is none: pass inputs=",
     "no column": "sample 0 has no volume, which the inputs read; it has tokens, trained, spans",
     "a span beyond the end": "sample 0: span 0 has tokens 40 to 45, and the sample has inputs 0 to 44",
-    "forced": "cannot be cut at a multiple of 1 outside of its 1 spans there, the first of tokens 3 to 15",
+    "forced": "tokens 3 to 15 of sample 0 cannot be cut at a multiple of 1 outside of its 1 spans there, the first",
     "another planner": "by planner 'seq1f1b' sequence ",
     "rows of another shape": "16] of a chunk; the model takes [",
     "positions": "sample 0 has positions, which a model with position_embedding_type='mrope' alone reads",

@@ -25,6 +25,7 @@ from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.plan import EppError
+from megatron_epp.planner.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
@@ -235,6 +236,10 @@ class SampleSchedule:
         if (count := len(samples_in(dataset))) < run.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
             raise EppError(f"{count} {what} cannot be shared by {run.replicas} replicas: give at least {run.replicas} a call")
+        lengths, spans = dataset.lengths.tolist(), [dataset.spans(index) for index in range(len(dataset))]
+        if (most := run.args.epp_chunk_tokens) is not None and any(spans):
+            with run.telling_others(unless=EppError):  # by the numbers of samples, which shares of replicas do not have
+                refuse_forced_cuts(lengths, spans, run.problem.token_multiple, most, "sample")
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             known.dataset.take_payloads(dataset)
             return known
