@@ -87,8 +87,9 @@ def _placed_hybrid(arguments: Mapping[str, Any], placement: Placement) -> dict[s
 
 def check_adopted(model: torch.nn.Module) -> None:
     """Raise `EppError` for a model that was built without our attention."""
-    if not getattr(language_model_of(model), "has_relay", False):
-        raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(unwrap_model(model)).__name__}")
+    bare = unwrap_model(model)
+    if not any(getattr(part, "has_relay", False) for part in (bare, language_model_of(model))):
+        raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
 def number_attentions(model: torch.nn.Module) -> None:

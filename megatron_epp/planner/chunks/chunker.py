@@ -120,7 +120,7 @@ class Chunker:
         """The chunk table of the finest grain whose even slices (`evener`) are no more than the given grain's uneven ones."""
         most, slices = len(self.mesh(grain.slices)), grain.slices
         while slices > 1:
-            fewer = Grain(slices, self.sequence_us(max(self.problem.lengths)) / slices)
+            fewer = Grain(slices, self._longest_us / slices)
             even = self.evener(fewer)
             num_slices = len(even.mesh(slices))
             if num_slices <= most:
@@ -133,7 +133,7 @@ class Chunker:
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
         even = replace(self, token_cap=ends[0] if ends else self.token_cap)
-        return even.table_of([*ends, longest], self.sequence_us(longest) / slices)
+        return even.table_of([*ends, longest], self._longest_us / slices)
 
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
