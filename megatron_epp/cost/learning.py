@@ -49,6 +49,7 @@ class Learner:
         offloadable_share: float | None = None,
         output_share: OutputShare | None = None,
         collectives: Iterable[tuple[Action, float]] = (),
+        span_tokens: Callable[[int], float] | None = None,
     ) -> None:
         """Add a training iteration.
 
@@ -60,6 +61,7 @@ class Learner:
             offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
             output_share: of chunks, on a rank with the output layer or a shard of it; None where all tokens pass it.
             collectives: of vocabulary shards, each with its time on this rank in microseconds.
+            span_tokens: tokens that take the first stage as long as a chunk's spans; None where there are none.
         """
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
         joined = {action for row in plan.ranks for step in row if step.also for action in step.actions}
@@ -77,6 +79,8 @@ class Learner:
             has_output = stage == plan.num_stages - 1 and not has_shards
             share = output_share(chunk) if output_share and has_output else 1.0
             tokens, pairs, reads = size_of(plan, chunk)
+            if span_tokens is not None and stage == 0 and op is not Op.W:
+                tokens += round(span_tokens(chunk))
             self.learnt.times.setdefault((stage, op), []).append(Timed(tokens, pairs, time_us, recompute, share, reads))
         self.learnt.peak_bytes = max(peak_bytes, self.learnt.peak_bytes)
         self.learnt.offloadable_share = offloadable_share

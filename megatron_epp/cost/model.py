@@ -100,6 +100,18 @@ class PipelineCosts:
         """Index of the first stage with the same costs, for each stage; often one for all but the first and last stages."""
         return tuple(map(self.stages.index, self.stages))
 
+    def equal_stages_of(self, work: ChunkWork) -> tuple[int, ...]:
+        """Return `equal_stages` for these chunks: the first stage is like no other where they have spans."""
+        if work.span_work is None:
+            return self.equal_stages
+        return 0, *(1 + self.stages[1:].index(stage) for stage in self.stages[1:])
+
+    def span_us(self, name: str) -> float:
+        """Time of a unit of a span's work on the first stage in a pass: of a token in a layer, without attention."""
+        layers = next((stage.layers for stage in self.stages if stage.num_layers), self.stages[0].layers)
+        line = layers.forward if name == "forward" else NO_TIME if name == "weight" else layers.backward
+        return line.per_token_us
+
     @property
     def splits_weight(self) -> bool:
         """True if the weight gradient has a separate time, so that W can be a separate action."""
@@ -153,6 +165,8 @@ class PipelineCosts:
         device_us: TimeColumn = whole.device_us(work.tokens, work.pairs, work.prefix_tokens)
         if work.trained is not None:
             device_us = device_us - self._not_trained(stage, name).per_token_us * (work.tokens - work.trained)
+        if work.span_work is not None and stage == 0:
+            device_us = device_us + self.span_us(name) * work.span_work
         return np.asarray(whole.launched(device_us))
 
     def _not_trained(self, stage: int, name: str) -> LinearTime:
@@ -189,6 +203,8 @@ class PipelineCosts:
             mode, keeps_kv = self._known_mode(stage, name)
             per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, mode, keeps_kv)
             whole[RECOMPUTE_MODE_ITEMS[name]] = count * keeps_kv * own.layers.kept_bytes(work)
+        if work.span_work is not None and stage == 0:  # no decision recomputes what encoders keep
+            whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_work
         for block in (*own.ends, *own.inner):
             per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more

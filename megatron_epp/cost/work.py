@@ -30,6 +30,27 @@ TrainedParts = tuple[int, ...]
 """Numbers of trained tokens in equal parts of a sequence, in order; the length of a part is rounded."""
 
 
+class TokenSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a sequence that no cut may part, such as a picture's.
+
+    Attributes:
+        work: what the first stage does for them besides its layers, as the number of tokens that takes as long in one layer.
+    """
+
+    start: int
+    end: int
+    work: float = 0.0
+
+
+Spans = tuple[TokenSpan, ...]
+"""Spans of a sequence, ascending; they do not overlap."""
+
+
+def span_work(spans: Spans, start: int, end: int) -> float:
+    """Work of the spans that begin among tokens ``[start, end)`` of their sequence."""
+    return sum(span.work for span in spans if start <= span.start < end)
+
+
 def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> float:
     """Number of trained tokens among ``[start, end)`` of a sequence, if they are spread evenly over each of its parts.
 
@@ -145,6 +166,7 @@ class ChunkWork:
             sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         num_slices: of that sequence; zero without a slice.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
+        span_work: work of the spans that a chunk holds (`TokenSpan`); None without any.
     """
 
     tokens: IntColumn
@@ -156,6 +178,7 @@ class ChunkWork:
     cache_tokens: IntColumn
     num_slices: IntColumn
     trained: TimeColumn | None = None
+    span_work: TimeColumn | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -178,7 +201,11 @@ class LayerPeak(NamedTuple):
 
 
 def work_of(
-    chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int = 1, trained: Sequence[TrainedParts] = ()
+    chunks: Sequence[Chunk],
+    lengths: Sequence[int],
+    token_multiple: int = 1,
+    trained: Sequence[TrainedParts] = (),
+    spans: Sequence[Spans] = (),
 ) -> ChunkWork:
     """Derive the work of every chunk.
 
@@ -186,6 +213,7 @@ def work_of(
         lengths: tokens of every sequence of the batch.
         token_multiple: chunks are padded to a multiple of this.
         trained: trained tokens of every sequence; empty if all tokens are trained.
+        spans: of every sequence; empty if there are none.
 
     Returns:
         columns with one entry per chunk.
@@ -209,7 +237,13 @@ def work_of(
         cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
         num_slices=np.array([0 if part is None else slices_of[part.sequence] for part in slices], dtype=np.int64),
         trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
+        span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
     )
+
+
+def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
+    """Work of the spans that a chunk holds."""
+    return sum(span_work(spans[at], start, end) for at, start, end in chunk.segments)
 
 
 def _trained_of(chunk: Chunk, lengths: Sequence[int], trained: Sequence[TrainedParts]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -115,6 +116,59 @@ def joined(x: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
     return x[..., parts[0]] if len(parts) == 1 else torch.cat([x[..., part] for part in parts], dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """A span of a sample among the tokens of a chunk.
+
+    Attributes:
+        start: its first token's place in the chunk.
+        num_tokens: of the span, all of which are in the chunk.
+        sample: its sample's position among those of the call.
+    """
+
+    start: int
+    num_tokens: int
+    sample: int
+    _payload_of: Callable[[], Any]
+
+    @property
+    def payload(self) -> Any:
+        """Object that the sample gave for the span, unchanged."""
+        return self._payload_of()
+
+
+@dataclass(frozen=True, slots=True)
+class InputArrays:
+    """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
+
+    Attributes:
+        tokens: int64 ``[padded tokens]``.
+        position_ids: int64, as in `ChunkArrays`.
+        columns: float32 ``[padded tokens]`` or ``[padded tokens, width]`` each, in the order of their names; 0 in padding.
+    """
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    columns: tuple[torch.Tensor, ...]
+    spans: tuple[ChunkSpan, ...]
+
+
+class InputColumns(NamedTuple):
+    """Names and shapes of what a model reads of samples besides tokens.
+
+    Attributes:
+        names: of columns for a caller's function; None without such a function.
+        axes: of positions; 1 for the places of tokens in their sequence.
+    """
+
+    names: tuple[str, ...] | None = None
+    axes: int = 1
+
+
+OF_TOKENS = InputColumns()
+"""Tokens and their places alone."""
+
+
 class ColumnDataset(SequenceDataset, Protocol):
     """Sequences with values of every token, for a loss that reads them."""
 
@@ -148,9 +202,11 @@ class ChunkArrays:
         labels: int64, the token that follows each input.
         loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
             is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
-        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding.
+        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several
+            axes.
         ahead: inputs of multi-token prediction; None without it.
         of_loss: inputs of a loss of the user's; None without one.
+        of_inputs: inputs of a caller's function that makes input rows; None without one.
     """
 
     tokens: torch.Tensor
@@ -159,9 +215,10 @@ class ChunkArrays:
     position_ids: torch.Tensor
     ahead: AheadArrays | None = None
     of_loss: LossArrays | None = None
+    of_inputs: InputArrays | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
-        """Return the part of the arrays of one of the ranks that share the chunk's tokens, without a loss's inputs."""
+        """Return the part of the arrays of one of the ranks that share the chunk's tokens, without inputs of functions."""
         ahead = self.ahead
         if ahead is not None:
             ahead = AheadArrays(*(joined(getattr(ahead, column.name), shard) for column in fields(AheadArrays)))
@@ -222,13 +279,20 @@ class GlobalBatch:
         loss_groups = tuple(self.loss_groups[at] for at in share) if self.loss_groups else ()
         return replace(self, indices=indices, lengths=lengths, loss_groups=loss_groups)
 
-    def chunk(self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None) -> ChunkArrays:
+    def chunk(
+        self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None, of_inputs: InputColumns = OF_TOKENS
+    ) -> ChunkArrays:
         """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; the others are those of `chunk_of`."""
         assert self.plan is not None, "this batch carries no plan; use chunk_of"
-        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths, of_loss)
+        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths, of_loss, of_inputs)
 
     def chunk_of(
-        self, segments: Sequence[Segment], multiple: int = 1, depths: int = 0, of_loss: LossColumns | None = None
+        self,
+        segments: Sequence[Segment],
+        multiple: int = 1,
+        depths: int = 0,
+        of_loss: LossColumns | None = None,
+        of_inputs: InputColumns = OF_TOKENS,
     ) -> ChunkArrays:
         """The arrays of any list of segments, laid one after the other and padded at the end.
 
@@ -237,12 +301,13 @@ class GlobalBatch:
             multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
             of_loss: what a loss of the user's asks for; None without one.
+            of_inputs: columns are read for a function on the first stage, positions on all stages.
         """
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
         tokens = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         labels = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
-        position_ids = np.empty(num_padded, dtype=np.int64)
+        position_ids = np.empty((of_inputs.axes, num_padded), dtype=np.int64)
         loss_mask = np.ones(num_padded, dtype=np.float32)
         ahead = tuple(
             np.zeros((depths, num_padded), dtype=kind) for kind in (np.int64, np.int64, np.int64, np.float32, np.float32)
@@ -252,7 +317,7 @@ class GlobalBatch:
             text, mask = self._read(sequence, start, min(end + depths, self.lengths[sequence]))
             num_tokens, after = end - start, at + end - start
             tokens[at:after], labels[at:after] = text[:num_tokens], text[1 : num_tokens + 1]
-            position_ids[at:after], loss_mask[at:after] = np.arange(start, end), mask[:num_tokens]
+            position_ids[:, at:after], loss_mask[at:after] = self._positions(of_inputs, sequence, start, end), mask[:num_tokens]
             for depth, counts in enumerate(self._counted(sequence, depths), start=1):
                 there = max(0, min(num_tokens, len(mask) - depth))  # positions whose position ahead is in the sequence
                 shares = mask[depth : depth + there] / max(1, counts)
@@ -262,11 +327,40 @@ class GlobalBatch:
                 for rows, values in zip(ahead, of_depth, strict=True):
                     rows[depth - 1, at : at + there] = values
             at = after
-        position_ids[at:] = np.arange(num_padded - at)
+        position_ids[:, at:] = np.arange(num_padded - at)
         loss_mask[at:] = 0.0
         own, more = torch.from_numpy, AheadArrays(*map(torch.from_numpy, ahead)) if depths else None
         read = None if of_loss is None else self._of_loss(chunk.segments, loss_mask, of_loss)
-        return ChunkArrays(own(tokens), own(labels), own(loss_mask), own(position_ids), more, read)
+        at_axes = own(position_ids if of_inputs.axes > 1 else position_ids[0])
+        of_function = None
+        if of_inputs.names is not None:
+            columns = tuple(own(self._column(name, chunk.segments, num_padded)) for name in of_inputs.names)
+            of_function = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function)
+
+    def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
+        """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""
+        own = self._samples.positions(self.indices[sequence], start, end) if asked.axes > 1 else None
+        return np.arange(start, end)[None] if own is None else own.T
+
+    def _column(self, name: str, segments: Sequence[Segment], num_tokens: int) -> np.ndarray:
+        parts = [self._samples.input_column(name, self.indices[row], start, end) for row, start, end in segments]
+        padding = np.zeros((num_tokens - sum(map(len, parts)), *parts[0].shape[1:]), dtype=np.float32)
+        return np.concatenate([*parts, padding])
+
+    def _spans(self, segments: Sequence[Segment]) -> Iterator[ChunkSpan]:
+        at = 0
+        for row, start, end in segments:
+            for number, span in enumerate(self._samples.spans(index := self.indices[row])):
+                if start <= span.start < end:
+                    payload_of = partial(self._samples.payload, index, number)
+                    yield ChunkSpan(at + span.start - start, span.end - span.start, index, payload_of)
+            at += end - start
+
+    @property
+    def _samples(self) -> Any:
+        """The dataset, whose sequences are samples (`data.samples.Samples`)."""
+        return self.dataset
 
     def _of_loss(self, segments: Sequence[Segment], loss_mask: np.ndarray, wanted: LossColumns) -> LossArrays:
         """Read a loss's inputs of segments, whose mask is given with its padding."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost.work import TrainedParts
+from megatron_epp.cost.work import Spans, TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
@@ -21,9 +21,9 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
-MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...]], PackedPlans]
-"""Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`) and the groups whose
-loss is computed together (`Problem.loss_groups`) to the plans for the shares of some replicas."""
+MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...], tuple[Spans, ...]], PackedPlans]
+"""Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`), the groups whose
+loss is computed together (`Problem.loss_groups`) and spans (`Problem.spans`) to the plans for the shares of some replicas."""
 
 Item = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -174,7 +174,7 @@ def _batches(
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
         if plans is not None and plans.make is not None:
-            packed = plans.make(lengths, trained_parts(dataset, indices), loss_groups)
+            packed = plans.make(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
@@ -204,6 +204,13 @@ def sequences_of(dataset: SequenceDataset, drawn: tuple[int, ...]) -> tuple[tupl
         return drawn, ()
     pairs = [(index, number) for number, group in enumerate(drawn) for index in groups[group]]
     return tuple(index for index, _ in pairs), tuple(number for _, number in pairs)
+
+
+def spans_of(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Spans, ...]:
+    """Return the spans of sequences; empty if none has any."""
+    spans: Callable[[int], Spans] | None = getattr(dataset, "spans", None)
+    each = () if spans is None else tuple(map(spans, indices))
+    return each if any(each) else ()
 
 
 def _portable(error: Exception) -> Exception:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.data.batch import PADDING_TOKEN, LossColumns
+from megatron_epp.cost.work import TokenSpan
+from megatron_epp.data.batch import OF_TOKENS, PADDING_TOKEN, InputColumns, LossColumns
 from megatron_epp.data.records import records
 from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.reading import naming_file
@@ -18,7 +22,7 @@ from megatron_epp.plan.reading import naming_file
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
 
-TOKENS, TRAINED, GROUP = "tokens", "trained", "group"
+TOKENS, TRAINED, GROUP, SPANS, POSITIONS = "tokens", "trained", "group", "spans", "positions"
 """Keys of a sample that are no columns."""
 _EXACT = 1 << 24
 """Whole numbers below it are exact in fp32, in which columns travel."""
@@ -40,15 +44,29 @@ class TokenSample:
         columns: values by name: ``[tokens]``, where a token's value is about it as a label, so that the first is not used; or
             one number for all; ``[tokens, width]`` for a column of several values.
         group: an integer or a text that samples with one loss share; None where losses are not over groups.
+        spans: tokens that are not cut, with their work.
+        payloads: of every span, as it was given.
+        inputs: values by name, ``[tokens]`` or ``[tokens, width]``, about a token as an input.
+        positions: int64 ``[tokens, axes]``; None for places in the sequence.
     """
 
     tokens: np.ndarray
     trained: np.ndarray | None
     columns: Mapping[str, np.ndarray]
     group: int | str | None = None
+    spans: tuple[TokenSpan, ...] = ()
+    payloads: tuple[Any, ...] = ()
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    positions: np.ndarray | None = None
 
     @staticmethod
-    def of(record: Mapping[str, Any], asks: LossColumns, what: str, vocab_size: int | None = None) -> TokenSample:
+    def of(
+        record: Mapping[str, Any],
+        asks: LossColumns,
+        what: str,
+        vocab_size: int | None = None,
+        of_inputs: InputColumns = OF_TOKENS,
+    ) -> TokenSample:
         """Check and convert a sample.
 
         For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one
@@ -57,10 +75,12 @@ class TokenSample:
         Args:
             record: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
             asks: what the loss asks for; other columns are not read.
+            of_inputs: columns and positions that the model reads; spans are refused where no function does.
             vocab_size: tokens must be below it; None for no check.
 
         Raises:
-            EppError: a column is missing, or of another length or width than it must be, or no number; or a token is unknown.
+            EppError: a column is missing, or of another length or width than it must be, or no number; a token is unknown; or
+                spans overlap, reach beyond the inputs, or have nothing that reads them.
         """
         if TOKENS not in record:
             raise EppError(f"{what} has no {TOKENS}")
@@ -90,7 +110,11 @@ class TokenSample:
             if (rows % 1 != 0).any():
                 raise EppError(f"{what}: {asks.candidates} must be numbers of tokens")
             _check_tokens(rows, min(_EXACT, vocab_size or _EXACT), f"{what}: {asks.candidates} has token")
-        sample = TokenSample(tokens.astype(np.int64), mask, columns, _group(record, what) if asks.scope == "group" else None)
+        group = _group(record, what) if asks.scope == "group" else None
+        spans, payloads = _spans(record, what, len(tokens) - (not asks.has_values), of_inputs)
+        inputs = {name: _input_column(record, name, len(tokens), what) for name in of_inputs.names or ()}
+        positions = _positions(record, what, len(tokens), of_inputs.axes)
+        sample = TokenSample(tokens.astype(np.int64), mask, columns, group, spans, payloads, inputs, positions)
         return sample._of_inputs() if asks.has_values else sample
 
     def _of_inputs(self) -> TokenSample:
@@ -98,7 +122,7 @@ class TokenSample:
         tokens = np.append(self.tokens, PADDING_TOKEN)
         mask = None if self.trained is None else np.insert(self.trained, 0, 0)
         columns = {name: x if x.ndim == 0 else np.concatenate([x[:1], x]) for name, x in self.columns.items()}
-        return TokenSample(tokens, mask, columns, self.group)
+        return replace(self, tokens=tokens, trained=mask, columns=columns)
 
 
 class Samples:
@@ -121,6 +145,10 @@ class Samples:
         self._samples = tuple(samples)
         self.names = [f"sample {index}" for index in range(len(self._samples))] if names is None else names
         self.lengths = np.array([len(sample.tokens) - 1 for sample in self._samples], dtype=np.int32)
+        for column in self._samples[0].inputs if self._samples else ():
+            if len(shapes := {sample.inputs[column].shape[1:]: None for sample in self._samples}) > 1:
+                widths = " and ".join(str(shape[0]) if shape else "1" for shape in shapes)
+                raise EppError(f"{column} has {widths} values for a token: give all samples as many")
         by_group: dict[int | str, list[int]] = {}
         for index, sample in enumerate(self._samples):
             by_group.setdefault(index if sample.group is None else sample.group, []).append(index)
@@ -150,6 +178,27 @@ class Samples:
         """Return the values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``."""
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
+
+    def spans(self, index: int) -> tuple[TokenSpan, ...]:
+        """Return the spans of a sequence, ascending."""
+        return self._samples[index].spans
+
+    def payload(self, index: int, span: int) -> Any:
+        """Return what a sample gave for one of its spans."""
+        return self._samples[index].payloads[span]
+
+    def input_column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
+        """Return the values of tokens ``[start, end)`` of a sequence as inputs, ``[tokens]`` or ``[tokens, width]``."""
+        return self._samples[index].inputs[name][start:end]
+
+    def positions(self, index: int, start: int, end: int) -> np.ndarray | None:
+        """Return the positions of tokens ``[start, end)`` of a sequence, ``[tokens, axes]``; None for their places."""
+        positions = self._samples[index].positions
+        return None if positions is None else positions[start:end]
+
+    def take_payloads(self, other: Samples) -> None:
+        """Use the payloads of samples that are equal but for these."""
+        self._samples = other._samples
 
 
 def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None) -> Samples:
@@ -214,6 +263,68 @@ def _column(values: Any, num_tokens: int, what: str, width: int | None = None) -
     if width is None and (column.ndim > 1 or (column.ndim == 1 and len(column) != num_tokens)):
         raise EppError(f"{what} has {column.size} values for {num_tokens} tokens: give as many, or one number for all")
     return column
+
+
+def _spans(
+    record: Mapping[str, Any], what: str, num_inputs: int, asked: InputColumns
+) -> tuple[tuple[TokenSpan, ...], tuple[Any, ...]]:
+    """Return the spans of a record, ascending, and their payloads."""
+    if not (listed := record.get(SPANS)):
+        return (), ()
+    if asked.names is None:
+        raise EppError(f"{what} has {len(listed)} {SPANS}, and no function makes their rows: pass inputs=")
+    pairs = sorted((_span(span, f"{what}: span {number}", num_inputs), number) for number, span in enumerate(listed))
+    for (before, first), (after, second) in pairwise(pairs):
+        if after.start < before.end:
+            numbers = (
+                f"spans {first} and {second} overlap: tokens {before.start} to {before.end} and {after.start} to {after.end}"
+            )
+            raise EppError(f"{what}: {numbers}")
+    return tuple(span for span, _ in pairs), tuple(listed[number].get("payload") for _, number in pairs)
+
+
+def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
+    if not isinstance(fields, Mapping) or (unknown := fields.keys() - {"start", "tokens", "work", "payload"}):
+        named = "" if not isinstance(fields, Mapping) else f"; it has {', '.join(map(str, unknown))}"
+        raise EppError(f"{what} must be a dict of start and tokens, with work and payload if there are any{named}")
+    try:
+        start, tokens, work = operator.index(fields["start"]), operator.index(fields["tokens"]), float(fields.get("work", 0.0))
+    except (KeyError, TypeError, ValueError):
+        raise EppError(f"{what} needs start and tokens, two integers, and work as a number") from None
+    if start < 0 or tokens < 1 or start + tokens > num_inputs:
+        raise EppError(
+            f"{what} has tokens {start} to {start + tokens}, and the sample has inputs 0 to {num_inputs}; a last token "
+            "that is a label alone is none"
+        )
+    if not 0 <= work < math.inf:
+        raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
+    return TokenSpan(start, start + tokens, work)
+
+
+def _input_column(record: Mapping[str, Any], name: str, num_tokens: int, what: str) -> np.ndarray:
+    if name not in record:
+        raise EppError(f"{what} has no {name}, which the inputs read; it has {', '.join(record)}")
+    column = _numbers(record[name], f"{what}: {name}").astype(np.float32)
+    if column.ndim not in (1, 2) or len(column) != num_tokens:
+        shape = " x ".join(map(str, column.shape)) or "one number"
+        raise EppError(f"{what}: {name} is {shape}; the inputs read one row for each of {num_tokens} tokens")
+    return column
+
+
+def _positions(record: Mapping[str, Any], what: str, num_tokens: int, axes: int) -> np.ndarray | None:
+    if (rows := record.get(POSITIONS)) is None:
+        return None
+    if axes == 1:
+        raise EppError(
+            f"{what} has {POSITIONS}, which a model with position_embedding_type='mrope' alone reads: leave them out"
+        )
+    positions = _numbers(rows, f"{what}: {POSITIONS}")
+    if positions.shape != (num_tokens, axes):
+        shape = " x ".join(map(str, positions.shape)) or "one number"
+        raise EppError(f"{what}: {POSITIONS} is {shape}; the model reads {axes} for each of {num_tokens} tokens")
+    if (positions % 1 != 0).any():
+        raise EppError(f"{what}: {POSITIONS} must be whole numbers")
+    return positions.astype(np.int64)
 
 
 def _check_finite(values: np.ndarray, is_read: np.ndarray, what: str) -> None:

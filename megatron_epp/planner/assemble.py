@@ -8,7 +8,7 @@ from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
+from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Remedy, Step, is_unlimited
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
@@ -22,6 +22,7 @@ from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_lay
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import Tables
 
 
@@ -38,6 +39,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Deci
     if not isinstance(decisions, Decisions):
         raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")
     refuse_mistakes(decisions, problem, costs, options.planner)
+    if cut := parted(decisions.chunks, problem.lengths, problem.spans):
+        raise PlanError(f"by planner {options.planner!r} {cut}, which it does not know", Remedy("set", "planner", "greedy"))
     if decisions.token_multiple is not None:
         problem = replace(problem, token_multiple=decisions.token_multiple)
     tables = decisions.tables(problem, costs) if tables is None else tables

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.cost.work import ChunkWork, TrainedParts, causal_pairs
+from megatron_epp.cost.work import ChunkWork, Spans, TrainedParts, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, InfeasibleError, PlanError, Recompute, Remedy
 from megatron_epp.plan.recompute import FULL
+from megatron_epp.planner.spans import refuse_forced_cuts
 
 FULL_ONLY = (FULL,)
 """The recompute mode that all costs know and all planners use."""
@@ -27,7 +28,7 @@ MOST_US = 1e18
 _CHECK = "look at the lengths, the token multiple and the costs"
 
 
-OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches")
+OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches", "spans")
 """Fields of a problem with an entry for every sequence of the batch."""
 
 
@@ -48,6 +49,7 @@ class Problem:
             forward; empty if losses are of single tokens.
         microbatches: a number for every sequence: those with equal ones run whole, in a chunk of their own; empty to cut and
             pack the batch.
+        spans: of every sequence, tokens that no slice may cut; empty if there are none.
     """
 
     lengths: tuple[int, ...]
@@ -60,6 +62,7 @@ class Problem:
     trained: tuple[TrainedParts, ...] = ()
     loss_groups: tuple[int, ...] = ()
     microbatches: tuple[int, ...] = ()
+    spans: tuple[Spans, ...] = ()
 
     def part(self, share: Iterable[int]) -> Problem:
         """Return the problem of the sequences at these positions, in this order."""
@@ -183,7 +186,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
         raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
     if problem.trained and len(problem.trained) != len(problem.lengths):
         raise PlanError(f"there are trained tokens of {len(problem.trained)} sequences, and lengths of {len(problem.lengths)}")
-    for what, numbers in (("loss groups", problem.loss_groups), ("microbatches", problem.microbatches)):
+    of_sequences = ("loss groups", problem.loss_groups), ("microbatches", problem.microbatches), ("spans", problem.spans)
+    for what, numbers in of_sequences:
         if numbers and len(numbers) != len(problem.lengths):
             raise PlanError(f"there are {what} of {len(numbers)} sequences, and lengths of {len(problem.lengths)}")
     if not stages or set(problem.placement) != set(range(problem.num_ranks)):
@@ -204,6 +208,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
             f"chunks of at most {options.chunk_tokens} tokens cannot be padded to a multiple of {problem.token_multiple}",
             Remedy("raise", "chunk_tokens", problem.token_multiple),
         )
+    if problem.spans and options.chunk_tokens is not None and not problem.microbatches:
+        refuse_forced_cuts(problem.lengths, problem.spans, problem.token_multiple, options.chunk_tokens)
     check_amounts(problem.lengths, costs, problem.token_multiple)
 
 

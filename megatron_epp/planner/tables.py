@@ -252,8 +252,9 @@ def tabulate(
     Args:
         work: of the chunks; None for the one that follows from the problem.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained) if work is None else work
-    equal_stages, trains = costs.equal_stages, not problem.forward_only
+    if work is None:
+        work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
+    equal_stages, trains = costs.equal_stages_of(work), not problem.forward_only
     by_stage = {stage: passes_of(stage, work, costs, modes, in_order, problem.forward_only) for stage in set(equal_stages)}
     passes = tuple(by_stage[stage] for stage in equal_stages)
     added = _added(problem, costs, work)

@@ -16,7 +16,7 @@ from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 
-def whole_sequences(lengths, trained=(), loss_groups=()):
+def whole_sequences(lengths, trained=(), loss_groups=(), spans=()):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
     return (PackedPlan.of(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
@@ -24,7 +24,7 @@ def whole_sequences(lengths, trained=(), loss_groups=()):
 def of_the_shares(*shares):
     """Return the items of the replicas of one batch, each for a share of it."""
 
-    def make(share, lengths, trained=(), loss_groups=()):
+    def make(share, lengths, trained=(), loss_groups=(), spans=()):
         (packed,) = whole_sequences([lengths[at] for at in share])
         return (packed._replace(share=share),)
 
@@ -61,7 +61,7 @@ def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
     dataset, asked = MemoryDataset(LENGTHS), []
     dataset.groups = ((0, 3), (6,), (2, 4, 5), (1,))
 
-    def make_plan(lengths, trained, loss_groups):
+    def make_plan(lengths, trained, loss_groups, spans):
         asked.append(loss_groups)
         return whole_sequences(lengths)
 
@@ -95,7 +95,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
     made = []
     asked_for_fourth = threading.Event()
 
-    def make_plan(lengths, trained=(), loss_groups=()):
+    def make_plan(lengths, trained=(), loss_groups=(), spans=()):
         made.append(lengths)
         if len(made) == 4:
             asked_for_fourth.set()
@@ -111,7 +111,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
 def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
     calls = []
 
-    def make_plan(lengths, trained=(), loss_groups=()):
+    def make_plan(lengths, trained=(), loss_groups=(), spans=()):
         calls.append(lengths)
         if len(calls) == 3:
             raise InfeasibleError("needs 12 GB")
@@ -139,7 +139,7 @@ def test_a_sampler_error_surfaces():
 
 def test_a_plan_for_other_lengths_is_refused():
     with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*seed"):
-        next(batches(lambda lengths, trained, loss_groups: whole_sequences((5, 9)), sampler=[(2, 3)]))
+        next(batches(lambda lengths, trained, loss_groups, spans: whole_sequences((5, 9)), sampler=[(2, 3)]))
 
 
 def test_replicas_take_the_shares_they_planned():
@@ -158,7 +158,7 @@ def test_replicas_take_the_shares_they_planned():
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
     shares = [(1,), (0, 2)]
 
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
 
     for position, share in enumerate(shares):
@@ -179,7 +179,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
     checksums = iter(range(10))
     seen = []
 
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, check_division=seen.append))
@@ -188,7 +188,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
 
 
 def test_where_planning_fails_the_others_are_told():
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         raise InfeasibleError("no plan fits")
 
     seen = []

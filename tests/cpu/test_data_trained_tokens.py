@@ -52,7 +52,7 @@ def test_the_planner_gets_them_with_the_lengths():
         with pytest.raises(EppError, match="AskedError"):
             next(batches)
         batches.close()
-    assert asked == [((5, 40), (), ()), ((5, 40), ((0, 0, 1, 0, 0), (40,)), ())]
+    assert asked == [((5, 40), (), (), ()), ((5, 40), ((0, 0, 1, 0, 0), (40,)), (), ())]
 
 
 @pytest.mark.parametrize("block_tokens", [1, 7, 1000])

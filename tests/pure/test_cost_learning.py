@@ -83,6 +83,24 @@ def test_weight_gradients_of_their_own_are_a_part_of_the_backward(stage):
     assert not learnt().splits_weight
 
 
+def test_times_of_spans_are_those_of_as_many_tokens():
+    plan, more = plan_of_sizes(), [0, 2000, 100, 700]
+
+    def slower(rank):
+        """Events in which spans take the first rank's passes as long as more tokens."""
+        for text, start_us, end_us, _ in events(plan, rank):
+            line, chunk = (FORWARD if text[1] == "F" else BACKWARD)[rank], int(text[2:])
+            yield text, start_us, end_us + line.per_token_us * more[chunk] * (rank == 0), None
+
+    learners = [Learner() for _ in range(2)]
+    for rank, learner in enumerate(learners):
+        for number in range(WARM_UP + RECORDED):
+            learner.add(plan, tuple(slower(rank)) if number >= WARM_UP else (), {}, span_tokens=more.__getitem__)
+    costs = fitted_costs(FORMULAS, [learner.learnt for learner in learners])
+    for stage in (0, 1):
+        assert costs.stages[stage].line("forward").time_us(700, 245_350) == pytest.approx(FORWARD[stage].time_us(700, 245_350))
+
+
 def test_the_least_share_of_any_rank_can_be_offloaded():
     assert learnt().offloadable_share == 0.5
 

@@ -58,7 +58,7 @@ def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Time
     Args:
         lengths: of the sequences, falling.
     """
-    line, multiple = slowest_line(problem, costs), problem.token_multiple
+    line, multiple = slowest_line(problem, costs)[0], problem.token_multiple
     tokens = np.cumsum([0, *lengths], dtype=np.int64)
     pairs = np.cumsum([0, *(causal_pairs(0, length) for length in lengths)], dtype=np.int64)
     padded = -(-(tokens - tokens[:, None]) // multiple) * multiple

@@ -48,7 +48,7 @@ def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Tim
     Returns:
         both in microseconds, ``[begin][end]``.
     """
-    line, lengths = slowest_line(problem, costs), np.array(problem.lengths, dtype=np.int64)
+    line, lengths = slowest_line(problem, costs)[0], np.array(problem.lengths, dtype=np.int64)
 
     def prefix_us(tokens: NDArray[np.int64]) -> Times:
         return np.asarray(line.device_us(tokens, tokens * (tokens + 1) // 2) - line.fixed_us, dtype=np.float64)

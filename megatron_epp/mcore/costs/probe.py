@@ -37,6 +37,7 @@ def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
     device, own = stage.message(1)[2], tokens // stage.config.context_parallel_size
     ids = torch.arange(own, device=device)[None] % _VOCABULARY
     positions, ones = torch.zeros_like(ids), torch.ones(1, own, device=device)
+    positions = positions if stage.axes == 1 else positions.expand(stage.axes, 1, own)
     if not stage.depths:
         return ChunkInputs(ids, positions, ids.clone(), ones)
     ahead = AheadArrays(*(column.expand(stage.depths, *column.shape) for column in (ids, positions, ids, ones / own, ones)))

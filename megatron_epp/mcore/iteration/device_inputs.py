@@ -11,7 +11,16 @@ import torch
 from megatron.core import mpu
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, ChunkArrays, GlobalBatch, LossColumns, TrainedTokens
+from megatron_epp.data.batch import (
+    OF_TOKENS,
+    AheadArrays,
+    ChunkArrays,
+    GlobalBatch,
+    InputArrays,
+    InputColumns,
+    LossColumns,
+    TrainedTokens,
+)
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
@@ -65,6 +74,7 @@ class RankInputs:
         rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
         depths: of multi-token prediction on this rank.
         of_loss: what a loss of the user's asks for on this rank; None without one.
+        of_inputs: what the rank's stages read of samples; its columns are for a function on the first stage.
     """
 
     uploader: Uploader
@@ -73,6 +83,12 @@ class RankInputs:
     rows_of: RowsOf | None = None
     depths: int = 0
     of_loss: LossColumns | None = None
+    of_inputs: InputColumns = OF_TOKENS
+
+    @property
+    def reads_positions(self) -> bool:
+        """Positions with several axes turn queries and keys of every layer."""
+        return self.reads_tokens or self.of_inputs.axes > 1
 
     def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
         """Prepare a rank's part of a planned batch, whose lowered actions are given; start to upload what it reads.
@@ -81,7 +97,8 @@ class RankInputs:
         """
         assert batch.plan is not None
         program = program_of(batch.plan, actions)
-        arrays = (batch.chunk(chunk, self.depths, self.of_loss) for chunk in range(len(batch.plan.chunks)))
+        asked = self.depths, self.of_loss, self.of_inputs
+        arrays = (batch.chunk(chunk, *asked) for chunk in range(len(batch.plan.chunks)))
         tables = [layout.table for layout in program.layouts]
         inputs = self.upload(arrays, batch.lengths, tables)
         return PreparedBatch(replace(program, upload=inputs.upload), inputs)
@@ -94,49 +111,68 @@ class RankInputs:
             tables: segment tables, whose offsets come to the device with them.
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
-        columns = [self._columns(each) for each in arrays] if self.reads_tokens or self.rows_of is not None else []
+        reads = self.reads_positions or self.rows_of is not None
+        read = list(arrays) if reads else []
+        columns = [self._columns(each) for each in read]
         sent = [column for each in columns for column in each if column is not None]
         upload = self.uploader.begin([*positions, *sent])
         ends, *received = upload.tensors
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
         rest = iter(received[len(tables) :])
-        chunks = tuple(_inputs_of([None if column is None else next(rest) for column in each]) for each in columns)
+        chunks = tuple(
+            _inputs_of([None if column is None else next(rest) for column in each], arrays_of.of_inputs)
+            for arrays_of, each in zip(read, columns, strict=True)
+        )
         return BatchInputs(upload, chunks, ends)
 
     def _columns(self, arrays: ChunkArrays) -> tuple[Tensor | None, ...]:
         """Return the values of a chunk's `ChunkInputs`, on the CPU."""
         own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
-        tokens = (own.tokens[None], own.position_ids[None]) if self.reads_tokens else (None, None)
+        whole = () if arrays.of_inputs is None else _whole(arrays.of_inputs)
+        tokens = own.tokens[None] if self.reads_tokens else None, _row(own.position_ids) if self.reads_positions else None
         if self.rows_of is None:
-            return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS))
+            return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS), *whole)
         own_columns = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
         ahead = (
             [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, field.name)[:, None] for field in fields(own.ahead)]
         )
         if arrays.of_loss is None:
-            return (*own_columns, *ahead, *[None] * _OF_LOSS)
+            return (*own_columns, *ahead, *[None] * _OF_LOSS, *whole)
         assert self.of_loss is not None  # whose inputs these are
         shards = self.context_parallel.shards_of_loss(self.of_loss.scope, len(arrays.tokens))
         trained = arrays.of_loss.of_trained(shards, self.context_parallel.shard(len(arrays.tokens)))
-        return (*own_columns, *ahead, *(getattr(trained, field.name) for field in fields(trained)))
+        return (*own_columns, *ahead, *(getattr(trained, field.name) for field in fields(trained)), *whole)
 
 
 _AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(TrainedTokens))
 
 
-def _inputs_of(columns: list[Tensor | None]) -> ChunkInputs:
-    """Return the inputs of a chunk, given its columns on the device."""
+def _row(position_ids: Tensor) -> Tensor:
+    """Return positions ``[1, tokens]`` or ``[axes, 1, tokens]``, as Megatron's models take them."""
+    return position_ids[..., None, :]
+
+
+def _whole(of_inputs: InputArrays) -> tuple[Tensor, ...]:
+    return of_inputs.tokens[None], _row(of_inputs.position_ids), *of_inputs.columns
+
+
+def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None) -> ChunkInputs:
+    """Return the inputs of a chunk, given its columns on the device, and those of a caller's function on the CPU."""
     tokens, position_ids, labels, loss_mask, rows, *more = columns
-    ahead, of_loss = ([column for column in part if column is not None] for part in (more[:_AHEAD], more[_AHEAD:]))
+    parts = more[:_AHEAD], more[_AHEAD : _AHEAD + _OF_LOSS], more[_AHEAD + _OF_LOSS :]
+    ahead, of_loss, whole = ([column for column in part if column is not None] for part in parts)
     arrays = AheadArrays(*ahead) if ahead else None, TrainedTokens(*of_loss) if of_loss else None
-    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays)
+    of_all = None if of_inputs is None else InputArrays(whole[0], whole[1], tuple(whole[2:]), of_inputs.spans)
+    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
     """Return the inputs of a rank with these stages, and with a shard of the output layer if there is one."""
     last = next((stage for stage in stages.values() if stage.is_last), None)
-    _, _, device = next(iter(stages.values())).message(1)
+    first = next((stage for stage in stages.values() if stage.is_first), None)
+    any_stage = next(iter(stages.values()))
+    _, _, device = any_stage.message(1)
     return RankInputs(
         Uploader(device, torch.cuda if device.type == "cuda" else None),
         of_group(mpu.get_context_parallel_group()),
@@ -144,4 +180,5 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
         rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
         depths=0 if last is None else last.depths,
         of_loss=None if last is None or last.loss is None else last.loss.asks,
+        of_inputs=InputColumns(None if first is None or first.own_inputs is None else first.own_inputs.names, any_stage.axes),
     )

@@ -173,7 +173,8 @@ def _run_on_rank(
     """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
     assert batch.plan is not None
     program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, run.vocabulary
-    by_hooks = run.rank == 0 and vocabulary is None  # hooks know one backward as the last, and a shard has its own
+    # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
+    by_hooks = run.rank == 0 and vocabulary is None and run.own_inputs is None
     splits = run.args.epp_split_weight_gradient
     reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
     report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)

@@ -17,6 +17,7 @@ from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatc
 from megatron_epp.mcore.iteration.replay import numbered_by
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
+from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.stage import add_to_gradients, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
@@ -213,21 +214,10 @@ def _shown(lengths: Sequence[int]) -> str:
     return f"{list(lengths)}" if len(lengths) <= 8 else f"{list(lengths[:8])} and {len(lengths) - 8} more"
 
 
-_INSIDE = ("module", "thinker", "language_model")
-"""Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
-
-
 def layers_of(model: torch.nn.Module) -> Sequence[Any]:
     """Return the layers of a model chunk's decoder, which a multimodal model has inside; none if there is no decoder."""
     language_model = language_model_of(model)
     return () if language_model is None else language_model.decoder.layers
-
-
-def language_model_of(model: Any) -> Any:
-    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder."""
-    while model is not None and getattr(getattr(model, "decoder", None), "layers", None) is None:
-        model = next((inner for name in _INSIDE if (inner := getattr(model, name, None)) is not None), None)
-    return model
 
 
 def _nothing() -> None:

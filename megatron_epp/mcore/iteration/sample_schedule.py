@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from megatron.core import mpu
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
-from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.data.batch import OF_TOKENS, GlobalBatch, InputColumns
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
@@ -22,7 +22,10 @@ from megatron_epp.mcore.iteration.document_schedule import finish_batch, leave_o
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of
+from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.plan import EppError
+from megatron_epp.planner.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
@@ -107,8 +110,9 @@ class _Unfinished:
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
-    def __init__(self, loss: Loss, flags: dict[str, Any]) -> None:
+    def __init__(self, loss: Loss, flags: dict[str, Any], own_inputs: OwnInputs | None = None) -> None:
         self.loss, self._asks, self._flags = loss, columns_of(loss), flags
+        self._own_inputs, self._of_inputs = own_inputs, OF_TOKENS
         self._run: SlicedRun | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
@@ -205,14 +209,16 @@ class SampleSchedule:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._run
         longest = max(
-            from_each_of_job(max(int(getattr(unwrap_model(model), "max_sequence_length", 0) or 0) for model in models))
+            from_each_of_job(max(int(getattr(language_model_of(model), "max_sequence_length", 0) or 0) for model in models))
         )
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, map(refusal, models)), "")))
         for model in models:
             adopt_built(model, args)
         run = SlicedRun(args)
-        run.loss = self.loss
+        run.loss, run.own_inputs = self.loss, self._own_inputs
+        axes = max(from_each_of_job(max(map(axes_of, map(language_model_of, models)))))
+        self._of_inputs = InputColumns(None if self._own_inputs is None else self._own_inputs.names, axes)
         with run.telling_others(unless=AgreedError):
             run.attach(models, get_model_config(models[0]))
         self._run, self._models = run, models
@@ -230,7 +236,12 @@ class SampleSchedule:
         if (count := len(samples_in(dataset))) < run.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
             raise EppError(f"{count} {what} cannot be shared by {run.replicas} replicas: give at least {run.replicas} a call")
+        lengths, spans = dataset.lengths.tolist(), [dataset.spans(index) for index in range(len(dataset))]
+        if (most := run.args.epp_chunk_tokens) is not None and any(spans):
+            with run.telling_others(unless=EppError):  # by the numbers of samples, which shares of replicas do not have
+                refuse_forced_cuts(lengths, spans, run.problem.token_multiple, most, "sample")
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
+            known.dataset.take_payloads(dataset)
             return known
         everything = tuple(range(count))
         limits = run.replica, run.replicas
@@ -251,7 +262,8 @@ class SampleSchedule:
         """
         dataset, digest, problem = Samples(()), b"", ""
         try:
-            named = [TokenSample.of(sample, self._asks, f"sample {at}", vocab_size) for at, sample in enumerate(samples)]
+            asked = vocab_size, self._of_inputs
+            named = [TokenSample.of(sample, self._asks, f"sample {at}", *asked) for at, sample in enumerate(samples)]
             dataset, digest = Samples(named, self._asks), _digest(named)
             problem = "" if named else "there are no samples"
         except Exception as error:
@@ -344,9 +356,11 @@ def _scale_gradients(models: Sequence[Any], scale: float) -> None:
 def _digest(samples: Sequence[TokenSample]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        columns = (sample.columns[name] for name in sorted(sample.columns))
-        digest.update(repr(sample.group).encode())
-        for values in (sample.tokens, np.ones(0) if sample.trained is None else sample.trained, *columns):
+        columns = (values[name] for values in (sample.columns, sample.inputs) for name in sorted(values))
+        digest.update(repr((sample.group, sample.spans)).encode())
+        none = np.ones(0)
+        masks = (none if values is None else values for values in (sample.trained, sample.positions))
+        for values in (sample.tokens, *masks, *columns):
             digest.update(f"{values.shape}".encode())
             digest.update(np.ascontiguousarray(values).tobytes())
     return digest.digest()
@@ -371,7 +385,14 @@ def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
     return np.concatenate([values for _, values in sorted((piece for of in of_ranks for piece in of), key=itemgetter(0))])
 
 
-def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> SampleSchedule:
+def wrap_samples(
+    *,
+    loss: Loss | str | None = None,
+    inputs: Callable[[InputChunk], Any] | None = None,
+    input_columns: Sequence[str] = (),
+    feature_layers: Sequence[int] = (),
+    **settings: object,
+) -> SampleSchedule:
     """Return a function that trains a model on samples in slices, with a loss of the caller's.
 
     Megatron's parallel state is initialised and the model is built and wrapped before its first call, which adopts the model:
@@ -379,12 +400,23 @@ def wrap_samples(*, loss: Loss | str | None = None, **settings: object) -> Sampl
 
     Args:
         loss: a loss (`megatron_epp.losses.Loss`), or ``module:name`` of one; by default cross entropy of the next token.
+        inputs: makes the input rows ``[tokens, 1, hidden]`` of a chunk (`InputChunk`) on the first stage; by default the
+            model's embedding does. Samples may have ``spans`` then.
+        input_columns: names of samples' columns that `inputs` reads, with a row for every token as an input.
+        feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
+            behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
         settings: flags of training by their names behind ``--epp-`` (`SETTINGS`): ``memory_cap_gb=60``.
 
     Raises:
         EppError: there is no such setting, value or loss.
     """
     flags = flags_of("wrap_samples", settings, SETTINGS)
+    for name, values in (("input_columns", input_columns), ("feature_layers", feature_layers)):
+        if inputs is None and values:
+            raise EppError(
+                f"{name} {', '.join(map(str, values))} are for a function of inputs, and there is none: pass inputs="
+            )
+    own = None if inputs is None else OwnInputs(inputs, tuple(input_columns), tuple(feature_layers))
     if isinstance(loss, str):
-        return SampleSchedule(load_loss(loss), flags)
-    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), flags)
+        return SampleSchedule(load_loss(loss), flags, own)
+    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), flags, own)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.work import TrainedParts
+from megatron_epp.cost.work import Spans, TrainedParts, span_work_of
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.data.iterator import DisagreementError, Item, PlanSource, spans_of
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.shape import model_shape
@@ -30,6 +30,8 @@ from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.language_model import language_model_of
+from megatron_epp.mcore.model.own_inputs import OwnInputs
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
@@ -57,6 +59,8 @@ class SlicedRun(Run):
     """
 
     stages: dict[int, MegatronStage]
+    own_inputs: OwnInputs | None = None
+    """A caller's function that makes the first stage's input rows; None for the embedding's."""
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     learnt_planner: LearntPlanner | None = None
@@ -123,7 +127,9 @@ class SlicedRun(Run):
         if loss is not None:
             width = loss.asks.widths.get(loss.asks.candidates, 0)
             if last in self.placement.stages(self.rank):
-                resolve_name("megatron_epp.mcore.model.value_head:check_head")(models[-1], self.loss, self.args)
+                resolve_name("megatron_epp.mcore.model.value_head:check_head")(
+                    language_model_of(models[-1]), self.loss, self.args
+                )
             has_head &= not loss.asks.has_values
             asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         return {
@@ -134,8 +140,9 @@ class SlicedRun(Run):
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, model, asked) if has_head and stage == last else None,
+                block_loss=block_loss(self.args, language_model_of(model), asked) if has_head and stage == last else None,
                 loss=loss if stage == last else None,
+                own_inputs=self.own_inputs if stage == 0 else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
@@ -157,8 +164,12 @@ class SlicedRun(Run):
         has_output = self.vocabulary is not None or (last is not None and last.has_loss)
         inputs = batch.prepared.inputs
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
+        of_spans = {}
+        if self.learning is not None and (spans := spans_of(batch.dataset, batch.indices)):
+            layers = max(1, self.costs.num_layers[0]) if self.costs is not None else 1
+            of_spans = {"span_tokens": lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers}
         with self.watching("waits for others' times"):
-            learnt = None if self.learning is None else self.learning.after(plan, recorder, share)
+            learnt = None if self.learning is None else self.learning.after(plan, recorder, share, **of_spans)
             if learnt is not None and self.plans and self.learnt_planner is not None:
                 self.learnt_planner.plan_with(self._planner_by(learnt))
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
@@ -196,13 +207,15 @@ class SlicedRun(Run):
         lengths: tuple[int, ...],
         trained: tuple[TrainedParts, ...],
         loss_groups: tuple[int, ...],
+        spans: tuple[Spans, ...],
         *,
         forward_only: bool,
         plan: Callable[[Problem], PackedPlans] | None = None,
     ) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
-        problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, forward_only=forward_only)
+        problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, spans=spans)
+        problem = replace(problem, forward_only=forward_only)
         try:
             if plan is not None:
                 return plan(problem)

@@ -19,7 +19,7 @@ from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.table import FIELDS, TABLE
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
-from megatron_epp.mcore.iteration.microbatch_stage import language_model_of
+from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.reading import nearest

@@ -30,6 +30,7 @@ from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
@@ -87,7 +88,7 @@ def _placed_hybrid(arguments: Mapping[str, Any], placement: Placement) -> dict[s
 def check_adopted(model: torch.nn.Module) -> None:
     """Raise `EppError` for a model that was built without our attention."""
     bare = unwrap_model(model)
-    if not getattr(bare, "has_relay", False):
+    if not any(getattr(part, "has_relay", False) for part in (bare, language_model_of(model))):
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
@@ -148,7 +149,8 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
 
 def place_rotary(model: Any) -> None:
     """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table."""
-    rotary = getattr(model, "rotary_pos_emb", None)
+    # Angles by several axes are of the positions that the model gets.
+    rotary = getattr(model, "rotary_pos_emb", None) if axes_of(model) == 1 else None
     latents = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
     if rotary is None and not latents:
         return

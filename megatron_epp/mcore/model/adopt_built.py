@@ -22,6 +22,7 @@ from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.kinds.experts import flex_problems
+from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
@@ -81,18 +82,18 @@ class AdoptedAttention(RelayAttention):
 
 def refusal(model: torch.nn.Module) -> str:
     """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them."""
-    bare: Any = unwrap_model(model)
-    obstacle = "" if getattr(bare, "has_relay", False) else _refusal(bare)
-    return obstacle and f"samples cannot be cut for this {type(bare).__name__}: {obstacle}"
+    inside = language_model_of(model)
+    obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
+    return obstacle and f"samples cannot be cut for this {type(unwrap_model(model)).__name__}: {obstacle}"
 
 
 def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Let plans run a model chunk, for which there is no `refusal`. Does nothing if they can already.
 
     Args:
-        model: the chunk, wrapped or not.
+        model: the chunk, wrapped or not; of a multimodal one the language model is changed.
     """
-    bare: Any = unwrap_model(model)
+    bare: Any = language_model_of(model)
     if getattr(bare, "has_relay", False):
         return
     for module in bare.modules():
@@ -108,7 +109,7 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 def _refusal(model: Any) -> str:
     """Return what of a model plans cannot run, and what helps; empty if they can run it."""
-    if not hasattr(model, "decoder"):
+    if model is None:
         return "it has no decoder of Megatron's"
     config = get_model_config(model)
     # The fused rotation reads angles by a token's place in the batch, not by its position in the sequence.

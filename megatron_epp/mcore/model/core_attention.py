@@ -118,6 +118,10 @@ class RelayAttention(torch.nn.Module):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
         # A chunk is one row: the batch dimension is 1. Latent attention squeezes it out whenever it gets packed parameters.
+        if query.dim() == 4 and query.shape[1] != 1:
+            raise EppError(
+                f"layer {self.layer_number}: attention got queries {list(query.shape)}, and a chunk is one row of tokens"
+            )
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference

@@ -9,6 +9,7 @@ left out (hybrid models have layers of attention alone and of an MLP alone): a l
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -77,7 +78,8 @@ class _Layer:
             finally:
                 self._now.parts, self._now.normed = frozenset(), None
         if CORE_ATTENTION not in parts:
-            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attention_output=CachedAttentionOutput()))
+            kwargs["packed_seq_params"] = own = copy.copy(params)
+            own.context = replace(params.context, attention_output=CachedAttentionOutput())
         return run_again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:

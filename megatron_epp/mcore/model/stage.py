@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, TrainedTokens
+from megatron_epp.data.batch import AheadArrays, InputArrays, TrainedTokens
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
+from megatron_epp.mcore.model.own_inputs import OwnInputs
 from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
@@ -49,12 +51,14 @@ class ChunkInputs:
     """Inputs of a rank's stages for one chunk: this context-parallel rank's part, on the device. None where no stage reads it.
 
     Attributes:
-        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`.
+        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`; with several axes of positions these are
+            ``[axes, 1, tokens / ranks]``.
         labels: int64 ``[1, tokens / ranks]``.
         loss_mask: float32 ``[1, tokens / ranks]``.
         rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
         of_loss: inputs of a loss of the user's for the trained tokens that it gets.
+        of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
     """
 
     tokens: Tensor | None = None
@@ -64,6 +68,7 @@ class ChunkInputs:
     rows: Tensor | None = None
     ahead: AheadArrays | None = None
     of_loss: TrainedTokens | None = None
+    of_inputs: InputArrays | None = None
 
     @property
     def output_share(self) -> float:
@@ -80,6 +85,9 @@ class MegatronStage:
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
     chunk at once. It is cross entropy, or `loss`, which is of the labels' log-probabilities. `config` is the model's
     `TransformerConfig`; `fp32_kv_gradients` as in `SlicedKVCache`.
+
+    `model` may be one with a language model inside, such as a multimodal one. Chunks run the language model, and on a first
+    stage `own_inputs` may make its input rows, by a function that calls what else the model has.
     """
 
     problem = ""
@@ -98,23 +106,27 @@ class MegatronStage:
         fp32_kv_gradients: str = "auto",
         block_loss: BlockLoss | FusedLoss | None = None,
         loss: ScopedLoss | None = None,
+        own_inputs: OwnInputs | None = None,
     ) -> None:
+        self.language_model: Any = language_model_of(model)
+        self._called = model if self.language_model is unwrap_model(model) else self.language_model
+        self.axes, self.own_inputs = axes_of(self.language_model), own_inputs
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         if self.has_loss:
-            shard_logits(model)
+            shard_logits(self.language_model)
         of_logits = self.has_loss and not (loss is not None and loss.asks.has_values)
-        self._loss_of_rows = block_loss if block_loss is not None or not of_logits else trained_rows(model)
+        self._loss_of_rows = block_loss if block_loss is not None or not of_logits else trained_rows(self.language_model)
         self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
-        self.depths: int = (config.mtp_num_layers or 0) if getattr(unwrap_model(model), "mtp_process", False) else 0
+        self.depths: int = (config.mtp_num_layers or 0) if getattr(self.language_model, "mtp_process", False) else 0
         self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
         self.loss = loss
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
-        self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
+        self.weights: WeightGradients | None = getattr(self.language_model, "weight_gradients", None)
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
-        self.cut_layers: StageLayers | None = getattr(unwrap_model(model), "cut_layers", None)
+        self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -123,6 +135,8 @@ class MegatronStage:
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         if self.token_multiple > 1:
             check_routers(model)
+        if own_inputs is not None:
+            own_inputs.check(len(layers))
         self._device = own_device()
 
     @property
@@ -138,7 +152,7 @@ class MegatronStage:
     @property
     def decoder(self) -> Any:
         """Block of transformer layers."""
-        return get_attr_wrapped_model(self.model, "decoder")
+        return self.language_model.decoder
 
     @property
     def token_multiple(self) -> int:
@@ -159,7 +173,7 @@ class MegatronStage:
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """All parameters that the chunk computes with: its own, and weights that another chunk of this rank holds."""
-        model: Any = unwrap_model(self.model)
+        model = self.language_model
         tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
         read = [*vars(model)["embedding"].parameters()] if "embedding" in vars(model) else []  # another chunk's (`tie`)
         return (*self.model.parameters(), *tied, *read, *self.more_weights)
@@ -179,7 +193,7 @@ class MegatronStage:
         """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""
         assert self._inputs is not None
         inputs = self._inputs(context.chunk)
-        get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
+        self.language_model.set_input_tensor(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
         if isinstance(self.block_loss, BlockLoss) and self.loss is not None:
             self.block_loss.candidates = None
@@ -187,9 +201,16 @@ class MegatronStage:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         of_chunk = chunk_of(context.table, self.config)
         params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
-        with timed(self.config.timers, "forward-compute"), self._autocast(), loss, of_chunk:
-            output = self.model(**self.arguments(inputs), attention_mask=None, packed_seq_params=params)
-        get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
+        positions: AbstractContextManager[None] = nullcontext()
+        if self.axes > 1:
+            positions = own_positions(self.language_model)
+            # Some of Megatron-Bridge's attentions rotate what is packed by these being there.
+            params.cu_seqlens_q, params.cu_seqlens_kv = context.table.cu_seqlens(self._device)
+        forward = timed(self.config.timers, "forward-compute")
+        with forward, self._autocast(), loss, of_chunk, positions, self._rows(inputs) as rows:
+            arguments = self.arguments(inputs) | ({} if rows is None else {"decoder_input": rows})
+            output = self._called(**arguments, attention_mask=None, packed_seq_params=params)
+        self.language_model.set_input_tensor(None)  # or it would hold the last one
         # The scale is one for the class, and each backward reads it then: it is the same for all chunks.
         scale_added_losses(self.config, output)
         if not self.has_loss:
@@ -249,16 +270,22 @@ class MegatronStage:
         is_end = self.is_first or self.is_last
         return {
             "input_ids": inputs.tokens if is_end else None,
-            "position_ids": inputs.position_ids if is_end else None,
+            "position_ids": inputs.position_ids if is_end or self.axes > 1 else None,
             "labels": inputs.labels if self.is_last and not self.gives_values else None,
             "loss_mask": inputs.loss_mask if self.is_last else None,
         }
+
+    def _rows(self, inputs: ChunkInputs) -> AbstractContextManager[Tensor | None]:
+        """Return a context with the rows that a caller's function makes; with None where the embedding makes them."""
+        if inputs.of_inputs is None or self.own_inputs is None:
+            return nullcontext()
+        return self.own_inputs.entering(inputs.of_inputs, unwrap_model(self.model), self.language_model)
 
     def rows(self, loss_mask: Tensor) -> Tensor | None:
         """Return the tokens that a last stage multiplies with the output layer, given their mask on the CPU; None for all."""
         if not self.has_loss or self._loss_of_rows is None:
             return None
-        layer: Any = get_attr_wrapped_model(self.model, "output_layer")
+        layer: Any = self.language_model.output_layer
         return rows_to_compute(loss_mask, layer.output_size_per_partition, layer.input_size)
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:

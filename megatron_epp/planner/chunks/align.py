@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from megatron_epp.cost import causal_pairs
+from megatron_epp.cost.work import Spans, span_work_of
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.order import as_slices, has_groups, slice_groups, stand_in
+from megatron_epp.planner.spans import allowed_cuts
 
 Unit = tuple[Chunk, ...]
 """Chunks that follow each other: the slices of one sequence, or a single batched chunk."""
@@ -76,7 +78,10 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     """Cut the chunk that takes longest among chunks that can be cut; False when none can."""
     multiple = chunker.problem.token_multiple
     positions = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
-    can = [(unit, at) for unit, at in positions if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple)]
+    spans = chunker.problem.spans
+    can = [
+        (unit, at) for unit, at in positions if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple, spans)
+    ]
     if not can:
         return False
     unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
@@ -91,19 +96,26 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
         units[unit] = (Chunk((first, *rest[1::2])),)
         units.append((Chunk(tuple(rest[::2])),))
     else:
-        middle = _middle(chunks[at], multiple)
+        middle = _middle(chunks[at], multiple, spans)
         parts = Chunk((first._replace(end=middle),)), Chunk((first._replace(start=middle),))
         units[unit] = (*chunks[:at], *parts, *chunks[at + 1 :])
     return True
 
 
-def _middle(chunk: Chunk, multiple: int) -> int:
-    """Token at which to cut a chunk's only segment, a multiple of the padding from its start; 0 if it is too short."""
-    _, start, end = chunk.segments[0]
+def _middle(chunk: Chunk, multiple: int, spans: Sequence[Spans]) -> int:
+    """Token at which to cut a chunk's only segment, a multiple of the padding from its start; 0 if there is none outside of
+    spans.
+    """
+    sequence, start, end = chunk.segments[0]
     middle = start + max(multiple, (end - start) // 2 // multiple * multiple)
-    return middle if middle < end else 0
+    if middle >= end or not spans or not spans[sequence]:
+        return middle if middle < end else 0
+    inside = [int(cut) for cut in allowed_cuts(end, spans[sequence], multiple) if start < cut < end]
+    return min(inside, key=lambda cut: abs(cut - middle), default=0)
 
 
 def _time_us(chunk: Chunk, chunker: Chunker) -> float:
     pairs = sum(causal_pairs(start, end) for _, start, end in chunk.segments)
-    return chunker.line.time_us(chunk.num_tokens, pairs, sum(start for _, start, _ in chunk.segments))
+    time_us = chunker.line.time_us(chunk.num_tokens, pairs, sum(start for _, start, _ in chunk.segments))
+    spans = chunker.problem.spans
+    return time_us + chunker.span_us * span_work_of(chunk, spans) if spans else time_us

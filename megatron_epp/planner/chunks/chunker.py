@@ -7,11 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from megatron_epp.cost import Costs, LinearTime, causal_pairs
+from megatron_epp.cost.work import span_work
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.packing import Bucket, PackedItem, pack
 from megatron_epp.planner.order import arranged, has_groups
 from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.spans import allowed_cuts, within
 
 MOST_CHUNKS = 1024
 """No grain aims at more chunks than that. Not measured: planning time grows with chunks, and a token cap far below the longest
@@ -42,6 +46,7 @@ class Chunker:
             stage sets the pace, so its time is the one that should not vary from chunk to chunk.
         token_cap: most tokens of a chunk, a multiple of the padding.
         total_us: time of the whole batch.
+        span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
         is_even: slices are of equal length where slices of equal time would exceed the token cap. If not, the token cap bounds
             the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far below the
             longest sequence, that makes many times as many slices.
@@ -52,6 +57,7 @@ class Chunker:
     token_cap: int
     total_us: float
     is_even: bool = False
+    span_us: float = 0.0
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
@@ -63,14 +69,15 @@ class Chunker:
         """
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
-        slowest = slowest_line(problem, costs)
+        slowest, span_us = slowest_line(problem, costs)
         token_us, pair_us = max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us)
         line = LinearTime(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
         if line == LinearTime():  # costs nothing: balance tokens
             line = LinearTime(0.0, 1.0)
         multiple = problem.token_multiple
         most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
-        return Chunker(problem, line, most, line.time_us(tokens, pairs))
+        total_us = line.time_us(tokens, pairs) + span_us * all_span_work(problem)
+        return Chunker(problem, line, most, total_us, span_us=span_us)
 
     @property
     def shapes(self) -> tuple[Chunker, ...]:
@@ -91,7 +98,7 @@ class Chunker:
         The token cap may ask for more slices. Slices are never smaller than the padding multiple.
         """
         longest = max(self.problem.lengths)
-        longest_us = self.sequence_us(longest)
+        longest_us = self._longest_us
         if slices is None:
             slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
         if longest > self.token_cap and not self.is_even:
@@ -113,7 +120,7 @@ class Chunker:
         """The chunk table of the finest grain whose even slices (`evener`) are no more than the given grain's uneven ones."""
         most, slices = len(self.mesh(grain.slices)), grain.slices
         while slices > 1:
-            fewer = Grain(slices, self.sequence_us(max(self.problem.lengths)) / slices)
+            fewer = Grain(slices, self._longest_us / slices)
             even = self.evener(fewer)
             num_slices = len(even.mesh(slices))
             if num_slices <= most:
@@ -126,13 +133,26 @@ class Chunker:
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
         even = replace(self, token_cap=ends[0] if ends else self.token_cap)
-        return even.table_of([*ends, longest], self.sequence_us(longest) / slices)
+        return even.table_of([*ends, longest], self._longest_us / slices)
 
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
 
     def slice_us(self, start: int, end: int) -> float:
         return self.line.time_us(end - start, causal_pairs(start, end), start)
+
+    def part_us(self, sequence: int, start: int, end: int) -> float:
+        """Time of tokens ``[start, end)`` of a sequence, with its spans there."""
+        time_us = self.slice_us(start, end)
+        return time_us + self.span_us * span_work(spans[sequence], start, end) if (spans := self.problem.spans) else time_us
+
+    @property
+    def _longest_us(self) -> float:
+        """Time of the sequence that takes longest."""
+        lengths = self.problem.lengths
+        if not self.problem.spans:
+            return self.sequence_us(max(lengths))
+        return max(self.part_us(q, 0, length) for q, length in enumerate(lengths))
 
     def mesh(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
@@ -176,7 +196,10 @@ class Chunker:
 
     def table(self, grain: Grain) -> tuple[Chunk, ...]:
         """The chunk table of a grain, in forward order: longest sequence first, slices ascending, batched chunks last."""
-        return self.table_of(self.mesh(grain.slices), grain.time_us)
+        slices = grain.slices
+        if self.problem.spans and grain.time_us:  # the longest by tokens need not be that by time
+            slices = max(1, math.ceil(self.sequence_us(max(self.problem.lengths)) / grain.time_us - 1e-9))
+        return self.table_of(self.mesh(slices), grain.time_us)
 
     def table_of(self, ends: Sequence[int], time_us: float) -> tuple[Chunk, ...]:
         """The chunk table of given slices of the longest sequence.
@@ -191,8 +214,11 @@ class Chunker:
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
         cuts = cuts_at(ends, long, lengths)
-        tails = [PackedItem(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], (q,)) for q in long]
-        shorts = [PackedItem(self.sequence_us(length), length, (q,)) for q, length in enumerate(lengths) if length <= ends[0]]
+        if self.problem.spans:
+            cuts = self._outside_of_spans(cuts, time_us)
+            long = list(cuts)
+        tails = [PackedItem(self.part_us(q, cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], (q,)) for q in long]
+        shorts = [PackedItem(self.part_us(q, 0, length), length, (q,)) for q, length in enumerate(lengths) if q not in cuts]
         limit = self._token_limit(ends[0], shorts, time_us)
         before: list[Bucket] = []
         if has_groups(self.problem.loss_groups):
@@ -203,6 +229,32 @@ class Chunker:
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
         table = joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
         return arranged(table, self.problem.loss_groups)
+
+    def _outside_of_spans(self, cuts: Mapping[int, list[int]], time_us: float) -> dict[int, list[int]]:
+        """Return cuts of all sequences that have several slices, where those with spans are cut by themselves.
+
+        Args:
+            cuts: of long sequences, as if there were no spans.
+        """
+        lengths, cut = self.problem.lengths, dict[int, list[int]]()
+        for q in longest_first(lengths):
+            own = [0, *self._ends(q, time_us)] if self.problem.spans[q] else cuts.get(q, [0, lengths[q]])
+            if len(own) > 2:
+                cut[q] = own
+        return cut
+
+    def _ends(self, sequence: int, time_us: float) -> list[int]:
+        """Return ends of slices of about equal time of a sequence with spans, whose work counts where they begin."""
+        length, spans = self.problem.lengths[sequence], self.problem.spans[sequence]
+        allowed = allowed_cuts(length, spans, self.problem.token_multiple)
+        work = np.cumsum([0.0, *(span.work for span in spans)])
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        ahead = self.line.per_token_us * allowed + self.line.per_pair_us * allowed * (allowed + 1) / 2
+        ahead = ahead + self.span_us * work[np.searchsorted(starts, allowed)]
+        count = max(1, round(ahead[-1] / time_us)) if time_us else 1
+        nearest = {int(np.abs(ahead - ahead[-1] * number / count).argmin()) for number in range(1, count)}
+        ends = [int(allowed[at]) for at in sorted({*nearest, len(allowed) - 1})]
+        return within(ends, allowed, self.token_cap)
 
     def _by_groups(
         self, tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_us: float, limit: int
@@ -246,18 +298,31 @@ class Chunker:
         """
         short_us = sum(item.time_us for item in shorts)
         typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0
-        return min(self.token_cap, max(first_slice, typical))
+        most = max((item.tokens for item in shorts), default=0) if self.problem.spans else 0  # some cannot be cut
+        return max(min(self.token_cap, max(first_slice, typical)), most)
 
 
-def slowest_line(problem: Problem, costs: Costs) -> LinearTime:
-    """Time of forward and backward on the stage that takes longest for the batch."""
+def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
+    """Time of forward and backward on the stage that takes longest for the batch, and of a unit of spans' work there."""
     tokens, share = sum(problem.lengths), problem.trained_share
     pairs = sum(causal_pairs(0, length) for length in problem.lengths)
     lines = [
         costs.forward_line(stage, share) + (LinearTime() if problem.forward_only else costs.backward_line(stage, share))
         for stage in range(problem.num_stages)
     ]
-    return max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)
+    span_us = [0.0] * len(lines)
+    span_us[0] = costs.span_us("forward") + (0.0 if problem.forward_only else costs.span_us("backward"))
+    work = all_span_work(problem)
+
+    def whole_us(pair: tuple[LinearTime, float]) -> float:
+        return pair[0].time_us(tokens, pairs) + (len(problem.lengths) - 1) * pair[0].fixed_us + pair[1] * work
+
+    return max(zip(lines, span_us, strict=True), key=whole_us)
+
+
+def all_span_work(problem: Problem) -> float:
+    """Work of all spans of a batch."""
+    return sum(span.work for spans in problem.spans for span in spans)
 
 
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:

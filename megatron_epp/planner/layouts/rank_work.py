@@ -127,4 +127,6 @@ def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:
         lines = [costs.forward_line(stage, problem.trained_share)]
         lines += [] if problem.forward_only else [costs.backward_line(stage, problem.trained_share)]
         times.append(sum(line.per_token_us * tokens + line.per_pair_us * pairs for line in lines))
+    passes = ("forward",) if problem.forward_only else ("forward", "backward")
+    times[0] += sum(map(costs.span_us, passes)) * sum(span.work for spans in problem.spans for span in spans)
     return times

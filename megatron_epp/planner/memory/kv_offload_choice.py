@@ -56,11 +56,11 @@ def with_kv_offload(
         pairs: stages and sequences whose keys and values are in host memory.
         sharing: one of `SHARINGS`; 1 without copies of activations.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained)
+    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
     host_costs, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
     for stage, host in host_costs.items():
-        there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), costs.equal_stages[stage]
+        there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), costs.equal_stages_of(work)[stage]
         if (first_equal, there) not in known:
             which = np.zeros(len(chunks), dtype=np.bool_)
             which[[c for sequence in there for c in slices.get(sequence, ())]] = True

@@ -136,8 +136,10 @@ def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:
 
 def sequence_work(problem: Problem, costs: Costs) -> list[float]:
     """Microseconds that each sequence takes the slowest stage, forward and backward, without the fixed time of chunks."""
-    chunker = Chunker.of(problem.part(sorted(range(len(problem.lengths)), key=problem.lengths.__getitem__)), costs, None)
-    return [chunker.sequence_us(length) for length in problem.lengths]
+    order = sorted(range(len(problem.lengths)), key=problem.lengths.__getitem__)
+    chunker = Chunker.of(problem.part(order), costs, None)
+    each = {q: chunker.part_us(at, 0, problem.lengths[q]) for at, q in enumerate(order)}
+    return [each[q] for q in range(len(order))]
 
 
 @dataclass(frozen=True, slots=True)

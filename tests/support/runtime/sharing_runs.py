@@ -40,7 +40,7 @@ def take_in_turns(rank, links, count):
     """Two streams taken alternately by ranks that dawdle at random, as training and evaluation. Returns what came."""
     planner = BackgroundPlanner(COSTS, Options()) if rank == 0 else None
 
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         return planner.plan(problem(lengths))
 
     streams = [batches(rank, links, make, seed) for seed in (1, 2)]
@@ -56,7 +56,7 @@ def take_in_turns(rank, links, count):
     return taken
 
 
-def packed(lengths, trained=(), loss_groups=()):
+def packed(lengths, trained=(), loss_groups=(), spans=()):
     return (PackedPlan.of(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
 
 
@@ -64,7 +64,7 @@ def made_here(rank, links, count):
     """Number of batches that this rank planned."""
     made = []
 
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         made.append(lengths)
         return packed(lengths)
 
@@ -77,7 +77,7 @@ def fail_at(rank, links, number, kind):
     """The batches that came before planning failed, and the errors of two calls after."""
     calls = []
 
-    def make(lengths, trained=(), loss_groups=()):
+    def make(lengths, trained=(), loss_groups=(), spans=()):
         calls.append(lengths)
         if len(calls) == number:
             if kind == "infeasible":

@@ -52,7 +52,9 @@ ATTENTION = LayerKind(
         MegatronFlag("--qk-clip"),
         MegatronFlag("--log-max-attention-logit"),
         MegatronFlag(
-            "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
+            "--position-embedding-type",
+            (None, "learned_absolute", "rope", "yarn", "none"),
+            "use rope: angles are by position; positions of three axes come with samples (wrap_samples)",
         ),
     ),
     problems=_attention_problems,

@@ -79,6 +79,7 @@ def begin(
     stages: int | None = None,
     *,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
     replicas: int = 1,
     expert_parallel: int = 1,
     inside: str | None = None,
@@ -89,6 +90,7 @@ def begin(
     Args:
         stages: of the pipeline; None for one per rank.
         tensor_parallel: ranks that share a stage's layers.
+        context_parallel: ranks that share a chunk's tokens, which plans know; Megatron's own attention in torch does not.
         expert_parallel: ranks that share the experts of a layer.
         inside: attribute of another model that holds the model; None for no other.
     """
@@ -99,21 +101,26 @@ def begin(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    ranks = dist.get_world_size() // tensor_parallel // replicas
+    ranks = dist.get_world_size() // tensor_parallel // replicas // context_parallel
     stages = stages or ranks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
+        context_parallel_size=context_parallel,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
         expert_model_parallel_size=expert_parallel,
     )
     model_parallel_cuda_manual_seed(1)
     models = [within(inside, model) for model in build(stages, ranks < stages, **settings)]
+    for model in models:
+        model.config.context_parallel_size = context_parallel  # when attention is there, which would refuse it
     return Loop(models, tuple(lengths), partial(batches, lengths), forward_step)
 
 
-def build(stages: int, virtual: bool, num_experts: int | None = None, **settings: Any) -> list[Any]:
-    """Return this rank's model chunks."""
+def build(
+    stages: int, virtual: bool, num_experts: int | None = None, positions: str = "learned_absolute", **settings: Any
+) -> list[Any]:
+    """Return this rank's model chunks, with position embeddings of a type."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -165,6 +172,7 @@ def build(stages: int, virtual: bool, num_experts: int | None = None, **settings
             spec,
             vocab_size=64,
             max_sequence_length=64,
+            position_embedding_type=positions,
             pre_process=stage == 0,
             post_process=stage == stages - 1,
             vp_stage=number if virtual else None,

@@ -1,0 +1,43 @@
+"""Language model inside of a model chunk: the chunk itself, or a part of a multimodal model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_INSIDE = ("module", "thinker", "language_model")
+"""Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
+
+
+def language_model_of(model: Any) -> Any:
+    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder.
+
+    A multimodal model may show its language model's decoder as its own.
+    """
+    while (inner := next((part for name in _INSIDE if (part := getattr(model, name, None)) is not None), None)) is not None:
+        model = inner
+    return model if getattr(getattr(model, "decoder", None), "layers", None) is not None else None
+
+
+def axes_of(language_model: Any) -> int:
+    """Return the axes of a token's position: 3 where time, height and width turn parts of a head (M-RoPE), else 1."""
+    return 3 if getattr(language_model, "position_embedding_type", None) == "mrope" else 1
+
+
+class _Alone:
+    """Process group of this rank alone, as far as rotary embeddings ask."""
+
+    def size(self) -> int:
+        return 1
+
+
+@contextmanager
+def own_positions(language_model: Any) -> Iterator[None]:
+    """Have a model with several axes turn by the positions that it gets in the body, which are this context-parallel rank's."""
+    rotary = language_model.rotary_pos_emb
+    group, rotary.cp_group = rotary.cp_group, _Alone()
+    try:
+        yield
+    finally:
+        rotary.cp_group = group

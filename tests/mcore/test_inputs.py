@@ -1,0 +1,76 @@
+"""Samples with pictures, whose rows a function makes, train in slices as whole ones do."""
+
+import pytest
+
+from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.inputs import LENGTHS
+
+TOLERANCE = 1e-5
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others have one, too
+    pytest.param(2, {"axes": 3}, id="three axes", marks=SLOW),
+    pytest.param(
+        4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
+    ),
+    pytest.param(4, {"replicas": 2}, id="replicas"),
+    pytest.param(2, {"frozen": "vision_model"}, id="a frozen tower"),
+    pytest.param(2, {"frozen": "language_model"}, id="a frozen language model"),
+    pytest.param(2, {"plans": {"recompute": 1}, "feature_layers": 2}, id="recompute, features behind layers"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
+def test_slices_with_pictures_have_the_gradients_of_whole_samples(num_ranks, layout):
+    assert_equal(num_ranks, layout)
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_ranks", "layout"),
+    [
+        pytest.param(2, 4, {"context_parallel": 2}, id="context parallel"),
+        pytest.param(4, 2, {"stages": 4}, id="two stages per rank", marks=SLOW),
+        # Megatron's own schedule would wait for gradients of the tower, which its last microbatch does not have.
+        pytest.param(2, 4, {"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
+    ],
+)
+def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_samples_in_others(
+    tmp_path, stages, num_ranks, layout
+):
+    of_ranks(job(stages, "inputs:pictures", axes=3, written=tmp_path))
+    assert_equal(num_ranks, {"axes": 3, "read": tmp_path, **layout})
+
+
+TOLD = {
+    "no function": "sample 0 has 3 spans, and no function makes their rows: pass inputs=",
+    "columns without a function": "input_columns volume are for a function of inputs, and there is none: pass inputs=",
+    "features without a function": "feature_layers 0, 1 are for a function of inputs, and there is none: pass inputs=",
+    "no column": "sample 0 has no volume, which the inputs read; it has tokens, trained, spans",
+    "a span beyond the end": "sample 0: span 0 has tokens 40 to 45, and the sample has inputs 0 to 44",
+    "forced": "tokens 3 to 15 of sample 0 cannot be cut at a multiple of 1 outside of its 1 spans there, the first",
+    "another planner": "by planner 'seq1f1b' sequence ",
+    "rows of another shape": "16] of a chunk; the model takes [",
+    "positions": "sample 0 has positions, which a model with position_embedding_type='mrope' alone reads",
+    "features behind the first stage": "layer 4, counted from 0, and the first stage has 4 layers: give it more",
+    "no features": "inputs must return rows and 1 features, one for each of feature_layers",
+    "right": "trains",
+}
+
+
+def test_what_cannot_be_honoured_is_told_before_anything_starts():
+    (said,) = of_ranks(job(1, "inputs:refusals"))
+    assert said.keys() == TOLD.keys()
+    assert {name: text for name, text in said.items() if TOLD[name] not in text} == {}
+
+
+def assert_equal(num_ranks, layout):
+    ranks = of_ranks(job(num_ranks, "inputs:pictures", **layout))
+    assert len(ranks) == num_ranks
+    for rank in ranks:
+        assert rank["worst"] <= TOLERANCE
+        assert rank["weights"] <= TOLERANCE
+        assert rank["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
+    expected = {rank["replica"] * ("read" not in layout): rank["expected"] for rank in ranks if any(rank["expected"])}
+    assert ranks[0]["evaluated"] == pytest.approx(ranks[0]["losses"][0], rel=TOLERANCE)
+    assert ranks[0]["losses"] == pytest.approx([sum(losses) for losses in zip(*expected.values(), strict=True)], rel=TOLERANCE)
+    assert (sum(rank["trained encoder"] for rank in ranks) > 0) == (layout.get("frozen") != "vision_model")

@@ -1,0 +1,339 @@
+"""Jobs of `test_inputs.py`: a program trains a model with a vision tower on samples with pictures, whole and in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin
+
+SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
+PICTURES = {0: ((3, 3, 4), (17, 2, 3), (30, 5, 2)), 2: ((0, 4, 4),), 3: ((2, 1, 2),), 5: ((8, 4, 6), (32, 2, 2), (36, 3, 4))}
+"""Of samples: the first token, height and width in patches of each of their pictures."""
+LENGTHS = (44, 10, 24, 6, 18, 56)
+PATCH = 12
+STEPS = 6
+"""More than those from which costs are learnt."""
+PICTURE = 7
+"""Token in the place of a picture's patches."""
+
+
+class Tower(torch.nn.Module):
+    """Patch embedding and layers of attention over the patches of one picture at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Linear(PATCH, HIDDEN)
+        layer = partial(torch.nn.TransformerEncoderLayer, HIDDEN, 2, 24, dropout=0.0, norm_first=True)
+        self.layers = torch.nn.ModuleList([layer() for _ in range(2)])
+        self.projection = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, patches: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return rows ``[patches, hidden]`` of ``[patches, PATCH]`` values, and as many for layers of the language model."""
+        x, features = self.embedding(patches), []
+        for layer in self.layers:
+            x = layer(x)
+            features.append(x.tanh())
+        return self.projection(x), features
+
+
+class VisionLanguage(torch.nn.Module):
+    """A language model, and on the first stage a tower, whose features are added to the outputs of some first layers."""
+
+    def __init__(self, language_model: Any, feature_layers: int = 0) -> None:
+        super().__init__()
+        self.feature_layers = feature_layers
+        self.config, self.model_type, self.vp_stage = language_model.config, language_model.model_type, language_model.vp_stage
+        self.language_model = language_model
+        self.pre_process, self.share_embeddings_and_output_weights = language_model.pre_process, False
+        if language_model.pre_process:
+            self.vision_model = Tower()
+
+    def forward(self, tokens: Tensor, pictures: Any, positions: Tensor, labels: Tensor) -> Tensor:
+        """Return losses of one sample, of whose pictures the first tokens and patches are given."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+
+        rows, hooks = None, []
+        if self.language_model.pre_process:
+            rows = self.language_model.embedding(tokens, positions)
+            if self.config.sequence_parallel:
+                rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
+            seen = [(start, *self.vision_model(patches)) for start, patches in pictures]
+            entering = [merged(rows, [(start, own) for start, own, _ in seen])]
+            for layer in range(self.feature_layers):
+                entering.append(merged(torch.zeros_like(rows), [(start, features[layer]) for start, _, features in seen]))
+            if self.config.sequence_parallel:
+                entering = [scatter_to_sequence_parallel_region(part) for part in entering]
+            rows, *features = entering
+            for layer, more in zip(self.language_model.decoder.layers, features, strict=False):
+                hooks.append(layer.register_forward_hook(lambda _, args, output, more=more: (output[0] + more, output[1])))
+        length = tokens.shape[1]
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+        output = self.language_model(tokens, positions, mask, decoder_input=rows, labels=labels)
+        for hook in hooks:
+            hook.remove()
+        return output
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        self.language_model.set_input_tensor(tensors)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        return self.language_model.shared_embedding_or_output_weight()
+
+
+def merged(rows: Tensor, pictures: Any) -> Tensor:
+    for start, features in pictures:
+        rows = torch.cat([rows[:start], features[:, None], rows[start + len(features) :]])
+    return rows
+
+
+def inputs(chunk: Any) -> Tensor:
+    """Make the rows of a chunk."""
+    assert all((chunk.tokens[0, span.start : span.start + span.num_tokens] == PICTURE).all() for span in chunk.spans)
+    rows = chunk.embedded()
+    if chunk.columns:
+        rows = rows * chunk.columns["volume"][:, None, None]
+    seen = [(span.start, *chunk.model.vision_model(span.payload)) for span in chunk.spans]
+    own = merged(rows, [(start, own) for start, own, _ in seen])
+    layers = range(chunk.model.feature_layers)
+    more = [merged(torch.zeros_like(rows), [(start, features[at]) for start, _, features in seen]) for at in layers]
+    return (own, more) if more else own
+
+
+def samples(axes: int = 1) -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(4)
+    made = []
+    for number, length in enumerate(LENGTHS):
+        tokens = torch.randint(8, 64, (length + 1,), generator=random)
+        positions, spans = torch.arange(length + 1)[:, None].repeat(1, 3), []
+        for start, height, width in PICTURES.get(number, ()):
+            size = height * width
+            tokens[start : start + size] = PICTURE
+            at = torch.stack([torch.zeros(size), torch.arange(size) // width, torch.arange(size) % width], dim=1).long()
+            positions[start : start + size] = start + at
+            payload = torch.randn(size, PATCH, generator=random)
+            spans.append({"start": start, "tokens": size, "work": 2.0 * size, "payload": payload})
+        sample = {"tokens": tokens, "trained": (tokens != PICTURE).int(), "spans": spans}
+        made.append(sample | ({"positions": positions} if axes > 1 else {}))
+    return made
+
+
+def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
+    """Run a sample whole."""
+    sample = next(data)
+    tokens, mask = sample["tokens"][None], sample["trained"][1:].float()
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    if "positions" in sample:
+        positions = sample["positions"][:-1].T[:, None]
+    pictures = [(span["start"], span["payload"]) for span in sample["spans"]]
+    losses = model(tokens[:, :-1], pictures, positions, tokens[:, 1:])
+    return losses, lambda output: ((output[0] * mask).sum(), mask.sum().int(), {"loss": (output[0] * mask).sum().detach()})
+
+
+class Training:
+    """A model with a tower, wrapped in Megatron's data parallelism, with its samples."""
+
+    def __init__(
+        self,
+        loop: Any,
+        models: list[Any],
+        everything: list[dict[str, Any]],
+        step: Any,
+        frozen: str = "",
+        overlaps: bool = False,
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+        for model in models:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(not frozen or frozen not in name)
+        self.loop, self.config, self.everything, self.whole_step = loop, models[0].config, everything, step
+        own = DistributedDataParallelConfig(overlap_grad_reduce=overlaps)
+        self.chunks = [DistributedDataParallel(self.config, own, model) for model in models]
+        if overlaps:  # as Megatron's training does
+            functions = ((chunk.no_sync, chunk.start_grad_sync) for chunk in self.chunks)
+            (self.config.no_sync_func,), (self.config.grad_sync_func,) = zip(*functions, strict=True)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        replica, replicas = (getattr(parallel_state, f"get_data_parallel_{name}")() for name in ("rank", "world_size"))
+        self.mine = everything[replica::replicas]
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [weight for chunk in self.chunks for weight in chunk.parameters()]
+
+    def weights(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self.parameters]
+
+    def load(self, weights: list[Tensor]) -> None:
+        with torch.no_grad():
+            for weight, value in zip(self.parameters, weights, strict=True):
+                weight.copy_(value)
+
+    def gradients(self) -> list[Tensor]:
+        return [weight.main_grad.clone() for weight in self.parameters if weight.requires_grad]
+
+    def zero(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for weight in self.parameters:
+                if weight.requires_grad:
+                    weight -= 0.01 * weight.main_grad
+
+    def whole(self) -> tuple[list[Tensor], float]:
+        """Return the gradients of this replica's samples by Megatron's schedule, and the sum of their losses."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.zero()
+        loop = self.loop
+        loop.forward_step, loop.models, loop.lengths = self.whole_step, self.chunks, tuple(range(len(self.mine)))
+        loop.batches = lambda: iter(self.mine)
+        losses = loop.call(get_forward_backward_func(), model=self.chunks if len(self.chunks) > 1 else self.chunks[0])
+        return self.gradients(), sum(float(loss["loss"]) for loss in losses)
+
+    def stepped(self) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
+        """Return weights before two steps by Megatron's schedule, their results, and weights after them."""
+        start, results = self.weights(), []
+        for _ in range(STEPS):
+            results.append(self.whole())
+            self.step()
+        return start, results, self.weights()
+
+
+def compared(
+    training: Training,
+    start: list[Tensor],
+    expected: list[tuple[list[Tensor], float]],
+    after: list[Tensor],
+    inputs: Any,
+    plans: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return how far steps in slices are from `Training.stepped`, whose results are given.
+
+    Args:
+        inputs: function that makes input rows.
+        plans: more settings of `wrap_samples`.
+    """
+    from megatron.core import parallel_state
+
+    import megatron_epp
+
+    training.load(start)
+    schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
+    evaluated = schedule(model=training.chunks, samples=training.everything, forward_only=True)
+    reports, worst = [], 0.0
+    for number in range(STEPS):
+        training.zero()
+        if number:  # planned with other payloads, which the call does not take
+            stale = [one | {"spans": [span | {"payload": None} for span in one["spans"]]} for one in training.everything]
+            schedule.plan_ahead(model=training.chunks, samples=stale)
+        reports.append(schedule(model=training.chunks, samples=training.everything))
+        worst = max(worst, apart(training.gradients(), expected[number][0]))
+        training.step()
+    schedule.close()
+    encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "language_model" not in name]
+    return {
+        "worst": worst,
+        "weights": apart(training.weights(), after),
+        "losses": [report.means["next token"] * report.divisor for report in reports],
+        "evaluated": evaluated.means["next token"] * evaluated.divisor,
+        "expected": [loss for _, loss in expected],
+        "replica": parallel_state.get_data_parallel_rank(),
+        "chunks": reports[0].num_chunks,
+        "trained encoder": sum(float(weight.main_grad.norm()) for weight in encoders if weight.requires_grad),
+    }
+
+
+def _read(folder: Path, stages: Iterable[int]) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
+    """Return what `Training.stepped` returned on ranks of one stage each, for a rank with several stages."""
+    starts, results, afters = zip(*(torch.load(Path(folder, f"{stage}.pt")) for stage in stages), strict=True)
+    steps = [
+        ([gradient for gradients, _ in of_stages for gradient in gradients], sum(loss for _, loss in of_stages))
+        for of_stages in zip(*results, strict=True)
+    ]
+    return [*chain(*starts)], steps, [*chain(*afters)]
+
+
+def pictures(
+    replicas: int = 1,
+    stages: int | None = None,
+    frozen: str = "",
+    plans: Mapping[str, Any] | None = None,
+    axes: int = 1,
+    feature_layers: int = 0,
+    overlaps: bool = False,
+    written: Path | None = None,
+    read: Path | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return how far trainings in slices are from one by Megatron's schedule.
+
+    Args:
+        frozen: part of the names of parameters that do not train.
+        plans: more settings of `wrap_samples`.
+        axes: of positions; 3 for M-RoPE.
+        feature_layers: layers behind which features of the tower are added, from the first.
+        overlaps: gradients are reduced while others are computed.
+        written: folder for what Megatron's schedule does, for a job with ranks that it does not know.
+        read: folder from which that is read.
+    """
+    if axes > 1:
+        settings |= {"positions": "mrope", "mrope_section": [2, 1, 1]}
+    loop = begin(LENGTHS, stages, replicas=replicas, calculate_per_token_loss=True, **settings)
+    from megatron.core import parallel_state
+
+    torch.manual_seed(3)
+    models = [VisionLanguage(model, feature_layers) for model in loop.models]
+    training = Training(loop, models, samples(axes), whole_step, frozen, overlaps)
+    plans = dict(plans or {}) | {"feature_layers": tuple(range(feature_layers))}
+    rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+    start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
+    if written is not None:
+        torch.save((start, expected, after), Path(written, f"{rank}.pt"))
+    return compared(training, start, expected, after, inputs, plans)
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
+    loop = begin(LENGTHS, calculate_per_token_loss=True)
+
+    import megatron_epp
+    from megatron_epp.plan import EppError
+
+    model, said, right = VisionLanguage(loop.models[0]), {}, samples()
+
+    def told(name: str, batch: Any = right, **settings: Any) -> None:
+        schedule = None
+        try:
+            schedule = megatron_epp.wrap_samples(**SETTINGS | settings)
+            schedule(model=model, samples=batch)
+            said[name] = "trains"
+        except EppError as error:
+            said[name] = str(error)
+        finally:
+            if schedule is not None:
+                schedule.close()
+
+    first, *others = right
+    told("no function")
+    told("columns without a function", [], input_columns=["volume"])
+    told("features without a function", [], feature_layers=(0, 1))
+    told("no column", inputs=inputs, input_columns=["volume"])
+    told("a span beyond the end", [first | {"spans": [{"start": 40, "tokens": 5}]}, *others], inputs=inputs)
+    told("forced", inputs=inputs, slices=None, chunk_tokens=8)
+    told("another planner", inputs=inputs, planner="seq1f1b", slices=None, chunk_tokens=25)
+    told("rows of another shape", inputs=lambda chunk: inputs(chunk)[:, 0])
+    told("positions", [one | {"positions": [[0, 0, 0]] * len(one["tokens"])} for one in right], inputs=inputs)
+    told("features behind the first stage", inputs=inputs, feature_layers=(0, 4))
+    told("no features", inputs=inputs, feature_layers=(0,))
+    told("right", inputs=inputs)
+    return said
