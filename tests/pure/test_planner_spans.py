@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_epp.planner.layouts.work import WHOLE, LayerWork
+from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
