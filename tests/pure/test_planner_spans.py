@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
@@ -19,6 +18,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 from megatron_epp.planner.service.background import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.spans import allowed_cuts, parted
