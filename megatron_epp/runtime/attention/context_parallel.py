@@ -83,15 +83,15 @@ class HeadExchange(ContextParallel):
         return tuple((slice(index * num_tokens // size, (index + 1) * num_tokens // size),) for index in range(size))
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        heads, kv_heads = q.shape[1], cached[0].shape[1]
-        sizes = keys, queries = shared_heads(kv_heads, heads // kv_heads, dist.get_world_size(self.group))
-        if keys * queries == heads:
-            q, *cached_heads = to_heads(self.group, q, *cached)
-            return to_tokens(self.group, attend(q, tuple(cached_heads)))
-        padded = (_with_zeros(x, 1, kv_heads, (keys, 1)) for x in cached)
-        q, *cached_heads = to_heads(self.group, _with_zeros(q, 1, kv_heads, sizes), *padded)
+        kv_heads = cached[0].shape[1]
+        of_each = q.shape[1] // kv_heads
+        keys, queries = shared_heads(kv_heads, of_each, dist.get_world_size(self.group))
+        filled = (_with_zeros(x, 1, kv_heads, (keys, x.shape[1] // kv_heads)) for x in cached)
+        q, *cached_heads = to_heads(self.group, _with_zeros(q, 1, kv_heads, (keys, queries)), *filled)
         out = to_tokens(self.group, attend(q, tuple(cached_heads)))
-        return out.unflatten(1, sizes)[:, :kv_heads, : heads // kv_heads].flatten(1, 2)
+        if (keys, queries) == (kv_heads, of_each):
+            return out
+        return out.unflatten(1, (keys, queries))[:, :kv_heads, :of_each].flatten(1, 2)
 
     def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
         size = dist.get_world_size(self.group)
