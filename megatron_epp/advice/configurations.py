@@ -18,14 +18,15 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
     """
     configs: list[Configuration] = []
     refused: dict[str, str] = {}
+    nets = question.shape(Configuration(1, 1, 1, 1)).delta
     for tensor in _sizes(question, "tensor", _powers(question.devices)):
         if why := _tensor_refusal(question, tensor):
             refused.setdefault(*why)
             continue
         for context in _sizes(question, "context", _powers(question.devices // tensor)):
-            heads = int(question.flags["num_attention_heads"])
-            if heads % (tensor * context):
-                refused.setdefault("TP x CP", f"{tensor * context} ranks cannot share attention heads ({heads})")
+            if nets is not None and nets.key_heads % (tensor * context):
+                no_share = f"{tensor * context} ranks cannot share key heads of gated delta nets ({nets.key_heads})"
+                refused.setdefault("TP x CP", no_share)
                 continue
             for pipeline in _sizes(question, "pipeline", _divisors(question.devices // (tensor * context))):
                 ranks = tensor * context * pipeline

@@ -189,7 +189,7 @@ class Question:
         return float(self.flags.get(TRAINED_SHARE, 1.0))
 
     def shape(self, config: Configuration) -> ModelShape:
-        """Return the model's shape with the configuration's sizes. Raises `EppError` if the heads cannot be shared evenly."""
+        """Return the model's shape with the configuration's sizes. Raises `EppError` if ranks cannot share the heads."""
         latents = {"epp_latents": config.latents} if config.latents else {}
         sizes = config.settings(self.flags) | self._expert_sizes(config)
         return shape_of(self.flags | sizes | latents | {"seq_length": self.context})

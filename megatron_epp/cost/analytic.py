@@ -293,7 +293,7 @@ def expansion_line(shape: ModelShape, rates: Rates) -> LinearTime:
     """Time of making a token's keys and values of its latent, where attention does so."""
     if not shape.relays_latents:
         return LinearTime()
-    product = _linear(shape.expansion_parameters / shape.ranks, rates)
+    product = _linear(shape.expansion_parameters * shape.expanded_heads / shape.num_attention_heads, rates)
     return product + LinearTime(0.0, MICROSECONDS * shape.expanded_bytes_per_token / rates.memory_bytes)
 
 
@@ -321,9 +321,9 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, Linear
 
     A token of a layer with a window is taken to see all of it: of short sequences more than there is, by at most the window.
     """
-    forward, backward = (shape.query_width + shape.output_width) / 2, (3 * shape.query_width + 2 * shape.output_width) / 5
-    ranks, heads = shape.ranks, shape.num_attention_heads
-    speed = rates.attention_speed(forward / heads)
+    queries, output = shape.attended_query_width, shape.attended_output_width
+    forward, backward, ranks = (queries + output) / 2, (3 * queries + 2 * output) / 5, shape.ranks
+    speed = rates.attention_speed((shape.head_width + shape.value_head_width) / 2)
     seconds = 4 * (forward / ranks) / speed.forward_flops, 10 * (backward / ranks) / speed.backward_flops
     forward_us, backward_us = (MICROSECONDS * pair_s for pair_s in seconds)
     made_us, in_windows = expansion_line(shape, rates).per_token_us, shape.window_share * shape.window

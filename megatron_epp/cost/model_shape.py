@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_epp.plan.errors import EppError, Remedy
+from megatron_epp.plan.sizing import shared_heads
 
 ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
 """How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
@@ -132,7 +133,7 @@ class ModelShape:
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
-        EppError: the heads, or those of a gated delta net, cannot be shared evenly.
+        EppError: tensor-parallel ranks cannot share the heads evenly, or all ranks those of a gated delta net.
     """
 
     num_layers: int
@@ -177,16 +178,19 @@ class ModelShape:
     loss_block_tokens: int = 0
 
     def __post_init__(self) -> None:
-        heads = [(self.num_attention_heads, "attention heads")]
-        heads += [] if self.delta is None else [(self.delta.key_heads, "key heads of gated delta nets")]
-        for count, what in heads:
-            if count % self.ranks:
-                raise EppError(
-                    f"{count} {what} cannot be shared evenly by {self.tensor_parallel} tensor-parallel x "
-                    f"{self.context_parallel} context-parallel ranks",
-                    Remedy("change", "tensor_parallel"),
-                    Remedy("change", "context_parallel"),
-                )
+        tensor, context = self.tensor_parallel, self.context_parallel
+        if self.num_attention_heads % tensor:
+            raise EppError(
+                f"{self.num_attention_heads} attention heads cannot be shared evenly by {tensor} tensor-parallel ranks",
+                Remedy("change", "tensor_parallel"),
+            )
+        if self.delta is not None and self.delta.key_heads % self.ranks:
+            raise EppError(
+                f"{self.delta.key_heads} key heads of gated delta nets cannot be shared evenly by {tensor} tensor-parallel x "
+                f"{context} context-parallel ranks",
+                Remedy("change", "tensor_parallel"),
+                Remedy("change", "context_parallel"),
+            )
 
     @property
     def dense(self) -> ModelShape | None:
@@ -257,19 +261,43 @@ class ModelShape:
         return 1 if self.relays_latents else max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
 
     @property
-    def kv_copies(self) -> int:
-        """Number of context-parallel ranks that hold the same keys and values: attention is of whole heads."""
-        return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
+    def _shared_heads(self) -> tuple[int, int]:
+        """Heads of keys and values of a tensor-parallel rank, and query heads of each, zeros among them (`shared_heads`)."""
+        keys = self.kv_heads_per_tensor_rank
+        queries = max(1, self.num_attention_heads // (self.tensor_parallel * keys))
+        return shared_heads(keys, queries, self.context_parallel)
+
+    @property
+    def heads_on_rank(self) -> int:
+        """Number of query heads that a rank has inside attention, where context-parallel ranks may have some of zeros."""
+        return math.prod(self._shared_heads) // self.context_parallel
 
     @property
     def kv_heads_on_rank(self) -> int:
-        """Number of heads of keys and values that a rank has inside attention."""
-        return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
+        """Number of heads of keys and values that a rank has inside attention, which is of whole heads: context-parallel ranks
+        may have the same ones.
+        """
+        return math.lcm(self._shared_heads[0], self.context_parallel) // self.context_parallel
+
+    @property
+    def attended_query_width(self) -> int:
+        """Width of the queries inside attention, over all ranks."""
+        return self.heads_on_rank * self.ranks * self.head_width
+
+    @property
+    def attended_output_width(self) -> int:
+        """Width of the output inside attention, over all ranks."""
+        return self.heads_on_rank * self.ranks * self.value_head_width
+
+    @property
+    def attended_cached_width(self) -> int:
+        """Width of what is cached inside attention, over all ranks."""
+        return self.cached_width // self.kv_heads_per_tensor_rank * self.kv_heads_on_rank * self.context_parallel
 
     @property
     def queries_per_key(self) -> int:
         """Number of query heads that share a head of keys and values on a rank; 1 with latents, of which each makes its own."""
-        return 1 if self.relays_latents else max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
+        return 1 if self.relays_latents else max(1, self.heads_on_rank // self.kv_heads_on_rank)
 
     @property
     def mlp_parameters(self) -> int:
@@ -289,7 +317,7 @@ class ModelShape:
     @property
     def expanded_heads(self) -> int:
         """Number of heads on a rank for which attention makes keys and values of latents; 0 if keys and values are relayed."""
-        return self.num_attention_heads // self.ranks if self.relays_latents else 0
+        return self.heads_on_rank if self.relays_latents else 0
 
     @property
     def expanded_bytes_per_token(self) -> float:
@@ -365,17 +393,17 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return self.cached_width * self.kv_copies * self.bytes_per_value / self.ranks
+        return self.attended_cached_width * self.bytes_per_value / self.ranks
 
     @property
     def mixer_linear_width(self) -> int:
         """Width of outputs of attention's linear layers, and of inputs that are not the hidden state."""
-        return self._attention_width + self._down_width
+        return self.query_width + self.output_width + self.cached_width + self._latents + self._down_width
 
     @property
-    def _attention_width(self) -> int:
-        """Width of queries, keys, values, attention's output and the latents that they are made of."""
-        return self.query_width + self.output_width + self.cached_width + self._latents
+    def _attended_width(self) -> int:
+        """Width of queries, output, keys and values inside attention, over all ranks."""
+        return self.attended_query_width + self.attended_output_width + self.attended_cached_width
 
     @property
     def _mlp_width(self) -> int:
@@ -384,7 +412,7 @@ class ModelShape:
 
     @property
     def _attention_rest_bytes_per_token(self) -> float:
-        """Bytes that attention keeps besides `_attention_width`: what its norms read and their statistics, angles, a gate.
+        """Bytes that attention keeps besides `_attended_width` and latents: what its norms read, statistics, angles, a gate.
 
         A norm before a linear layer keeps its input of residual width, which counts with the layer. Keys of one head are on
         several ranks where these are more than the heads.
@@ -409,7 +437,7 @@ class ModelShape:
         """Bytes that core attention's backward needs from its forward in addition to queries, keys and values: its output and
         one fp32 number per head (log-sum-exp).
         """
-        return (self.output_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
+        return self.attended_output_width * self.bytes_per_value / self.ranks + 4 * self.heads_on_rank
 
     @property
     def mlp_bytes_per_token(self) -> float:
@@ -457,10 +485,8 @@ class ModelShape:
         """Bytes kept by attention behind its norm, one fp32 number per head (log-sum-exp) among them. Context-parallel ranks
         keep attention's output by heads and tokens.
         """
-        repeated = self.cached_width * (self.kv_copies - 1) + (self.output_width if self.context_parallel > 1 else 0)
-        width = self._attention_width + repeated
-        attention = (width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
-        return attention + self._attention_rest_bytes_per_token
+        width = self._attended_width + self._latents + (self.output_width if self.context_parallel > 1 else 0)
+        return width * self.bytes_per_value / self.ranks + 4 * self.heads_on_rank + self._attention_rest_bytes_per_token
 
     @property
     def _normed_bytes_per_token(self) -> float:
@@ -510,8 +536,7 @@ class ModelShape:
         Tensor-parallel ranks, neighbours, reduce the residual stream (as reduce-scatter and all-gather, or both in one).
         Context-parallel ones send queries, keys, values and the output to the ranks of their heads.
         """
-        width = self.query_width + self.output_width + self.cached_width * self.kv_copies
-        heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
+        heads = (1 - 1 / self.context_parallel) * (self._attended_width * self.bytes_per_value / self.ranks)
         return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property

@@ -1,4 +1,5 @@
-"""Sizes that plans and runs compute alike: size classes of KV buffers, transient dK/dV, and the precision of sums of dK/dV.
+"""Sizes that plans and runs compute alike: size classes of KV buffers, transient dK/dV, the precision of sums of dK/dV, and
+numbers of heads.
 
 **Size classes.** Lengths change with every batch. If each buffer were as long as its sequence, the gaps that an iteration
 leaves would not fit the next one's buffers, and an allocator that splits memory into blocks would end up with many unusable
@@ -8,6 +9,9 @@ ones. So buffers of slightly different length take the same memory.
 they are accumulated. If query heads share key heads, kernels first make them for every query head (FlashAttention does; and so
 does cuDNN, according to its frontend's source, in buffers of fp32 size). Heads do not mix inside attention, so if all of that
 would be large, the backward runs by groups of key heads, each with its queries.
+
+**Shared heads.** Context-parallel ranks have as many heads each. Where these do not divide, heads of zeros are added: their
+outputs and gradients are dropped, so results stay, and every rank takes as long as the one that has most.
 """
 
 from __future__ import annotations
@@ -93,6 +97,19 @@ def _times_made(queries_per_key: int) -> int:
     and values.
     """
     return 1 + (2 * queries_per_key if queries_per_key > 1 else 0)
+
+
+def shared_heads(kv_heads: int, queries_per_key: int, ranks: int) -> tuple[int, int]:
+    """Return the numbers of key heads, and of query heads for each, with which context-parallel ranks share query heads evenly.
+
+    Neither is below the given one, and query heads are the fewest possible in all: no more where the ranks divide them.
+    """
+
+    def enough(keys: int) -> tuple[int, int]:
+        step = ranks // math.gcd(keys, ranks)
+        return keys, -(-queries_per_key // step) * step
+
+    return min(map(enough, range(kv_heads, kv_heads + ranks)), key=math.prod)
 
 
 FP32_CHOICES = ("auto", "on", "off")

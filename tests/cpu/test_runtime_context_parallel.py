@@ -1,5 +1,7 @@
 """Ranks that share a chunk's tokens attend as one rank would, each with its own heads and its own part of the cache."""
 
+import functools
+
 import pytest
 
 from tests.support.runtime.context_parallel_runs import cache_bytes, differences, there_and_back
@@ -39,11 +41,31 @@ def test_fewer_heads_than_ranks_are_repeated(ranks):
 @spread_by_default(2, case=CASES, kv_heads=(4, 2, 1), mode=("kept", "recomputed"))
 def test_chunks_shared_by_ranks_give_outputs_and_gradients_of_whole_sequences(ranks, case, kv_heads, mode):
     started, size = ranks
-    assert max(started.run(differences, *CASES[case], size, kv_heads, mode)) < 1e-12
+    assert max(started.run(functools.partial(differences, kv_heads=kv_heads), *CASES[case], size, mode)) < 1e-12
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_a_ranks_cache_holds_its_own_heads(ranks, kv_heads):
+UNEVEN = {
+    "24 heads at TP 4": {"query_heads": 6, "kv_heads": 1},
+    "28 heads at TP 4, window": {"query_heads": 7, "kv_heads": 1, "window": 3, "has_sinks": True},
+    "40 heads at TP 4, sinks": {"query_heads": 10, "kv_heads": 2, "has_sinks": True},
+    "a key head each": {"query_heads": 5, "kv_heads": 5, "has_sinks": True},
+    "fewer heads than ranks": {"query_heads": 3, "kv_heads": 1},
+    "latents": {"query_heads": 6, "kv_heads": 1, "widths": (6, 3), "unrotated": 5},
+}
+"""Heads that 4 ranks do not divide, nor 2 ranks some of them."""
+
+
+@spread_by_default(3, case=CASES, heads=UNEVEN, mode=("kept", "recomputed, reentrant"), offloads=(False, True))
+def test_heads_that_ranks_do_not_divide_give_outputs_and_gradients_of_whole_sequences(ranks, case, heads, mode, offloads):
     started, size = ranks
-    for share in started.run(cache_bytes, kv_heads):
-        assert share == pytest.approx(4 / min(size, kv_heads))
+    program = functools.partial(differences, offloads=offloads, **UNEVEN[heads])
+    assert max(started.run(program, *CASES[case], size, mode)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "cached"),
+    [(4, 4, {2: 2, 4: 1}), (4, 2, {2: 1, 4: 1}), (4, 1, {2: 1, 4: 1}), (6, 1, {2: 1, 4: 1}), (5, 5, {2: 3, 4: 2})],
+)
+def test_a_ranks_cache_holds_its_own_heads(ranks, query_heads, kv_heads, cached):
+    started, size = ranks
+    assert started.run(cache_bytes, kv_heads, query_heads) == [cached[size]] * size

@@ -16,7 +16,7 @@ from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
-from megatron_epp.cost.library import Cluster, load_cluster, shape_of
+from megatron_epp.cost.library import Cluster, load_cluster, load_flags, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.plan import InfeasibleError
@@ -150,13 +150,20 @@ def test_sizes_that_cannot_be_are_ruled_out_by_name():
     configs, refused = candidates(question([512] * 30, devices=16))
     why = {one.name: one.why for one in refused}
     assert "leave a node of 2" in why["TP above 2"]
-    assert "16 ranks cannot share attention heads (8)" in why["TP x CP"]
     assert "8 layers" in why["PP above 8"]
     assert "batch of 30 does not divide over 4" in why["DP 4"]
     assert {config.data for config in configs} == {1, 2}
     configs, refused = candidates(Question(MODEL, load_cluster("h100x8"), 8, UNLIMITED_BYTES, SKEWED, CONTEXT))
     assert "key and value heads (2)" in {one.name: one.why for one in refused}["TP 4"]
     assert max(config.tensor for config in configs) == 2
+
+
+def test_context_parallel_sizes_need_not_divide_the_query_heads_but_key_heads_of_gated_delta_nets():
+    model = load_flags("qwen3.5-27b")
+    configs, refused = candidates(Question(model, load_cluster("h100x8"), 32, UNLIMITED_BYTES, SKEWED * 32, CONTEXT))
+    assert max(config.tensor * config.context for config in configs) == 16 == model["linear_num_key_heads"]
+    assert model["num_attention_heads"] % 16
+    assert "32 ranks cannot share key heads of gated delta nets (16)" in {one.name: one.why for one in refused}["TP x CP"]
 
 
 def test_fixed_sizes_are_not_searched():

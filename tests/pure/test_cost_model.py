@@ -19,6 +19,7 @@ from megatron_epp.cost import (
     causal_pairs,
     work_of,
 )
+from megatron_epp.cost.analytic import analytic_profile, expansion_line
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from tests.support.plan.planner_cases import pipeline
@@ -255,6 +256,33 @@ def test_layers_that_do_not_add_up_are_refused():
         analytic_costs(SHAPE, H100, [3, 4])
 
 
-def test_heads_that_cannot_be_shared_evenly_are_refused():
-    with pytest.raises(EppError, match="8 attention heads cannot be shared evenly by 2 tensor-parallel x 3 context-parallel"):
-        with_shape(tensor_parallel=2, context_parallel=3)
+def test_heads_that_tensor_parallel_ranks_cannot_share_evenly_are_refused():
+    with pytest.raises(EppError, match="8 attention heads cannot be shared evenly by 3 tensor-parallel ranks"):
+        with_shape(tensor_parallel=3, context_parallel=2)
+
+
+def test_context_parallel_ranks_that_do_not_divide_the_heads_pay_for_those_of_the_rank_that_has_most():
+    """24, 28 and 40 query heads of published models: all ranks take as long, and send as much, as with heads for all."""
+    for heads, groups, filled in ((24, 4, 32), (28, 4, 32), (40, 8, 48)):
+        sizes = {"kv_channels": 8, "num_query_groups": groups, "tensor_parallel": 4, "context_parallel": 4}
+        uneven, even = (with_shape(num_attention_heads=count, **sizes) for count in (heads, filled))
+        assert uneven.heads_on_rank == even.heads_on_rank == filled // 16
+        assert uneven.kv_bytes_per_token == even.kv_bytes_per_token
+        assert uneven.attention_exchanges[1] == even.attention_exchanges[1]
+        assert uneven.attention_result_bytes_per_token == even.attention_result_bytes_per_token
+        pairs = [analytic_profile(shape, H100).layer.forward.per_pair_us for shape in (uneven, even)]
+        assert pairs[0] == pairs[1] > 0
+        unshared = [analytic_profile(replace(shape, context_parallel=1), H100).layer.forward for shape in (uneven, even)]
+        assert unshared[0].per_pair_us == pytest.approx(unshared[1].per_pair_us * heads / filled)
+
+
+def test_key_heads_are_added_where_that_takes_fewer_query_heads():
+    shape = with_shape(num_attention_heads=24, kv_channels=8, context_parallel=16)
+    assert (shape.heads_on_rank, shape.kv_heads_on_rank) == (2, 2)
+
+
+def test_latents_are_expanded_for_the_heads_of_the_rank_that_has_most():
+    sizes = {"kv_channels": 8, "latent_rank": 16, "rotated_channels": 4, "relays_latents": True, "context_parallel": 4}
+    uneven, even = (with_shape(num_attention_heads=count, **sizes) for count in (6, 8))
+    assert uneven.expanded_heads == even.expanded_heads == 2
+    assert expansion_line(uneven, H100).per_token_us == pytest.approx(expansion_line(even, H100).per_token_us)

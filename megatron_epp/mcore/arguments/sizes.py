@@ -51,10 +51,10 @@ def shares(args: Namespace, _: Door) -> Iterator[str]:
             "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
             "--context-parallel-size: use --epp-schedule whole"
         )
-    if heads is not None and heads % (tensor_ranks * ranks):
+    if heads is not None and heads % tensor_ranks:
         yield (
-            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
-            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks}: make it a "
+            f"multiple of {tensor_ranks}"
         )
 
 

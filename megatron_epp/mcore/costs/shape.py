@@ -198,7 +198,7 @@ def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
     names = {kernels.TRANSFORMER_ENGINE: CUDNN, kernels.FLASH_ATTN_3: FLASH_3}
     names |= dict.fromkeys((kernels.FLASH_ATTN, kernels.TORCH_FLASH), FLASH_2)
     width = shape.value_head_width if shape.value_head_width != shape.head_width else 0
-    heads = shape.num_attention_heads // shape.ranks, shape.kv_heads_on_rank
+    heads = shape.heads_on_rank, shape.kv_heads_on_rank
     case = kernels.AttentionCase("cuda", args.params_dtype, shape.head_width, *heads, width)
     chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
     return "" if chosen is None else names.get(chosen, "")

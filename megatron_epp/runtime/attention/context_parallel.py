@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_epp.plan.sizing import shared_heads
 from megatron_epp.runtime.attention.segments import Tensors
 
 Attend = Callable[[Tensor, Tensors], Tensor]
@@ -47,8 +49,12 @@ class ContextParallel:
         """
         return attend(q, cached)
 
-    def own_heads(self, weight: Tensor) -> Tensor:
-        """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``."""
+    def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
+        """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``.
+
+        Args:
+            kv_heads: heads of the cached tensors that `attend` gets with these.
+        """
         return weight
 
 
@@ -62,8 +68,8 @@ class HeadExchange(ContextParallel):
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the kernels know nothing of it. The size of
-    the group divides the number of query heads.
+    rank, so a slice's cache holds whole sequences of a rank's own heads, and the kernels know nothing of it. Where the size of
+    the group does not divide the query heads, heads of zeros are added (`sizing.shared_heads`).
     """
 
     group: dist.ProcessGroup
@@ -77,11 +83,20 @@ class HeadExchange(ContextParallel):
         return tuple((slice(index * num_tokens // size, (index + 1) * num_tokens // size),) for index in range(size))
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        q, *cached_heads = to_heads(self.group, q, *cached)
-        return to_tokens(self.group, attend(q, tuple(cached_heads)))
+        kv_heads = cached[0].shape[1]
+        of_each = q.shape[1] // kv_heads
+        keys, queries = shared_heads(kv_heads, of_each, dist.get_world_size(self.group))
+        filled = (_with_zeros(x, 1, kv_heads, (keys, x.shape[1] // kv_heads)) for x in cached)
+        q, *cached_heads = to_heads(self.group, _with_zeros(q, 1, kv_heads, (keys, queries)), *filled)
+        out = to_tokens(self.group, attend(q, tuple(cached_heads)))
+        if (keys, queries) == (kv_heads, of_each):
+            return out
+        return out.unflatten(1, (keys, queries))[:, :kv_heads, :of_each].flatten(1, 2)
 
-    def own_heads(self, weight: Tensor) -> Tensor:
-        return weight.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+    def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
+        size = dist.get_world_size(self.group)
+        sizes = shared_heads(kv_heads, len(weight) // kv_heads, size)
+        return _with_zeros(weight, 0, kv_heads, sizes).chunk(size)[dist.get_rank(self.group)]
 
 
 def of_group(group: dist.ProcessGroup) -> ContextParallel:
@@ -104,6 +119,13 @@ def to_tokens(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     """Return all heads of this rank's tokens, ``[tokens / n, heads, channels]``: what `to_heads` does, undone."""
     (out,) = _Exchange.apply(group, False, tensor)
     return out
+
+
+def _with_zeros(x: Tensor, dim: int, kv_heads: int, sizes: tuple[int, int]) -> Tensor:
+    """Add heads of zeros to dimension `dim`, so that there are ``sizes[0]`` key heads with ``sizes[1]`` heads each."""
+    groups = x.unflatten(dim, (kv_heads, -1))
+    more = sizes[1] - groups.shape[dim + 1], sizes[0] - kv_heads
+    return F.pad(groups, (*[0, 0] * (x.dim() - dim - 1), 0, more[0], 0, more[1])).flatten(dim, dim + 1) if any(more) else x
 
 
 def _enough_heads(x: Tensor, size: int) -> Tensor:

@@ -142,7 +142,7 @@ def chunk_attention(
         KVCacheError: the slices of a sequence run in an order its plan rules out.
         EppError: no kernel of the preference can serve.
     """
-    own_sinks = None if sinks is None else context_parallel.own_heads(sinks)
+    own_sinks = None if sinks is None else context_parallel.own_heads(sinks, cached[0].shape[1])
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:
         if window is not None:

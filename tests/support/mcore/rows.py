@@ -692,6 +692,53 @@ def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
     ]
 
 
+_HEADS = "--kv-channels 8 --num-attention-heads"
+UNEVEN_HEADS: dict[str, dict[str, Any]] = {
+    "more ranks than key heads": {
+        "cell": {"cp": 4},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_HEADS} 6",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"tp": 2, "sp": True, "cp": 2},
+        "model": "grouped",
+        "plan": "--epp-slices 7",
+        "both": f"{_HEADS} 6",
+    },
+    "weights apart": {
+        "cell": {"pp": 2, "cp": 2, "split": True},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_HEADS} 3",
+    },
+    "windows, sinks, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3",
+        "both": f"{_HEADS} 3 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type learnable",
+    },
+    "latents": {"cell": {"cp": 4}, "plan": "--epp-slices 3 --epp-latents on", "both": f"{LATENT} {_HEADS} 6"},
+    "gated delta nets": {
+        "cell": {"pp": 2, "cp": 2},
+        "plan": "--epp-slices 3",
+        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-* {_HEADS} 3",
+    },
+}
+"""Context-parallel ranks that do not divide the query heads; the first case is in the default set."""
+
+
+def _uneven_heads() -> list[Row]:
+    return [
+        Row(
+            name=f"uneven heads: {name}",
+            case=case(**{"model": "llama"} | given),
+            check=_check_slices,
+            batch=BATCH if given["cell"].get("dp") else SMALL_BATCH,
+            is_slow=number > 0,
+        )
+        for number, (name, given) in enumerate(UNEVEN_HEADS.items())
+    ]
+
+
 _LONG_LAYOUTS: dict[str, dict[str, Any]] = {
     "four stages, weights apart": {"cell": {"pp": 4, "split": True}},
     "looped": {"cell": {"pp": 2, "virtual": 2}},
@@ -856,6 +903,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("gated delta nets", DELTA),
     *_of_layers("windows and sinks", WINDOWS),
+    *_uneven_heads(),
     *_long_of_layers(),
     *_flex(),
     _HYBRID_LATENTS,

@@ -47,20 +47,24 @@ class ChunkedLayer:
         unrotated=0,
         dtype=torch.float64,
         window=None,
+        query_heads=QUERY_HEADS,
+        has_sinks=False,
     ):
         generator = torch.Generator().manual_seed(seed)
+        self.query_heads = query_heads
         self.cached_width, self.unrotated, self.expansion = kv_heads * sum(widths), unrotated, None
         keys, values = widths
         if unrotated:
             keys, values = unrotated + widths[1], CHANNELS + 1
-            size = QUERY_HEADS, unrotated + values, widths[0]
+            size = query_heads, unrotated + values, widths[0]
             self.expansion = torch.randn(size, generator=generator, dtype=dtype).requires_grad_()
         self.value_channels = values
-        shapes = (QUERY_HEADS, keys), *((kv_heads, width) for width in widths)
+        shapes = (query_heads, keys), *((kv_heads, width) for width in widths)
         self.context_parallel = NOT_SHARED if group is None else HeadExchange(group)
         random = [[torch.randn(n, *shape, generator=generator, dtype=dtype) for shape in shapes] for n in lengths]
         self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
-        self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=dtype) for n in lengths]
+        self.weights = [torch.randn(n, query_heads, values, generator=generator, dtype=dtype) for n in lengths]
+        self.sinks = torch.randn(query_heads, generator=generator, dtype=dtype).requires_grad_() if has_sinks else None
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.kv_cache = SlicedKVCache()
         self.layers, self.window = layers, window
@@ -81,7 +85,7 @@ class ChunkedLayer:
             def attend(q, *cached, layer=layer):
                 options = self.contexts[chunk], layer, SCALE, self.context_parallel
                 if self.expansion is None:
-                    return chunk_attention(q, cached, *options, window=self.window)
+                    return chunk_attention(q, cached, *options, sinks=self.sinks, window=self.window)
                 return latent_attention(q, *cached, self.expansion, *options)
 
             self.outputs[layer, chunk] = RECOMPUTE[mode](attend, *rows)
@@ -90,7 +94,8 @@ class ChunkedLayer:
     def backward(self, chunk):
         """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
-        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, self.value_channels, dtype=self.weights[0].dtype)
+        size = self.plan.padded_tokens(chunk), self.query_heads, self.value_channels
+        weight = torch.zeros(size, dtype=self.weights[0].dtype)
         weight[: self.plan.chunks[chunk].num_tokens] = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
         for layer in reversed(range(self.layers)):
             (self.outputs.pop((layer, chunk)) * self._own(weight)).sum().backward()
@@ -102,21 +107,22 @@ class ChunkedLayer:
     def whole(self):
         """The same by dense attention: per sequence, output and gradients of queries and cached tensors, over all layers."""
         results = []
-        expansion = None if self.expansion is None else self.expansion.detach().requires_grad_()
+        expansion, sinks = (None if x is None else x.detach().requires_grad_() for x in (self.expansion, self.sinks))
         for sequence, weight in zip(self.sequences, self.weights, strict=True):
             inputs = [x.detach().requires_grad_() for x in sequence]
             seen = inputs[1:] if expansion is None else self._expanded(expansion, *inputs[1:])
-            out = dense_attention(inputs[0], *seen, SCALE)
+            out = dense_attention(inputs[0], *seen, SCALE, self.window, sinks)
             (out * weight).sum().backward()
             results.append([out.detach(), *(x.grad * self.layers for x in inputs)])
         self.expansion_gradient = None if expansion is None else expansion.grad * self.layers
+        self.sinks_gradient = None if sinks is None else sinks.grad * self.layers
         return results
 
     def _expanded(self, expansion, latent, rotated):
         """Keys and values of latents, by the formula."""
         of_keys, of_values = expansion[:, : self.unrotated], expansion[:, self.unrotated :]
         keys = torch.einsum("hcr,tr->thc", of_keys, latent[:, 0])
-        everyones = rotated.expand(-1, QUERY_HEADS, -1)
+        everyones = rotated.expand(-1, self.query_heads, -1)
         return torch.cat([keys, everyones], 2), torch.einsum("hcr,tr->thc", of_values, latent[:, 0])
 
     def chunked(self):
