@@ -1,6 +1,6 @@
 """Writes names of the parameters of functions that kernels call, by release of their library, from clones of the libraries.
 
-    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE
+    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE mamba-ssm=CLONE
 
 Tests compare our calls with them (`tests/cpu/test_library_signatures.py`). Only identifiers are recorded: each function's
 parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by name alone.
@@ -21,6 +21,7 @@ _FUSED = "transformer_engine/pytorch/cpp_extensions/fused_attn.py"
 _COMMON = "transformer_engine/pytorch/module/_common.py"
 _FLASH = "flash_attn/flash_attn_interface.py"
 _HOPPER = "hopper/flash_attn_interface.py"
+_MAMBA = "mamba_ssm/ops/triton/ssd_combined.py"
 FUNCTIONS = {
     "transformer-engine": {
         "fused_attn_fwd": _FUSED,
@@ -31,11 +32,12 @@ FUNCTIONS = {
     },
     "flash-attn": {"_flash_attn_varlen_forward": _FLASH, "_flash_attn_varlen_backward": _FLASH},
     "flash-attn-3": {"_flash_attn_forward": _HOPPER, "_flash_attn_backward": _HOPPER},
+    "mamba-ssm": {"mamba_split_conv1d_scan_combined": _MAMBA},
 }
 """Functions and methods by library, each with its file."""
 _CLONE = {"flash-attn-3": "flash-attn"}
 """Clone of a library that has none of its own."""
-_LEAST = {"transformer-engine": (2, 0), "flash-attn": (2, 6), "flash-attn-3": (2, 7)}
+_LEAST = {"transformer-engine": (2, 0), "flash-attn": (2, 6), "flash-attn-3": (2, 7), "mamba-ssm": (2, 0)}
 """Oldest release that is recorded."""
 _RELEASE = re.compile(r"v(\d+(?:\.\d+)+)")
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
-from megatron_epp.cost.analytic import MICROSECONDS, profile_for
+from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
 from megatron_epp.cost.library import Cluster, even_layers, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag
@@ -256,10 +256,8 @@ class Question:
         layers = [0.0] * config.pipeline
         for rank, count in zip(config.rank_of, config.layers, strict=True):
             layers[rank] += count
-        routed, slowest_us = 1 - len(shape.dense_layers) / shape.num_layers, 0.0  # of layers, the mean one has experts
-        experts = routed * shape.expert_parameters_on_rank
-        others = routed * shape.layer_parameters_on_rank - experts
-        others += 0 if shape.dense is None else (1 - routed) * shape.dense.layer_parameters_on_rank
+        layer, slowest_us = analytic_profile(shape, self.rates).mean_layer, 0.0
+        experts, others = layer.expert_parameters, layer.parameters - layer.expert_parameters
         for rank, count in enumerate(layers):
             last = 1 / config.pipeline if config.shards_vocabulary else rank == config.rank_of[-1]
             ends = (rank == config.rank_of[0]) + last

@@ -63,6 +63,7 @@ class StateSpaceLayer:
             out = torch.cat([out, self._packed(rows[end:], context, first=1)])
         if view.is_last_slice:
             return out
+        assert state is not None  # of a slice that another one follows
         mixed, ahead = own[:, self.gate_width : self.gate_width + self.mixed_width], self.filter_width - 1
         own_tail = functional.pad(mixed, (0, 0, max(0, ahead - end), 0))[-ahead:]
         return handover.leave(self.number, view, out, (own_tail, state), forward_only=context.forward_only)

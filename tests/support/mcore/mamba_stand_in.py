@@ -101,8 +101,8 @@ def _repeat(x, pattern, g, n, r):
     return x.unflatten(2, (g, n)).repeat_interleave(r, dim=2).flatten(2)
 
 
-def install(**others):
-    """Have Megatron find these functions, or others in their place, by their names."""
+def install():
+    """Have Megatron find these functions by their names."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     ssm = "mamba_ssm.ops.triton"
@@ -122,7 +122,7 @@ def install(**others):
     for path, names in parts.items():
         module = sys.modules.setdefault(path, ModuleType(path))
         for name, value in names.items():
-            setattr(module, name, others.get(name, value))
-    if not mamba_mixer.HAVE_MAMBA_SSM or others:  # its classes have the norm as a base
+            setattr(module, name, value)
+    if not mamba_mixer.HAVE_MAMBA_SSM:  # its classes have the norm as a base
         for module in (mamba_context_parallel, mamba_mixer):
             importlib.reload(module)
