@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
-from megatron_epp.cost.library import Cluster, even_layers, shape_of
+from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.plan.layout import Layout, halves_of, layout_flag
+from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.layout_choice import Sample
@@ -134,6 +134,9 @@ class Configuration:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
             flags["expert_tensor_parallel_size"] = self.expert_tensor
+        if pattern := pattern_of(model):  # says which stage has which layers
+            flags["hybrid_layer_pattern"] = staged_pattern(pattern, [*map(int, self.layers)])
+            return flags | {"use_distributed_optimizer": True}
         if any(count % 1 for count in self.layers):
             return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
         if len(set(self.layers)) > 1:
@@ -245,6 +248,7 @@ class Question:
             options=self.options,
             placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
             vocabulary=self.vocabulary,
+            halves=not pattern_of(self.flags),
         )
 
     def reduction_us(self, config: Configuration) -> float:

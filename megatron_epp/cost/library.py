@@ -275,7 +275,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
     longest = whole("seq_length", 1) // context_ranks if flags.get("seq_length") else 0
-    pattern = _pattern(flags)
+    pattern = pattern_of(flags)
     routed = ["E" in pattern] if pattern else [True]
     if not pattern and experts is not None:
         routed = by_layer(flags.get("moe_layer_freq") or 1, whole("num_layers"))
@@ -403,7 +403,7 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     sides = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*,\s*0\s*[)\]]?", str(window).strip())
     if sides is None:
         raise EppError(f"window_size {brief(window)}: formulas are for windows of tokens ahead and none behind, (N,0)")
-    pattern = _pattern(flags)
+    pattern = pattern_of(flags)
     attends = [symbol in "*+" for symbol in pattern] or [True] * _whole(flags, "num_layers")
     narrow = [True] * len(attends) if every is None else all_but_every(every, len(attends))
     share = sum(map(bool.__and__, narrow, attends)) / max(1, sum(attends))
@@ -416,7 +416,7 @@ GATED_DELTA_NET = "gated_delta_net"
 
 def _delta_nets(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelShape` for layers with gated delta nets, with Megatron's defaults."""
-    if pattern := _pattern(flags):
+    if pattern := pattern_of(flags):
         return {"delta": delta_net(flags)} if "G" in pattern else {}
     if flags.get("experimental_attention_variant") != GATED_DELTA_NET:
         return {}
@@ -461,7 +461,7 @@ def state_space(flags: Mapping[str, Any]) -> StateSpace:
     return sizes
 
 
-def _pattern(flags: Mapping[str, Any]) -> str:
+def pattern_of(flags: Mapping[str, Any]) -> str:
     """Return the pattern of a hybrid model's layers, without stages and multi-token prediction; empty for a GPT."""
     pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
     return pattern.partition("/")[0].replace("|", "")
@@ -479,7 +479,7 @@ def check_formulas(flags: dict[str, Any]) -> None:
     """Raise `EppError` for a model with layers that formulas would take for others."""
     variant = flags.get("experimental_attention_variant")
     unknown = [f"experimental_attention_variant {brief(variant)}"] if variant not in (None, GATED_DELTA_NET) else []
-    unknown += [f"layers {symbol}" for symbol in sorted(set(_pattern(flags)) - set(PARTS))]
+    unknown += [f"layers {symbol}" for symbol in sorted(set(pattern_of(flags)) - set(PARTS))]
     if unknown:
         raise EppError(
             f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention, gated delta "
