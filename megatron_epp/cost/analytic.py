@@ -273,13 +273,13 @@ def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
     """Return a part as a layer, whose peaks are what it keeps, and a gradient where its weights' are split off."""
-    kept = part.bytes_per_token
+    peak = part.bytes_per_token + hidden
     return replace(
         part,
         recompute=modes,
-        attended_bytes_per_token=kept,
-        apart_bytes_per_token=kept + hidden,
-        apart_attended_bytes_per_token=kept + hidden,
+        attended_bytes_per_token=part.bytes_per_token,
+        apart_bytes_per_token=peak,
+        apart_attended_bytes_per_token=peak,
     )
 
 

@@ -87,7 +87,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         """
         ends = base.activations - layers * least
         held = ((count, _held(stage, _with(mode, count)).activations) for count in range(1, layers + 1))
-        return max((kept - ends - (layers - count) * plain.bytes_per_token) / count for count, kept in held)
+        return max((live - ends - (layers - count) * plain.bytes_per_token) / count for count, live in held)
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     plain = at(ModeCosts(LinearTime(), 0.0), "")
