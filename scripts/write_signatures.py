@@ -1,6 +1,6 @@
 """Writes names of the parameters of functions that kernels call, by release of their library, from clones of the libraries.
 
-    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE deep-ep=CLONE hybrid-ep=CLONE
+    python scripts/write_signatures.py transformer-engine=CLONE flash-attn=CLONE deep-ep=CLONE hybrid-ep=CLONE mamba-ssm=CLONE
 
 Libraries of which no clone is named stay as they are; that of `hybrid-ep` is of DeepEP's branch of this name. Tests compare our
 calls with them (`tests/cpu/test_library_signatures.py`), and those that Megatron makes of a stand-in. Only identifiers are
@@ -25,6 +25,7 @@ _FLASH = "flash_attn/flash_attn_interface.py"
 _HOPPER = "hopper/flash_attn_interface.py"
 _DEEP = "deep_ep/buffer.py deep_ep/buffers/legacy.py"
 _HYBRID = "deep_ep/hybrid_ep_buffer.py"
+_MAMBA = "mamba_ssm/ops/triton/ssd_combined.py"
 FUNCTIONS = {
     "transformer-engine": {
         "fused_attn_fwd": _FUSED,
@@ -39,11 +40,19 @@ FUNCTIONS = {
     "hybrid-ep": {
         f"HybridEPBuffer.{name}": _HYBRID for name in ("__init__", "dispatch_with_permute", "combine_with_unpermute")
     },
+    "mamba-ssm": {"mamba_split_conv1d_scan_combined": _MAMBA},
 }
 """Functions and methods by library, each with the files where releases have it."""
 _CLONE = {"flash-attn-3": "flash-attn"}
 """Clone of a library that has none of its own."""
-_LEAST = {"transformer-engine": (2, 0), "flash-attn": (2, 6), "flash-attn-3": (2, 7), "deep-ep": (1, 2), "hybrid-ep": (1, 2)}
+_LEAST = {
+    "transformer-engine": (2, 0),
+    "flash-attn": (2, 6),
+    "flash-attn-3": (2, 7),
+    "deep-ep": (1, 2),
+    "hybrid-ep": (1, 2),
+    "mamba-ssm": (2, 0),
+}
 """Oldest release that is recorded."""
 _RELEASE = re.compile(r"v(\d+(?:\.\d+)+)")
 

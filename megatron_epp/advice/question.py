@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
-from megatron_epp.cost.analytic import MICROSECONDS, profile_for
-from megatron_epp.cost.library import Cluster, even_layers, shape_of
+from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
+from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of
 from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.plan.layout import Layout, halves_of, layout_flag
+from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.layout_choice import Sample
@@ -134,6 +134,9 @@ class Configuration:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
             flags["expert_tensor_parallel_size"] = self.expert_tensor
+        if pattern := pattern_of(model):  # says which stage has which layers
+            flags["hybrid_layer_pattern"] = staged_pattern(pattern, [*map(int, self.layers)])
+            return flags | {"use_distributed_optimizer": True}
         if any(count % 1 for count in self.layers):
             return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
         if len(set(self.layers)) > 1:
@@ -245,6 +248,7 @@ class Question:
             options=self.options,
             placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
             vocabulary=self.vocabulary,
+            halves=not pattern_of(self.flags),
         )
 
     def reduction_us(self, config: Configuration) -> float:
@@ -256,10 +260,8 @@ class Question:
         layers = [0.0] * config.pipeline
         for rank, count in zip(config.rank_of, config.layers, strict=True):
             layers[rank] += count
-        routed, slowest_us = 1 - len(shape.dense_layers) / shape.num_layers, 0.0  # of layers, the mean one has experts
-        experts = routed * shape.expert_parameters_on_rank
-        others = routed * shape.layer_parameters_on_rank - experts
-        others += 0 if shape.dense is None else (1 - routed) * shape.dense.layer_parameters_on_rank
+        layer, slowest_us = analytic_profile(shape, self.rates).mean_layer, 0.0
+        experts, others = layer.expert_parameters, layer.parameters - layer.expert_parameters
         for rank, count in enumerate(layers):
             last = 1 / config.pipeline if config.shards_vocabulary else rank == config.rank_of[-1]
             ends = (rank == config.rank_of[0]) + last

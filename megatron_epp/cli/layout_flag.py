@@ -12,10 +12,10 @@ from pathlib import Path
 from megatron_epp.cli.planning_flags import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts, Profile
-from megatron_epp.cost.library import balanced_layers, even_layers
+from megatron_epp.cost.library import balanced_layers, even_layers, pattern_of
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout, layers_text, parse_layers
+from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
@@ -33,12 +33,13 @@ _STAGES = 4
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The layout of a command, the search that found it (None if there was none), the model's depths of multi-token prediction,
-    and the kind of the layout (even, balanced) if it is of one.
+    its layers if it is a hybrid one, and the kind of the layout (even, balanced) if it is of one.
     """
 
     layout: Layout
     choice: LayoutChoice | None = None
     predictions: int = 0
+    pattern: str = ""
     kind: str = ""
 
     def lines(self) -> list[str]:
@@ -57,7 +58,10 @@ class Chosen:
             choice = self.choice
             lines[0] += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
             lines[0] += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
-        if (megatron := layout.to_megatron(self.predictions)) is not None:
+        if self.pattern:
+            stages = staged_pattern(self.pattern, [count // 2 for count in layout.halves])
+            flags = f"--hybrid-layer-pattern '{stages}'" + " --epp-placement v" * (not placement.is_looped)
+        elif (megatron := layout.to_megatron(self.predictions)) is not None:
             flags = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
             words = layers_text(layout.halves).replace(" ", "")
@@ -121,23 +125,24 @@ def chosen_layout(
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
     """
     source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
-    text, ranks, predictions = args.layout, pipeline_ranks(args), flags_of(args).get("mtp_num_layers") or 0
+    text, ranks, flags = args.layout, pipeline_ranks(args), flags_of(args)
+    of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=pattern_of(flags))
     if isinstance(source, PipelineCosts):
-        return Chosen(_of_stages(args, source, ranks), None, predictions)
+        return replace(of_model, layout=_of_stages(args, source, ranks))
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
         sample = _sample(args, source, num_layers, batches, planners or [args.planner])
         if text == AUTO:
             with progress("choosing the layout"):
                 choice = choose(sample)
-            return Chosen(choice.layout, choice, predictions)
+            return replace(of_model, layout=choice.layout, choice=choice)
     lengths = tuple(chain.from_iterable(batches))
     layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
     kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
     if len(layouts) == 1:
-        return Chosen(layouts[0], None, predictions, kind)
+        return replace(of_model, layout=layouts[0], kind=kind)
     with progress("comparing a vocabulary on the last stage with one over all ranks"):
         choice = fastest(layouts, sample)
-    return Chosen(choice.layout, choice, predictions, kind)
+    return replace(of_model, layout=choice.layout, choice=choice, kind=kind)
 
 
 def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:
@@ -155,6 +160,8 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
     ranks = pipeline_ranks(args)
     if args.layout not in (None, EVEN, BALANCED):
         layout = _given(args, num_layers)
+        if pattern_of(flags_of(args)) and not layout.is_whole:
+            raise EppError(f"--layout {args.layout} cuts layers, and those of a hybrid model have one part: give whole layers")
         return replace(layout, shards_vocabulary=layout.shards_vocabulary or shards)
     layers = even_layers(num_layers, ranks)
     if args.layout != EVEN:
@@ -179,6 +186,7 @@ def _sample(
         options=options_from(args, planner=planner),
         placements=() if all(map(begins_with_greedy, planners)) else (own.placement,),
         vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks),
+        halves=not pattern_of(flags_of(args)),
     )
 
 

@@ -10,20 +10,25 @@ diagonal are half empty: half a tile of pairs more for every token. So both curv
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.cost.gated_delta import DeltaShape
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile, mean_of
+from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
+
+_RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
+_MLPS = "-E"
+"""Symbols of layers of hybrid models, see `ModelShape.pattern`."""
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
@@ -54,7 +59,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     copy = LinearTime(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
-    states = 0.0 if shape.delta is None else shape.delta_share * DeltaShape.of(shape).state_bytes
+    attends, recurs = shape.share_of("*+"), {symbol: share for symbol in _RECURRENT if (share := shape.share_of(symbol))}
+    states = sum(share * _RECURRENT[symbol].of(shape).state_bytes for symbol, share in recurs.items())
     return Profile(
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
@@ -67,8 +73,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
         predictions=shape.predictions,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
-        kv_bytes_per_token=(1 - shape.window_share - shape.delta_share) * shape.kv_bytes_per_token,
-        handed_bytes=shape.window_share * shape.window * shape.kv_bytes_per_token + states,
+        kv_bytes_per_token=attends * (1 - shape.window_share) * shape.kv_bytes_per_token,
+        handed_bytes=attends * shape.window_share * shape.window * shape.kv_bytes_per_token + states,
         handed_tokens=shape.window,
         kv_heads=shape.kv_heads_on_rank,
         queries_per_key=shape.queries_per_key,
@@ -143,9 +149,20 @@ def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
 
 
 def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of a layer, or of its attention, in the mean of layers with attention and with gated delta nets."""
-    attends = part(shape, rates)
-    return attends if shape.delta is None else mean_of(attends, part(DeltaShape.of(shape), rates), shape.delta_share)
+    """Costs of a layer, or of its attention, in the mean of layers of several kinds."""
+    if not shape.pattern:
+        attends = part(shape, rates)
+        return attends if shape.delta is None else mean_of(attends, part(DeltaShape.of(shape), rates), shape.delta_share)
+    mean, counted = ModelPart(), 0
+    for symbol, count in Counter(shape.pattern).items():
+        if symbol in _MLPS:
+            own = _mlp_layer(shape.with_one_mlp if symbol == "-" else shape, rates) if part is _layer else ModelPart()
+        else:
+            mixer = _RECURRENT[symbol].of(shape) if symbol in _RECURRENT else shape
+            own = (_mixer_layer if part is _layer else part)(mixer, rates)
+        counted += count
+        mean = own if counted == count else mean_of(mean, own, count / counted)
+    return mean
 
 
 def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
@@ -163,7 +180,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     exchange = exchange_line(shape.exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _mixing(shape, rates)
-    runs_again = attention_forward if isinstance(shape, DeltaShape) else NO_TIME
+    runs_again = attention_forward if isinstance(shape, RecurrentShape) else NO_TIME
     expansion = expansion_line(shape, rates)  # a recomputed layer that keeps attention's output makes none of it
     hidden, layer_bytes, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return ModelPart(
@@ -222,6 +239,48 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
         bytes_per_token=shape.attended_bytes_per_token,
         weight_bytes_per_token=shape.attention_weight_bytes_per_token,
         parameters=shape.attention_parameters / shape.tensor_parallel,
+    )
+
+
+def _mixer_layer(shape: ModelShape, rates: Rates) -> ModelPart:
+    """Costs of a layer of a hybrid model that has no MLP."""
+    part, hidden = _attention_part(shape, rates), shape.hidden_bytes_per_token
+    kept_output = NO_TIME if isinstance(shape, RecurrentShape) else _core_attention(shape, rates)[0]
+    modes = {
+        "selective": ModeCosts(part.forward.without(kept_output), hidden + shape.attention_result_bytes_per_token),
+        "mlp": ModeCosts(NO_TIME, part.bytes_per_token - hidden),  # the norm's output alone
+    }
+    exchange, largest = exchange_line(shape.attention_exchanges[:1], rates), shape.widest_projection / shape.tensor_parallel
+    return replace(_alone(part, modes, hidden), exchange=exchange, largest_weight=largest)
+
+
+def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
+    """Costs of a layer of a hybrid model that has an MLP or experts alone: what a whole layer has besides its attention."""
+    whole, attention, hidden = _layer(shape, rates), _attention_part(shape, rates), shape.hidden_bytes_per_token
+    again = _mlp_again(shape, rates)
+    part = ModelPart(
+        forward=whole.forward.without(attention.forward),
+        backward=whole.backward.without(attention.backward),
+        weight=whole.weight.without(attention.weight),
+        exchange=exchange_line(shape.tensor_exchanges[1:], rates),
+        bytes_per_token=whole.bytes_per_token - attention.bytes_per_token,
+        weight_bytes_per_token=whole.weight_bytes_per_token - attention.weight_bytes_per_token,
+        parameters=whole.parameters - attention.parameters,
+        expert_parameters=whole.expert_parameters,
+        largest_weight=whole.largest_weight,
+    )
+    return _alone(part, dict.fromkeys(("selective", "mlp"), ModeCosts(again, hidden)), hidden)
+
+
+def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
+    """Return a part as a layer, whose peaks are what it keeps, and a gradient where its weights' are split off."""
+    peak = part.bytes_per_token + hidden
+    return replace(
+        part,
+        recompute=modes,
+        attended_bytes_per_token=part.bytes_per_token,
+        apart_bytes_per_token=peak,
+        apart_attended_bytes_per_token=peak,
     )
 
 
@@ -298,11 +357,11 @@ def expansion_line(shape: ModelShape, rates: Rates) -> LinearTime:
 
 
 def _mixing(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    return _delta_rule(shape, rates) if isinstance(shape, DeltaShape) else _core_attention(shape, rates)
+    return _recurrence(shape, rates) if isinstance(shape, RecurrentShape) else _core_attention(shape, rates)
 
 
-def _delta_rule(shape: DeltaShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of the forward and of the backward of the gated delta rule.
+def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
+    """Time of the forward and of the backward of a recurrence.
 
     Its products are assumed to run at attention's rates and backward to have 2.5 times those of the forward, as attention's
     has; what its kernels write for each other is read once in the forward, and made again and read twice in the backward.

@@ -22,7 +22,7 @@ from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, DeltaNet, ModelShape
+from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, PARTS, DeltaNet, ModelShape, StateSpace
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import FORMAT as PROFILE
 from megatron_epp.cost.profile import Profile
@@ -275,12 +275,15 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
     longest = whole("seq_length", 1) // context_ranks if flags.get("seq_length") else 0
-    routed = [True] if experts is None else by_layer(flags.get("moe_layer_freq") or 1, whole("num_layers"))
+    pattern = pattern_of(flags)
+    routed = ["E" in pattern] if pattern else [True]
+    if not pattern and experts is not None:
+        routed = by_layer(flags.get("moe_layer_freq") or 1, whole("num_layers"))
     dense = tuple(layer for layer, has_experts in enumerate(routed) if not has_experts)
     if not any(routed):  # no layer has the experts
         experts, dense = None, ()
     return ModelShape(
-        num_layers=whole("num_layers"),
+        num_layers=len(pattern) or whole("num_layers"),
         hidden_size=hidden,
         ffn_hidden_size=ffn if experts is None else whole("moe_ffn_hidden_size", ffn),
         num_attention_heads=heads,
@@ -288,6 +291,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         **latent,
         **_windows(flags),
         **_delta_nets(flags),
+        mamba=state_space(flags) if "M" in pattern else None,
+        pattern=pattern,
         vocab_size=vocabulary,
         gated_mlp=gated,
         rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
@@ -301,7 +306,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         shared_gate=experts is not None and bool(flags.get("moe_shared_expert_gate")),
         router_bytes=0.0 if experts is None else _router_bytes(flags, whole("num_experts"), whole("moe_router_topk", 2)),
         dense_layers=dense,
-        dense_ffn_hidden_size=ffn if dense else 0,
+        dense_ffn_hidden_size=ffn if dense or "-" in pattern else 0,
         predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
@@ -398,8 +403,11 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     sides = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*,\s*0\s*[)\]]?", str(window).strip())
     if sides is None:
         raise EppError(f"window_size {brief(window)}: formulas are for windows of tokens ahead and none behind, (N,0)")
-    narrow = [True] if every is None else all_but_every(every, _whole(flags, "num_layers"))
-    return {"window": int(sides[1]), "window_share": sum(narrow) / len(narrow)}
+    pattern = pattern_of(flags)
+    attends = [symbol in "*+" for symbol in pattern] or [True] * _whole(flags, "num_layers")
+    narrow = [True] * len(attends) if every is None else all_but_every(every, len(attends))
+    share = sum(map(bool.__and__, narrow, attends)) / max(1, sum(attends))
+    return {"window": int(sides[1]), "window_share": share}
 
 
 GATED_DELTA_NET = "gated_delta_net"
@@ -408,7 +416,9 @@ GATED_DELTA_NET = "gated_delta_net"
 
 def _delta_nets(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelShape` for layers with gated delta nets, with Megatron's defaults."""
-    if flags.get("experimental_attention_variant") != GATED_DELTA_NET or _pattern(flags):
+    if pattern := pattern_of(flags):
+        return {"delta": delta_net(flags)} if "G" in pattern else {}
+    if flags.get("experimental_attention_variant") != GATED_DELTA_NET:
         return {}
     linear = has_delta_nets(flags)
     return {"delta": delta_net(flags), "delta_share": sum(linear) / len(linear)} if any(linear) else {}
@@ -436,9 +446,25 @@ def delta_net(flags: Mapping[str, Any]) -> DeltaNet:
     return net
 
 
-def _pattern(flags: Mapping[str, Any]) -> str:
-    """Return the pattern of a hybrid model's layers; empty for a GPT."""
-    return str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
+def state_space(flags: Mapping[str, Any]) -> StateSpace:
+    """Return the sizes of a model's Mamba-2 layers, with Megatron's defaults. Raises `EppError` if groups divide no heads."""
+    channels = _whole(flags, "mamba_head_dim", 64)
+    sizes = StateSpace(
+        heads=_whole(flags, "mamba_num_heads", max(1, 2 * _whole(flags, "hidden_size") // channels)),
+        channels=channels,
+        groups=_whole(flags, "mamba_num_groups", 8),
+        states=_whole(flags, "mamba_state_dim", 128),
+    )
+    if sizes.heads % sizes.groups:
+        remedies = Remedy("change", "mamba_num_heads"), Remedy("change", "mamba_num_groups")
+        raise EppError(f"{sizes.heads} heads of Mamba-2 cannot share {sizes.groups} groups evenly", *remedies)
+    return sizes
+
+
+def pattern_of(flags: Mapping[str, Any]) -> str:
+    """Return the pattern of a hybrid model's layers, without stages and multi-token prediction; empty for a GPT."""
+    pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
+    return pattern.partition("/")[0].replace("|", "")
 
 
 def all_but_every(frequency: Any, count: int) -> list[bool]:
@@ -453,11 +479,11 @@ def check_formulas(flags: dict[str, Any]) -> None:
     """Raise `EppError` for a model with layers that formulas would take for others."""
     variant = flags.get("experimental_attention_variant")
     unknown = [f"experimental_attention_variant {brief(variant)}"] if variant not in (None, GATED_DELTA_NET) else []
-    unknown += [f"layers {symbol}" for symbol in sorted(set(_pattern(flags)) & set("MGDE"))]
+    unknown += [f"layers {symbol}" for symbol in sorted(set(pattern_of(flags)) - set(PARTS))]
     if unknown:
         raise EppError(
-            f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention or gated delta "
-            "nets, with an MLP or experts, are planned by formula"
+            f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention, gated delta "
+            "nets or Mamba-2, with an MLP or experts, are planned by formula"
         )
 
 

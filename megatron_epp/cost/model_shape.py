@@ -12,6 +12,9 @@ from megatron_epp.plan.sizing import shared_heads
 ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
 """How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
 
+PARTS = "*+GM-E"
+"""Symbols of the layers of hybrid models, see `ModelShape.pattern`."""
+
 
 class Exchange(NamedTuple):
     """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward.
@@ -85,6 +88,60 @@ class DeltaNet:
     def parameters(self, hidden_size: int) -> int:
         return hidden_size * (self.projected_width + self.value_width) + self.filter_width * self.mixed_width
 
+    @property
+    def exchanged_width(self) -> int:
+        """Width of what goes to the ranks of its heads: all but the gate of the output."""
+        return self.projected_width - self.value_width
+
+    @property
+    def state_size(self) -> int:
+        """Values of the states of all heads."""
+        return self.value_heads * self.key_channels * self.value_channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace:
+    """Sizes of a Mamba-2 mixer. The heads of a group share what writes to their states and what reads them.
+
+    Attributes:
+        channels: of a head.
+        states: of a channel.
+        filter_width: tokens that its convolution sees.
+    """
+
+    heads: int
+    channels: int
+    groups: int
+    states: int
+    filter_width: int = 4
+
+    @property
+    def value_width(self) -> int:
+        return self.heads * self.channels
+
+    @property
+    def mixed_width(self) -> int:
+        """Width of what the convolution reads."""
+        return self.value_width + 2 * self.groups * self.states
+
+    @property
+    def projected_width(self) -> int:
+        """Width of this, of a gate of the output, and of the steps of every head."""
+        return self.mixed_width + self.value_width + self.heads
+
+    @property
+    def exchanged_width(self) -> int:
+        """Width of what goes to the ranks of its heads."""
+        return self.projected_width
+
+    @property
+    def state_size(self) -> int:
+        """Values of the states of all heads."""
+        return self.value_width * self.states
+
+    def parameters(self, hidden_size: int) -> int:
+        return hidden_size * (self.projected_width + self.value_width) + self.filter_width * self.mixed_width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -105,8 +162,11 @@ class ModelShape:
         window: tokens ahead of its own that a token sees in layers with a window.
         window_share: share of the layers that have one; the others see all.
         delta: gated delta net of the layers that have one in the place of attention; properties are of the others
-            (`gated_delta.DeltaShape`).
+            (`recurrent.DeltaShape`).
         delta_share: share of the layers that have one.
+        mamba: Mamba-2 mixer of a hybrid model (`recurrent.StateSpaceShape`).
+        pattern: of a hybrid model, whose layers have one part each: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M``
+            Mamba-2, ``-`` an MLP, ``E`` experts; empty where each has attention and an MLP or experts.
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel.
@@ -120,7 +180,7 @@ class ModelShape:
         shared_gate: the output of that expert is multiplied by a gate.
         router_bytes: kept of a token by the router and by the permutation of copies, over all ranks that share the tokens.
         dense_layers: numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others.
-        dense_ffn_hidden_size: width inside that MLP.
+        dense_ffn_hidden_size: width inside that MLP, or inside that of a hybrid model with experts.
         predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
@@ -133,7 +193,7 @@ class ModelShape:
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
-        EppError: tensor-parallel ranks cannot share the heads evenly, or all ranks those of a gated delta net.
+        EppError: tensor-parallel ranks cannot share the heads evenly, or all ranks those of a gated delta net or of Mamba-2.
     """
 
     num_layers: int
@@ -151,6 +211,8 @@ class ModelShape:
     window_share: float = 0.0
     delta: DeltaNet | None = None
     delta_share: float = 0.0
+    mamba: StateSpace | None = None
+    pattern: str = ""
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
@@ -184,19 +246,26 @@ class ModelShape:
                 f"{self.num_attention_heads} attention heads cannot be shared evenly by {tensor} tensor-parallel ranks",
                 Remedy("change", "tensor_parallel"),
             )
-        if self.delta is not None and self.delta.key_heads % self.ranks:
-            raise EppError(
-                f"{self.delta.key_heads} key heads of gated delta nets cannot be shared evenly by {tensor} tensor-parallel x "
-                f"{context} context-parallel ranks",
-                Remedy("change", "tensor_parallel"),
-                Remedy("change", "context_parallel"),
-            )
+        heads = [] if self.delta is None else [(self.delta.key_heads, "key heads of gated delta nets")]
+        heads += [] if self.mamba is None else [(self.mamba.heads, "heads of Mamba-2")]
+        for count, what in heads:
+            if count % self.ranks:
+                raise EppError(
+                    f"{count} {what} cannot be shared evenly by {tensor} tensor-parallel x {context} context-parallel ranks",
+                    Remedy("change", "tensor_parallel"),
+                    Remedy("change", "context_parallel"),
+                )
 
     @property
     def dense(self) -> ModelShape | None:
         """Shape of a layer without experts of a model that has layers of both kinds; None if all layers are alike."""
-        if not self.dense_layers:
-            return None
+        return self.with_one_mlp if self.dense_layers else None
+
+    @property
+    def with_one_mlp(self) -> ModelShape:
+        """Shape of a layer with an MLP in the place of experts."""
+        if self.num_experts is None:
+            return self
         return replace(
             self,
             num_experts=None,
@@ -207,6 +276,12 @@ class ModelShape:
             ffn_hidden_size=self.dense_ffn_hidden_size,
             dense_layers=(),
         )
+
+    def share_of(self, symbols: str) -> float:
+        """Share of the layers that have such a part, by its symbol in `pattern`."""
+        if not self.pattern:
+            return {"*": 1 - self.delta_share, "G": self.delta_share}.get(symbols[0], 0.0)
+        return sum(map(self.pattern.count, symbols)) / len(self.pattern)
 
     @property
     def query_width(self) -> int:

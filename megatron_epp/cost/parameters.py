@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.cost.library import GATED_DELTA_NET, by_layer, delta_net, has_delta_nets, shape_of
+from megatron_epp.cost.library import GATED_DELTA_NET, by_layer, delta_net, has_delta_nets, shape_of, state_space
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"
@@ -25,7 +25,7 @@ def parameters_of(flags: Flags) -> int:
     return (
         ends * int(flags["vocab_size"]) * shape.hidden_size
         + counts[_ATTENTION] * shape.attention_parameters
-        + counts["-"] * (shape.dense or shape).mlp_parameters
+        + counts["-"] * shape.with_one_mlp.mlp_parameters
         + counts["E"] * (shape.layer_parameters - shape.attention_parameters)
         + sum(counts[symbol] * parameters(flags) for symbol, parameters in mixers.items() if counts[symbol])
     )
@@ -38,7 +38,8 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     pattern = flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern")
     if pattern:
         symbols = [symbol for symbol in str(pattern).partition("/")[0] if symbol != "|"]
-        return [(symbol if symbol in "*GM" else "", symbol if symbol in "-E" else "") for symbol in symbols]
+        mixers = ["*" if symbol == "+" else symbol for symbol in symbols]
+        return [(mixer if mixer in "*GM" else "", mixer if mixer in "-E" else "") for mixer in mixers]
     count = int(flags["num_layers"])
     has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
     has_nets = flags.get("experimental_attention_variant") == GATED_DELTA_NET
@@ -55,15 +56,7 @@ def _gated_delta(flags: Flags) -> int:
 
 
 def _mamba(flags: Flags) -> int:
-    hidden, heads, width, groups, state = _sizes(
-        flags, "hidden_size", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"
-    )
-    inner, states = heads * width, 2 * groups * state
-    return hidden * (2 * inner + states + heads) + 4 * (inner + states) + inner * hidden
-
-
-def _sizes(flags: Flags, *names: str) -> list[int]:
-    return [int(flags[name]) for name in names]
+    return state_space(flags).parameters(int(flags["hidden_size"]))
 
 
 def summary(flags: Flags) -> str:

@@ -356,6 +356,7 @@ def mean_of(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
 
     peaks = "attended_bytes_per_token", "apart_bytes_per_token", "apart_attended_bytes_per_token"
     mixed: dict[str, Any] = {name: larger(getattr(routed, name), getattr(dense, name)) for name in peaks}
+    mixed["largest_weight"] = max(routed.largest_weight, dense.largest_weight)
     for name in (*_TIMES, *_KEPT, "parameters", "expert_parameters"):
         mixed[name] = mean(getattr(routed, name), getattr(dense, name))
     mixed["recompute"] = {

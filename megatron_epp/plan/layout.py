@@ -161,6 +161,11 @@ def layout_flag(layers: Sequence[int], predictions: int = 0) -> str:
     return f"E{'|'.join(stages)}{'m' * predictions}L"
 
 
+def staged_pattern(pattern: str, layers: Sequence[int]) -> str:
+    """Format the layers of a hybrid model with a bar between stages, of which the numbers of layers are given."""
+    return "|".join(pattern[start:end] for start, end in pairwise(accumulate(layers, initial=0)))
+
+
 def parse_layers(text: str) -> tuple[int, ...] | None:
     """Return the half layers of stages written as ``8,7.5,8.5``; None if the text is something else."""
     try:

@@ -1,5 +1,6 @@
 """Kernels call their libraries by names that every release from the oldest supported one on has."""
 
+import inspect
 import types
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import flash, transformer_engine
 from megatron_epp.runtime.attention.segments import SegmentTable
 from scripts import write_signatures
+from tests.support.mcore import mamba_stand_in
 from tests.support.runtime.signatures import SIGNATURES, signature
 
 TABLE = SegmentTable.build(Chunk((Segment(0, 5, 8), Segment(1, 0, 2))), 5)
@@ -130,3 +132,10 @@ def test_parameters_are_read_from_sources():
     assert write_signatures.parameters(SOURCE, "function") == ["q", "k=", "v="]
     assert write_signatures.parameters(SOURCE, "Store.pop") is None
     assert isinstance(write_signatures.FILE, Path)
+
+
+def test_the_stand_in_for_mambas_kernel_takes_what_every_release_takes():
+    names = list(inspect.signature(mamba_stand_in.mamba_split_conv1d_scan_combined).parameters)
+    (*_, last), main = SIGNATURES["mamba-ssm"]["mamba_split_conv1d_scan_combined"]
+    assert [name.strip("=") for name in last] == names
+    assert main == [["main"], [*last, "state_dtype="]]  # which Megatron gives where the kernel has it

@@ -31,6 +31,10 @@ SMALL = {
     "moe_router_num_groups": 4,
     "moe_router_group_topk": 2,
     "window_size": "(8,0)",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 16,
 }
 _BEARS = (
     "no_",
@@ -48,6 +52,8 @@ _BEARS = (
     "rope",
     "linear_",
     "experimental_",
+    "hybrid_",
+    "mamba_",
 )
 """Beginnings of other flags of the shipped models that bear on what a layer keeps."""
 _LEFT_OUT = ("moe_layer_freq", "moe_grouped_gemm", "no_gradient_accumulation_fusion", "no_persist_layer_norm")
@@ -109,8 +115,15 @@ MLP = {
     "shared, a gate": EXPERTS | SHARED | {"moe_shared_expert_gate": True},
 }
 CASES = {f"{one}, {other}": small(SIZES | LLAMA | ATTENTION[one] | MLP[other]) for one, other in product(ATTENTION, MLP)}
+MAMBA = {f"mamba_{name}": SMALL[f"mamba_{name}"] for name in ("num_heads", "head_dim", "num_groups", "state_dim")}
+ALONE = LLAMA | GROUPED | MAMBA | {name: value for name, value in DELTA.items() if name.startswith("linear_")}
+CASES |= {f"{part} alone": small(SIZES | ALONE | {"hybrid_layer_pattern": part}) for part in "*GM-"}
+CASES |= {"E alone": small(SIZES | ALONE | EXPERTS | {"hybrid_layer_pattern": "E"})}
 CASES |= {"gpt2": small(SIZES), "gpt2, qk norms, not fused": small(SIZES | {"qk_layernorm": True, "no_bias_gelu_fusion": True})}
-CASES |= {name: small(load_flags(name)) for name in shipped("models")}
+for name in shipped("models"):
+    flags = load_flags(name)
+    parts = sorted(set(flags.get("hybrid_layer_pattern", "")))  # of a hybrid model every layer is one of these alone
+    CASES |= {f"{name}, {part}": small(flags | {"hybrid_layer_pattern": part}) for part in parts} or {name: small(flags)}
 
 
 @pytest.fixture(scope="module")

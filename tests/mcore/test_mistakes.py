@@ -166,7 +166,13 @@ MISTAKES: list[tuple[str, Any, int, tuple[str, ...]]] = [
     ("documents", "--micro-batch-size 4", 1, ("--micro-batch-size 4", "set it to 1")),
     ("documents", "--recompute-activations", 1, ("--recompute-activations", "--epp-recompute")),
     ("documents", "--mock-data", 1, ("--mock-data", "--data-path")),
-    ("documents", "--hybrid-layer-pattern M*M*", 1, ("--hybrid-layer-pattern M*M*", "Mamba", "can run")),
+    ("documents", "--hybrid-layer-pattern D*D*", 1, ("--hybrid-layer-pattern D*D*", "sparse attention", "can run")),
+    (
+        "documents",
+        "--hybrid-layer-pattern M*M* --mamba-num-heads 6 --tensor-model-parallel-size 4",
+        4,
+        ("--mamba-num-heads 6", "--tensor-model-parallel-size 4"),
+    ),
     # settings of ours that do not go together
     ("without_epp", "--epp-slices 4", 1, ("--epp-slices does", "without --epp", "add it", "leave it out")),
     ("without_epp", "--epp-costs learn --epp-slices 4", 1, ("--epp-slices, --epp-costs do", "without --epp", "leave them out")),

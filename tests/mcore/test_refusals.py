@@ -96,8 +96,7 @@ def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
 @pytest.mark.parametrize(
     ("pattern", "named"),
     [
-        ("M*-", "state-space (Mamba) (M)"),
-        ("GMD-*E", "state-space (Mamba) (M), sparse attention (DSA) (D)"),
+        ("GMD-*E", "sparse attention (DSA) (D)"),
         ("*-/*", "multi-token"),
     ],
 )
@@ -128,8 +127,8 @@ def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(m
 
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
     monkeypatch.setattr(Hybrid, "__init__", patching.around(Hybrid.__init__, install._adopt))
-    with pytest.raises(EppError, match=re.escape("state-space (Mamba) (M)")):
-        Hybrid(None, "spec", hybrid_layer_pattern="M*")
+    with pytest.raises(EppError, match=re.escape("sparse attention (DSA) (D)")):
+        Hybrid(None, "spec", hybrid_layer_pattern="D*")
     with pytest.raises(EppError, match="needs --hybrid-layer-pattern"):
         Hybrid(None, "spec")
     model = Hybrid(None, "spec", hybrid_layer_pattern="*-")

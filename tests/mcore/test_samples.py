@@ -40,6 +40,13 @@ FLEX = {
     "add_bias_linear": False,
     "moe_token_dispatcher_type": "flex",
 }
+MAMBA = {
+    "pattern": "M*|M-",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 6,
+}
 LAYOUTS = [
     pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others but one have one, too
     pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
@@ -48,6 +55,7 @@ LAYOUTS = [
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, LATENT, id="latent attention"),
     pytest.param(2, DELTA, id="gated delta nets"),
+    pytest.param(2, MAMBA, id="Mamba-2"),
     pytest.param(2, {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}, id="windows and sinks"),
     pytest.param(4, FLEX, id="experts by DeepEP"),
 ]

@@ -179,7 +179,7 @@ def test_a_config_that_cannot_be_is_refused_in_one_line(body: dict[str, Any], ch
 
 def test_layers_without_a_formula_are_not_planned_as_others():
     with pytest.raises(EppError, match="there is no formula for"):
-        check_formulas(flags_of_config(STATES))
+        check_formulas(flags_of_config(STATES) | {"hybrid_layer_pattern": "MD"})
 
 
 def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path: Path):

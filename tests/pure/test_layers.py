@@ -120,6 +120,7 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
 TOLD_APART = {
     "__init__": "the package",
     "gated_delta": "`kinds` has a file for each kind of layers, `runtime` its mathematics",
+    "state_space": "the same",
     "layout": "`mcore.arguments` reads the flag of what `plan` defines",
     "plan": "`cli` has a file for each command",
     "prepare": "`cli` has a file for each command",

@@ -24,6 +24,8 @@ BILLIONS = {
     "kimi-k2": 1026,
     "moonlight-16b-a3b": 16.0,
     "glm-4.5-air": 106,
+    "nemotron-3-nano": 31.6,
+    "granite-4-h-small": 32.2,
     "gpt-oss-120b": 117,
     "gpt-oss-20b": 20.9,
     "olmo-3-32b": 32.2,
@@ -188,6 +190,66 @@ def test_ranks_share_the_state_of_a_gated_delta_net():
     alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 4))
     assert shared.handed_bytes == alone.handed_bytes / 4
     assert shared.layer.parameters < alone.layer.parameters
+
+
+def test_layers_of_a_hybrid_model_are_the_mean_of_those_with_one_part_each():
+    flags = load_flags("nemotron-3-nano")
+    check_formulas(flags)
+    whole, *parts = (analytic_profile(shape_of(flags | {"hybrid_layer_pattern": part}), H100) for part in ("ME*E", *"MEE*"))
+    for profile in (whole, *parts):
+        assert Profile.from_json(profile.to_json()) == profile
+    for name in ("forward", "backward", "weight", "exchange"):
+        lines = [getattr(profile.layer, name) for profile in parts]
+        assert getattr(whole.layer, name).per_token_us == pytest.approx(sum(line.per_token_us for line in lines) / 4)
+        assert getattr(whole.layer, name).per_pair_us == pytest.approx(sum(line.per_pair_us for line in lines) / 4)
+    for name in ("bytes_per_token", "weight_bytes_per_token", "parameters", "expert_parameters"):
+        expected = sum(getattr(profile.layer, name) for profile in parts) / 4
+        assert getattr(whole.layer, name) == pytest.approx(expected)
+    for mode in ("selective", "mlp"):
+        modes = [profile.layer.recompute[mode] for profile in parts]
+        assert whole.layer.recompute[mode].bytes_per_token == pytest.approx(sum(own.bytes_per_token for own in modes) / 4)
+    assert whole.kv_bytes_per_token == parts[-1].kv_bytes_per_token / 4
+    assert [profile.kv_bytes_per_token for profile in parts[:-1]] == [0, 0, 0]
+    assert whole.layer.largest_weight == max(profile.layer.largest_weight for profile in parts)
+
+
+def test_a_layer_of_attention_and_one_of_an_mlp_are_together_a_whole_one():
+    flags = load_flags("llama3-8b") | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    whole, *parts = (analytic_profile(shape_of(flags | {"hybrid_layer_pattern": part}), H100).layer for part in ("", "*", "-"))
+    for name in ("forward", "backward", "weight"):
+        line, lines = getattr(whole, name), [getattr(part, name) for part in parts]
+        assert line.per_token_us == pytest.approx(sum(own.per_token_us for own in lines))
+        assert line.fixed_us == pytest.approx(sum(own.fixed_us for own in lines))
+    for name in ("bytes_per_token", "weight_bytes_per_token", "parameters"):
+        assert getattr(whole, name) == pytest.approx(sum(getattr(part, name) for part in parts))
+
+
+def test_mamba2_hands_on_states_which_ranks_share():
+    flags = load_flags("nemotron-3-nano") | {"hybrid_layer_pattern": "M*"}
+    alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 2))
+    states, rows = 4 * 64 * 64 * 128, 2 * 3 * (64 * 64 + 2 * 8 * 128)
+    assert alone.handed_bytes == (states + rows) / 2
+    assert shared.handed_bytes == alone.handed_bytes / 2
+    work = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
+    assert tuple(alone.costs([1, 1]).stages[0].blocks[1].kept_bytes(work)) == (alone.handed_bytes,) * 2 + (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mamba_num_groups": 3}, "64 heads of Mamba-2 cannot share 3 groups evenly"),
+        ({"num_attention_heads": 96, "tensor_model_parallel_size": 3}, "64 heads of Mamba-2 cannot be shared evenly by 3"),
+    ],
+)
+def test_mamba2_that_cannot_be_is_refused(change, message):
+    with pytest.raises(EppError, match=message):
+        shape_of(load_flags("nemotron-3-nano") | change)
+
+
+def test_windows_of_a_hybrid_model_count_in_its_layers_of_attention():
+    flags = load_flags("nemotron-3-nano") | {"hybrid_layer_pattern": "M*M*", "window_size": "(8,0)"}
+    assert shape_of(flags | {"window_attn_skip_freq": 4}).window_share == 0.5
+    assert shape_of(flags).window_share == 1.0
 
 
 @pytest.mark.parametrize("frequency", [4, "4", "([1]*3+[0])", [1, 1, 1, 0]])

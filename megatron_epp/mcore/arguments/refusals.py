@@ -284,7 +284,6 @@ def vocabulary_problems(args: Namespace) -> Iterator[str]:
 # ---- kinds of layers -------------------------------------------------------------------------------------------------
 
 REFUSED_LAYERS = {
-    "M": "state-space (Mamba)",
     "D": "sparse attention (DSA)",
     "/": "multi-token prediction",
 }
@@ -301,7 +300,7 @@ def pattern_problem(pattern: str | None) -> str:
     refused = ", ".join(f"{REFUSED_LAYERS.get(symbol, 'unknown')} ({symbol})" for symbol in others)
     return refused and (
         f"--epp cannot run {refused} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on keys, values, "
-        f"latents and states of gated delta nets, and no other yet; layers of {can} can run"
+        f"latents and states of gated delta nets and Mamba-2, and no other yet; layers of {can} can run"
     )
 
 

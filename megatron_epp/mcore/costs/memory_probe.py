@@ -62,7 +62,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - base.half)).changed(HEAD, bytes_per_token=0.0)
         return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
     # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts.
-    kinds = {(type(layer), type(layer.self_attention), type(layer.mlp)): layer for layer in layers_of(stage)}
+    parts = "self_attention", "mlp"  # Mamba-2 layers have neither
+    kinds = {(type(layer), *(type(getattr(layer, part, None)) for part in parts)): layer for layer in layers_of(stage)}
     is_alike = len(kinds if stage.cut_layers is None else {kind for kind, *_ in kinds}) == 1
     is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
@@ -86,7 +87,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         """
         ends = base.activations - layers * least
         held = ((count, _held(stage, _with(mode, count)).activations) for count in range(1, layers + 1))
-        return max((kept - ends - (layers - count) * plain.bytes_per_token) / count for count, kept in held)
+        return max((live - ends - (layers - count) * plain.bytes_per_token) / count for count, live in held)
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     plain = at(ModeCosts(LinearTime(), 0.0), "")

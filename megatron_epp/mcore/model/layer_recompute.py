@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
@@ -56,14 +57,16 @@ class _Layer:
 
     def __init__(self, number: int, layer: Any) -> None:
         self.number = number
-        self._run, self._run_mlp, self._run_norm = layer.forward, layer._forward_mlp, layer.input_layernorm.forward
+        is_mamba = isinstance(layer, MambaLayer)
+        norm, mixer = (layer.norm, layer.mixer) if is_mamba else (layer.input_layernorm, layer.self_attention)
+        self._run, self._run_norm = layer.forward, norm.forward
         self._now = _Running()
         layer.forward = self._forward
-        if not isinstance(layer.mlp, IdentityOp):
-            layer._forward_mlp = self._forward_mlp
-        if not isinstance(layer.input_layernorm, IdentityOp):
-            layer.input_layernorm.forward = self._norm
-            layer.self_attention.register_forward_hook(self._attended)
+        if not is_mamba and not isinstance(layer.mlp, IdentityOp):
+            self._run_mlp, layer._forward_mlp = layer._forward_mlp, self._forward_mlp
+        if not isinstance(norm, IdentityOp):
+            norm.forward = self._norm
+            mixer.register_forward_hook(self._attended)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")

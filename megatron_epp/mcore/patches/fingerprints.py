@@ -28,6 +28,7 @@ _LANGUAGE = "megatron.core.models.common.language_module.language_module:Languag
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
 _DELTA = "megatron.core.ssm.gated_delta_net:GatedDeltaNet"
+_MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer"
 
 PATCHED: dict[str, tuple[str, ...]] = {
     f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
@@ -52,6 +53,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
 RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_DELTA}.forward": ("81b1829e71ac", "6b5b300d75dd", "1264ad1d101a"),
     f"{_DELTA}._apply_gated_norm": ("218235122197",),
+    f"{_MAMBA}.forward": ("678907f3033c",),
+    f"{_MAMBA}._ssm_training": ("560abcfa2ca0", "9ea8ec82b390"),
     f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": (
         "c8fd558b6fdc",
         "772d6b7d8182",

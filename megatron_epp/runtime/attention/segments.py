@@ -144,6 +144,21 @@ class SegmentTable:
     def _on_device(self) -> dict[torch.device, Tensor]:
         return {}
 
+    def numbers(self, device: torch.device, first: int = 0) -> Tensor:
+        """Number of the segment of every token of those from `first`, counted from there: int32 ``[tokens]`` on `device`, made
+        there once for all layers.
+        """
+        if (device, first) not in self._numbers:
+            sizes = self.cu_seqlens(device)[0][first:].diff()
+            each = torch.arange(len(sizes), dtype=torch.int32, device=device)
+            num_tokens = self.num_tokens - self.query_starts[first]  # known here, so the host does not wait for the device
+            self._numbers[device, first] = each.repeat_interleave(sizes, output_size=num_tokens)
+        return self._numbers[device, first]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[torch.device, int], Tensor]:
+        return {}
+
     def within(self, window: int) -> SegmentTable:
         """Return the layout in a layer with a window, where a slice's keys include no more of its prefix than the window."""
         if window not in self._windows:

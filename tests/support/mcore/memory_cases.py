@@ -31,6 +31,10 @@ DELTA = (
     f"{LLAMA} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
     "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GGG|GGG --spec tests.support.mcore.delta_hybrid stack_spec"
 )
+MAMBA = (
+    f"{LLAMA} --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
+    "--hybrid-layer-pattern MMM|MMM --spec tests.support.mcore.mamba_hybrid stack_spec"
+)
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
@@ -57,6 +61,7 @@ PIPELINES = {
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 "
         "--epp-planner seq1f1b",
         "gated delta nets, seven slices, some recompute": f"{DELTA} --epp-slices 7 --epp-recompute 2",
+        "Mamba-2, seven slices, some recompute": f"{MAMBA} --epp-slices 7 --epp-recompute 2",
         "windows longer than slices, sinks, some recompute": f"{WINDOWS} --epp-slices 7 --epp-recompute 2",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",

@@ -660,6 +660,27 @@ DELTA: dict[str, dict[str, Any]] = {
         "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
     },
 }
+_MAMBA = (
+    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--mamba-state-dim 8"
+)
+MAMBA: dict[str, dict[str, Any]] = {
+    "two stages": {
+        "cell": {"pp": 2, "split": True},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*M|MG-M",
+    },
+    "tensor and sequence parallel": {
+        "cell": {"pp": 2, "tp": 2, "sp": True},
+        "plan": "--epp-slices 7",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-M-M",
+    },
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern ME*E",
+    },
+}
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -748,6 +769,10 @@ _LONG_LAYERS: dict[str, dict[str, str]] = {
     "gated delta nets": {  # looped, with Transformer Engine: a hybrid model's pattern says how many stages ranks have
         "four stages, weights apart": f"{_DELTA} --hybrid-layer-pattern G-|G-|*|G-",
         "replicas": f"{_DELTA} --hybrid-layer-pattern G-G-|*G-",
+    },
+    "Mamba-2": {
+        "four stages, weights apart": f"{_MAMBA} --hybrid-layer-pattern M-|M-|*|M-",
+        "replicas": f"{_MAMBA} --hybrid-layer-pattern M-M-|*M-",
     },
     "windows and sinks": dict.fromkeys(_LONG_LAYOUTS, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
 }
@@ -902,6 +927,7 @@ ROWS = (
     _HYBRID,
     _HYBRID_EXPERTS,
     *_of_layers("gated delta nets", DELTA),
+    *_of_layers("Mamba-2", MAMBA),
     *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),
     *_long_of_layers(),

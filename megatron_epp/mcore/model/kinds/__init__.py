@@ -9,7 +9,8 @@ from megatron_epp.mcore.model.kinds.experts import EXPERTS
 from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
 from megatron_epp.mcore.model.kinds.kind import ATTENTION, MLP, PREDICTION, LayerKind
 from megatron_epp.mcore.model.kinds.latent_attention import LATENT_ATTENTION
+from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
 
 __all__ = ["KINDS", "LayerKind"]
 
-KINDS: tuple[LayerKind, ...] = (ATTENTION, LATENT_ATTENTION, GATED_DELTA, MLP, EXPERTS, PREDICTION)
+KINDS: tuple[LayerKind, ...] = (ATTENTION, LATENT_ATTENTION, GATED_DELTA, STATE_SPACE, MLP, EXPERTS, PREDICTION)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cost.library import GATED_DELTA_NET
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
-from megatron_epp.mcore.model.kinds.kind import LayerKind
+from megatron_epp.mcore.model.kinds.kind import LayerKind, numbered
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,7 @@ def modules() -> tuple[type, ...]:
 
 
 def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    nets = [module for module in model.modules() if type(module) in modules()]  # subclasses may compute something else
-    for number, net in enumerate(nets):
+    for number, net in numbered(model, modules()):
         net.forward = functools.partial(_forward, net, number, net.forward)
 
 

@@ -33,6 +33,13 @@ class LayerKind:
     adopt: Callable[[Any, argparse.Namespace], None] = lambda model, args: None
 
 
+def numbered(model: Any, types: tuple[type, ...]) -> list[tuple[int, Any]]:
+    """Return the modules of these very types, each with a number that no other module of the model has: subclasses may compute
+    something else.
+    """
+    return [(number, module) for number, module in enumerate(model.modules()) if type(module) in types]
+
+
 def _attention_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield what attention with a window or with sinks cannot be trained with."""
     window, softmax = getattr(args, "window_size", None), getattr(args, "softmax_type", "vanilla")

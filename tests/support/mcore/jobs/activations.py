@@ -3,8 +3,11 @@
 Kernels that a CPU lacks have stand-ins that keep what they keep on a GPU: a norm its input and a statistic or two in fp32, a
 fused rotation nothing but the angles, which are not the layer's, and attention queries, keys, values, its output and one number
 in fp32 of each head. In a gated delta net a convolution keeps its input, the norm of heads its output and a statistic, the rule
-its inputs and the pairs of a block, and the gate its two factors. All else is Megatron's own code, and this package's.
+its inputs and the pairs of a block, and the gate its two factors. The kernel of Mamba-2 keeps its input and its output ahead of
+the gate, and the norm behind it its input and a statistic of every group. All else is Megatron's own code, and this package's.
 """
+
+from dataclasses import replace
 
 import torch
 
@@ -84,7 +87,7 @@ def normalized(x):
 
 def ruled(q, k, v, g, beta, **_):
     """Stand-in for the gated delta rule."""
-    from megatron_epp.cost.gated_delta import BLOCK_TOKENS
+    from megatron_epp.cost.recurrent import BLOCK_TOKENS
 
     pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
     return _Keeping.apply(v.detach().clone(), [q, k, v, decays, beta, pairs], q, k, v, g, beta), None
@@ -94,6 +97,40 @@ def _gated(self, x, gate):
     """Stand-in for the norm of a rule's output, and its gate in one kernel."""
     normed = self.out_norm(x.reshape(-1, x.shape[-1]))
     return _Keeping.apply(normed.detach().clone(), [normed, gate], normed, gate)
+
+
+def scanned(rows, *, A, headdim, **_):
+    """Stand-in for the kernel of Mamba-2."""
+    ungated = rows.new_zeros(*rows.shape[:2], len(A) * headdim)
+    return _Keeping.apply(torch.zeros_like(ungated), [rows, ungated], rows)
+
+
+def group_normed(self, x):
+    """Stand-in for the norm of groups of channels."""
+    statistics = x.new_zeros(*x.shape[:-1], x.shape[-1] // self.group_size, dtype=torch.float32)
+    return _Keeping.apply(x.detach().clone(), [x, statistics], x)
+
+
+def _alone(symbol, whole):
+    """Return the spec of a hybrid model's layer with one part of a GPT's, or with Mamba-2."""
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    if symbol == "M":
+        from megatron.core.ssm import mamba_mixer
+
+        from tests.support.mcore import mamba_hybrid, mamba_stand_in
+
+        mamba_mixer.mamba_split_conv1d_scan_combined, mamba_stand_in.RMSNorm.forward = scanned, group_normed
+        layer = mamba_hybrid.stack_spec.submodules.mamba_layer
+        return replace(layer, submodules=replace(layer.submodules, norm=Norm))
+    if symbol in "-E":
+        parts = {"pre_mlp_layernorm": Norm, "mlp": whole.mlp, "mlp_bda": whole.mlp_bda}
+    else:
+        parts = {"input_layernorm": Norm, "self_attention": whole.self_attention, "self_attn_bda": whole.self_attn_bda}
+    module = MLPLayer if symbol == "-" else TransformerLayer
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
 
 
 def _with_delta_net(attention_norm):
@@ -126,13 +163,16 @@ def run(cases):
 
 
 def _compared(flags, rope_utils, unfused):
-    from megatron_epp.cost.gated_delta import DeltaShape
+    from megatron_epp.cost import CPU
+    from megatron_epp.cost.analytic import analytic_profile
     from megatron_epp.cost.library import shape_of
+    from megatron_epp.cost.recurrent import DeltaShape
     from tests.mcore.test_refusals import arguments
 
     args = arguments(*flags)
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     shape = shape_of({**vars(args), "vocab_size": 128})
+    planned = analytic_profile(shape, CPU).layer.bytes_per_token if shape.pattern else None
     shape = shape if shape.delta is None else DeltaShape.of(shape)
     rope_utils._apply_rotary_pos_emb_bshd = rotated if args.apply_rope_fusion else unfused
     args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
@@ -145,7 +185,7 @@ def _compared(flags, rope_utils, unfused):
     small, large = (sum(size for size, _ in kept) for kept in (few, many))
     return {
         "flags": flags,
-        "planned": shape.layer_bytes_per_token,
+        "planned": shape.layer_bytes_per_token if planned is None else planned,
         "attended": shape.attended_bytes_per_token,
         "measured": (large - small) / 64,
         "constant": 2 * small - large,
@@ -157,12 +197,14 @@ def _kept(args, tokens):
     """Return bytes and description of every storage that autograd keeps of a layer's forward, but for parameters and angles."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.arguments import core_transformer_config_from_args
 
     from megatron_epp.mcore.model.core_attention import ChunkParams
     from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
+    from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
     from megatron_epp.plan import Chunk, Segment
     from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
     from megatron_epp.runtime.attention.segments import SegmentTable
@@ -179,10 +221,15 @@ def _kept(args, tokens):
     if latent and args.q_lora_rank is None:
         attention.q_layernorm = IdentityOp
     attention.core_attention = Attention
-    if args.experimental_attention_variant:
+    pattern = args.hybrid_layer_pattern
+    has_recurrence = bool(args.experimental_attention_variant or pattern in ("G", "M"))
+    if args.experimental_attention_variant or pattern == "G":
         whole.self_attention = _with_delta_net(Norm)
-    layer = build_module(spec, config=config, layer_number=2).to(args.params_dtype)
-    GATED_DELTA.adopt(layer, args)
+    spec = _alone(pattern, whole) if pattern else spec
+    groups = {"pg_collection": ProcessGroupCollection.use_mpu_process_groups()} if pattern == "M" else {}
+    layer = build_module(spec, config=config, layer_number=2, **groups).to(args.params_dtype)
+    for kind in (GATED_DELTA, STATE_SPACE):
+        kind.adopt(layer, args)
     angles = None
     if args.position_embedding_type == "rope" and not latent:
         angles = RotaryEmbedding(config.kv_channels, args.rotary_percent)(tokens)
@@ -196,10 +243,10 @@ def _kept(args, tokens):
         return tensor
 
     params = None
-    if args.experimental_attention_variant:
+    if has_recurrence:
         table = SegmentTable.build(Chunk((Segment(0, 0, tokens),)), tokens)
         params = ChunkParams(ChunkContext(0, table, SlicedKVCache()))
     x = torch.randn(tokens, 1, config.hidden_size, dtype=args.params_dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)
+        layer(x, attention_mask=None, packed_seq_params=params, **({} if pattern == "-" else {"rotary_pos_emb": angles}))
     return [(memory.nbytes(), f"{dtype} {shape}") for at, (memory, dtype, shape) in found.items() if at not in ANGLES]

@@ -118,9 +118,19 @@ def begin(
 
 
 def build(
-    stages: int, virtual: bool, num_experts: int | None = None, positions: str = "learned_absolute", **settings: Any
+    stages: int,
+    virtual: bool,
+    num_experts: int | None = None,
+    positions: str = "learned_absolute",
+    pattern: str = "",
+    **settings: Any,
 ) -> list[Any]:
-    """Return this rank's model chunks, with position embeddings of a type."""
+    """Return this rank's model chunks.
+
+    Args:
+        positions: type of position embeddings.
+        pattern: of a hybrid model's layers and stages, with Mamba-2 among them.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -164,10 +174,18 @@ def build(
         from tests.support.mcore.delta_hybrid import alternating
 
         spec = alternating(spec, config.num_layers // stages)
+    of_model = GPTModel
+    if pattern:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        from tests.support.mcore import local_hybrid, mamba_hybrid
+
+        local_hybrid.use_torch_norms()
+        of_model, spec = partial(HybridModel, hybrid_layer_pattern=pattern), mamba_hybrid.stack_spec
     chunks = []
     for number in range(stages // world):
         stage = number * world + rank
-        model = GPTModel(
+        model = of_model(
             config,
             spec,
             vocab_size=64,

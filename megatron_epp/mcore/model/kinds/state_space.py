@@ -1,0 +1,129 @@
+"""Mamba-2 layers (Nemotron-H, Granite 4), whose slices hand on a state and the last rows ahead of their convolution."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+from megatron_epp.mcore.arguments.layout import hybrid_pattern
+from megatron_epp.mcore.model.kinds.kind import LayerKind, numbered
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_SYMBOL = "M"
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why a model with Mamba-2 layers cannot be trained as asked."""
+    if _SYMBOL not in (hybrid_pattern(args) or ""):
+        return
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    ranks = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context}"
+    heads, groups = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim, args.mamba_num_groups
+    if heads % (tensor * context):
+        yield f"--mamba-num-heads {heads} cannot be shared evenly by {ranks}"
+    on_rank = groups // tensor  # each goes to several context-parallel ranks if there are too few for all
+    if groups % tensor or max(on_rank, context) % min(on_rank, context):
+        yield f"--mamba-num-groups {groups} cannot be shared evenly by {ranks}"
+
+
+def modules() -> tuple[type, ...]:
+    """Return Megatron's classes of what mixes tokens in such layers."""
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    return (MambaMixer,)
+
+
+def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    for number, mixer in numbered(model, modules()):
+        mixer.forward = functools.partial(_forward, mixer, number, mixer.forward)
+
+
+def _forward(
+    mixer: Any,
+    number: int,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    *rest: Any,
+    packed_seq_params: Any = None,
+    **named: Any,
+) -> Any:
+    """Run a mixer on a chunk, as Megatron's own forward is called, which runs it otherwise."""
+    import torch
+
+    from megatron_epp.mcore.model.core_attention import ChunkParams
+    from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group, to_heads, to_tokens
+
+    if not isinstance(packed_seq_params, ChunkParams):
+        return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
+    projected, _bias = mixer.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
+    rows, group = projected[:, 0], mixer.pg_collection.cp
+    layer, shared = _layer(mixer, number), of_group(group)
+    if shared is NOT_SHARED:
+        out = layer(rows, packed_seq_params.context)
+    else:
+        inner, states, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state, mixer.nheads_local_tp
+        channels = mixer.headdim, mixer.headdim, mixer.d_state, mixer.d_state, 1
+        parts = zip(rows.split([inner, inner, states, states, heads], dim=1), channels, strict=True)
+        own = to_heads(group, *(part.unflatten(1, (-1, width)) for part, width in parts))
+        out = layer(torch.cat([part.flatten(1) for part in own], dim=1), packed_seq_params.context)
+        out = to_tokens(group, out.unflatten(1, (-1, mixer.headdim))).flatten(1)
+    out = out[:, None]
+    return mixer.out_proj(mixer.norm(out) if mixer.rmsnorm else out)
+
+
+def _layer(mixer: Any, number: int) -> Any:
+    from megatron.core.ssm import mamba_mixer
+
+    from megatron_epp.runtime.state_space import StateSpaceLayer
+
+    own = mixer.cp  # weights of the heads that this context-parallel rank has
+    skip = own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D()
+    filters = own.get_conv1d_weight()[:, 0]
+    takes_dtype = getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False)  # so do the newest of mamba-ssm
+    dtype = {"state_dtype": mixer.mamba_training_ssm_states_dtype} if takes_dtype else {}
+    scan = functools.partial(
+        mamba_mixer.mamba_split_conv1d_scan_combined,
+        conv1d_weight=filters,
+        conv1d_bias=own.get_conv1d_bias(),
+        dt_bias=own.get_dt_bias().float(),
+        A=-own.get_A_log().float().exp(),
+        D=skip,
+        chunk_size=mixer.chunk_size,
+        activation=mixer.activation,
+        headdim=None if mixer.D_has_hdim else mixer.headdim,
+        ngroups=own.ngroups_local_tpcp,
+        norm_before_gate=mixer.norm_before_gate,
+        **dtype,
+    )
+    return StateSpaceLayer(
+        number=number,
+        scan=scan,
+        gate_width=own.d_inner_local_tpcp,
+        mixed_width=len(filters),
+        filter_width=mixer.d_conv,
+    )
+
+
+STATE_SPACE = LayerKind(
+    name="Mamba-2",
+    carries="states, and rows ahead of a convolution",
+    symbol=_SYMBOL,
+    flags=(
+        MegatronFlag(
+            "--disable-mamba-mem-eff-path",
+            (None, True),
+            "leave it out: slices run in the fused kernel",
+            "use_mamba_mem_eff_path",
+        ),
+    ),
+    modules=modules,
+    problems=_problems,
+    adopt=_adopt,
+)
+"""Packed sequences run in one call with their numbers. Megatron's own forward would mix them (`ChunkParams`)."""

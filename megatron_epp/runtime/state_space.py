@@ -1,0 +1,86 @@
+"""Mamba-2 over the sequences of a chunk: convolution and recurrence begin anew with each, and a slice goes on where the one
+before it has ended (`handover`).
+
+The layer is that of Mamba-2 (https://arxiv.org/abs/2405.21060): of every head it keeps a matrix ``[channels, state]`` in fp32,
+and of the convolution ahead of it the last rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_epp.runtime.context import ChunkContext
+
+_NO_STEP = -1e4
+"""Input of softplus, whatever its bias, for a step of 0: such a row neither feeds the state nor lets it decay."""
+
+
+class Scan(Protocol):
+    """Kernel of convolution, recurrence and gate, as mamba-ssm has it: from ``[1, tokens, columns]``, and perhaps a state, to
+    ``[1, tokens, heads * channels]``, and the last state if it is asked for one.
+    """
+
+    def __call__(self, rows: Tensor, **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpaceLayer:
+    """A layer's kernel with its weights, for the heads that a rank has.
+
+    Attributes:
+        number: of the layer, unique in its stage.
+        scan: the kernel.
+        gate_width: columns of a row that the gate takes, the first ones.
+        mixed_width: columns that the convolution reads, the next ones; those of the steps come last, one of each head.
+        filter_width: tokens that the convolution sees.
+    """
+
+    number: int
+    scan: Scan
+    gate_width: int
+    mixed_width: int
+    filter_width: int
+
+    def __call__(self, rows: Tensor, context: ChunkContext) -> Tensor:
+        """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""
+        view, handover, starts = context.view, context.kv_cache.handover, context.table.query_starts
+        if view is None:
+            return self._packed(rows, context)
+        tail, state = handover.enter(self.number, view, forward_only=context.forward_only) or (None, None)
+        held = 0 if tail is None else len(tail)
+        # Kernels have no state of the convolution, so the rows that it looks back to stand in front; their output is dropped.
+        rows = rows if tail is None else torch.cat([self._without_step(tail, rows), rows])
+        end = starts[1] + held
+        own = rows[:end]
+        out, state = self._alone(own, state, is_followed=not view.is_last_slice)
+        out = out[held:]
+        if len(starts) > 2:  # company has no state that enters or leaves
+            out = torch.cat([out, self._packed(rows[end:], context, first=1)])
+        if view.is_last_slice:
+            return out
+        assert state is not None  # of a slice that another one follows
+        mixed, ahead = own[:, self.gate_width : self.gate_width + self.mixed_width], self.filter_width - 1
+        own_tail = functional.pad(mixed, (0, 0, max(0, ahead - end), 0))[-ahead:]
+        return handover.leave(self.number, view, out, (own_tail, state), forward_only=context.forward_only)
+
+    def _without_step(self, tail: Tensor, rows: Tensor) -> Tensor:
+        """Return rows that only the convolution sees."""
+        steps = rows.shape[1] - self.gate_width - self.mixed_width
+        ends = tail.new_zeros(len(tail), self.gate_width), tail.new_full((len(tail), steps), _NO_STEP)
+        return torch.cat([ends[0], tail, ends[1]], dim=1)
+
+    def _alone(self, rows: Tensor, state: Tensor | None, is_followed: bool) -> tuple[Tensor, Tensor | None]:
+        out = self.scan(rows[None], initial_states=state, return_final_states=is_followed)
+        return (out[0][0], out[1]) if is_followed else (out[0], None)
+
+    def _packed(self, rows: Tensor, context: ChunkContext, first: int = 0) -> Tensor:
+        """Return the output of the sequences from the chunk's `first`."""
+        several = len(context.table.segments) - first > 1
+        named = {"seq_idx": context.table.numbers(rows.device, first)[None]} if several else {}
+        out: Tensor = self.scan(rows[None], **named)
+        return out[0]
