@@ -172,8 +172,8 @@ def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(m
         "megatron.core.pipeline_parallel.schedules:backward_step takes (output_tensor, config) and not (input_tensor, "
         "output_tensor, output_tensor_grad, config): install megatron-core >=0.18,<0.20, or use Megatron's own schedule"
     )
-    assert "schedules:check_first_val_step takes (forward_only, first_val_step, cond) and not" in refused(
-        schedules, "check_first_val_step", lambda forward_only, first_val_step, cond: None
+    assert "schedules:deallocate_output_tensor takes (deallocate_pipeline_outputs, out) and not" in refused(
+        schedules, "deallocate_output_tensor", lambda deallocate_pipeline_outputs, out: None
     )
     assert "in which there is no megatron.core.pipeline_parallel.schedules:deallocate_output_tensor: " in refused(
         schedules, "deallocate_output_tensor", None
