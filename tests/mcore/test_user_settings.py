@@ -121,7 +121,9 @@ def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refuse
     assert said.startswith("a plan cannot honour overlap_moe_expert_parallel_comm=True (leave it out")
     assert "--" not in said
     assert "cuda_graph_impl='local'" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
-    assert "fp8='hybrid'" in refused({"fp8": "hybrid"}, {})
+    assert "fp8_recipe='delayed' (its amax histories advance with every chunk" in refused({"fp8": "hybrid"}, {})
+    assert "fp8_param=True" in refused({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_param": True}, {})
+    assert "fp4='e2m1'" in refused({"fp4": "e2m1"}, {})
     assert "num_distributed_optimizer_instances=2" in refused({}, {"num_distributed_optimizer_instances": 2})
     assert "moe_enable_routing_replay=True" in refused({"moe_enable_routing_replay": True}, {})
     assert "dsa_indexer_topk_freq=2" in refused({"dsa_indexer_topk_freq": 2}, {})

@@ -88,6 +88,7 @@ _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _REPLICAS = "leave it out: its collectives join replicas, which have plans of their own"
 _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
 _IN_TURN = "leave it out: it takes microbatches in the order in which they run, and counts again what runs again"
+_STORAGE = "leave it out: plans count weights by their storage, which FP8 weights lack"
 _ONE_SEQUENCE = "set it to 1: a microbatch is one sequence"
 NO_RESTART = MegatronFlag(
     "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
@@ -106,7 +107,8 @@ OF_MODELS = (
     MegatronFlag("--cuda-graph-impl", ("none", None), _SHAPES, doors=Door.MICROBATCHES),
     *_flags("--enable-cuda-graph --external-cuda-graph", _SHAPES, Door.ALL),
     MegatronFlag("--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"),
-    *_flags("--fp8-param-gather --fp8-param", "leave it out: plans count weights by their storage, which FP8 weights lack", Door.ALL),
+    *_flags("--fp8-param-gather", _STORAGE, Door.ALL),
+    *_flags("--fp8-param", _STORAGE, Door.MODEL),
     *_flags("--fp8-dot-product-attention --fp8-multi-head-attention", "leave it out: attention is not in FP8", Door.ALL),
     *_flags("--fp8-output-proj", "leave it out: the output layer multiplies in the type of the weights"),
     MegatronFlag("--fp4-format", advice="leave it out: its casts are rounded at random", dest="fp4", doors=Door.ALL),

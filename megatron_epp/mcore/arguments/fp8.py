@@ -10,8 +10,8 @@ from megatron_epp.mcore.arguments.conflicts import Door
 ROWS = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 """Recipes whose scales are of the tensor at hand, each with the multiple of rows that a rank's part of a tensor needs.
 
-Of the two with blocks it is a block's length, as Transformer Engine asks where sequence-parallel ranks gather casts. Blocks of a
-weight gradient run along tokens: with cuts at such multiples they are those of the whole sequence.
+Of the two with blocks it is a block's length, as Transformer Engine asks where sequence-parallel ranks gather casts. In weight
+gradients blocks lie along tokens: with cuts at such multiples they are those of the whole sequence.
 """
 
 
@@ -30,8 +30,6 @@ def problems(settings: object, door: Door) -> Iterator[str]:
     """Yield a recipe whose scales depend on what ran before."""
     name = recipe(settings)
     if name and name not in ROWS:
-        reason = "its amax histories advance with every chunk, and plans choose their order and number"
-        yield (
-            f"{door.cannot} {door.with_value('fp8_recipe', name)} "
-            f"({reason if name == 'delayed' else 'what it keeps between chunks is unknown'}): use tensorwise, blockwise or mxfp8"
-        )
+        histories = "its amax histories advance with every chunk, and plans choose their order and number"
+        reason = histories if name == "delayed" else "what it keeps between chunks is unknown"
+        yield f"{door.cannot} {door.with_value('fp8_recipe', name)} ({reason}): use tensorwise, blockwise or mxfp8"

@@ -1,7 +1,7 @@
 """Casts to FP8 and back by the recipes that keep no state, in plain torch, into the tensors of Transformer Engine's Python.
 
-The bytes and scales are where the compiled functions put them: rows for products along the last dimension, columns for those along
-tokens. Scales are not swizzled.
+The bytes and scales are where the compiled functions put them: by rows for products along the last dimension, by columns for those
+along tokens. Scales are not swizzled.
 """
 
 from __future__ import annotations

@@ -33,6 +33,15 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
+class FP8FwdTensors(enum.IntEnum):
+    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT = range(6)
+    GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = range(6, 9)
+
+
+class FP8BwdTensors(enum.IntEnum):
+    GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
+
+
 _TYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 
