@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.fp8 import ROWS, problems, row_multiple
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
-from megatron_epp.mcore.model.stage import forget_casts
+from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
 from megatron_epp.mcore.model.weight_gradients import _tensors_of
+from megatron_epp.plan import EppError
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -53,8 +54,18 @@ def test_every_rank_that_shares_a_chunk_has_the_rows() -> None:
 def test_casts_of_weights_are_forgotten() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0]._fp8_workspaces = casts = {"weight": torch.ones(1)}
+    model[0].is_first_microbatch = True
+    add_to_gradients(model, in_fp8=True)
     forget_casts(model)
     assert casts == {}
+
+
+def test_layers_that_keep_casts_elsewhere_are_refused() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.is_first_microbatch = True  # type: ignore[assignment]
+    add_to_gradients(layer, in_fp8=False)
+    with pytest.raises(EppError, match="Linear keeps its weights in FP8 where plans cannot renew them"):
+        add_to_gradients(layer, in_fp8=True)
 
 
 class _Cast:

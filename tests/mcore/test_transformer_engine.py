@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
-from tests.support.mcore.matrix import Matrix, Row, parameters, train
+from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
+from tests.support.mcore.parity_figures import check_closeness
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ROWS
+from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -70,6 +72,32 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
     for run in runs[1:]:
         losses = [[loss for rank in one for loss in (*rank.losses, *rank.validation)] for one in (runs[0], run)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+QUANTIZERS = {"tensorwise": "Float8CurrentScalingQuantizer", "blockwise": "Float8BlockQuantizer", "mxfp8": "MXFP8Quantizer"}
+WHOLE_CHUNKS = {
+    "some recompute": "--epp-planner 1f1b --epp-recompute 1",
+    "weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient",
+}
+"""Plans whose chunks are whole sequences."""
+
+
+@some_by_default("recipe", [*QUANTIZERS], 1)
+def test_in_fp8_chunks_of_whole_sequences_train_as_microbatches_of_megatrons_schedule(
+    ranks: None, recipe: str, tmp_path: Path
+) -> None:
+    """That of `--epp-schedule whole`, with the same attention: where it rounds otherwise, values fall to other sides in FP8.
+
+    Both have the recipe's casts of the same tensors, in the first iteration and after an optimizer's step.
+    """
+    runs = {}
+    for name, plan in {"stock": "--epp-schedule whole", **WHOLE_CHUNKS}.items():
+        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe}")
+        row = Row(name=name, case=own, check=lambda *_: None)
+        runs[name] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
+    assert all(casts[QUANTIZERS[recipe]] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
+    for name in WHOLE_CHUNKS:
+        check_closeness(compare(runs["stock"], runs[name]), "RelayAttention")
 
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}

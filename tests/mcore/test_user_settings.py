@@ -88,12 +88,13 @@ def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeyp
 
     again: list[Any] = []
 
-    def run_again(run: Any, args: Any, kwargs: Any) -> Any:
+    def run_again(run: Any, args: Any, kwargs: Any, in_fp8: bool) -> Any:
         again.append(run)
         return run(*args, **kwargs)
 
     monkeypatch.setattr(module, "run_again", run_again)
     stage, start = module.MicrobatchStage.__new__(module.MicrobatchStage), torch.eye(2, requires_grad=True)
+    stage._in_fp8 = False
     stage._num_recomputed, stage._device = 1, torch.device("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.bfloat16

@@ -42,7 +42,8 @@ class MicrobatchStage:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.kv_cache = SlicedKVCache()  # stays empty: microbatches are whole
         begin_graphs(model)
-        add_to_gradients(model)
+        self._in_fp8 = bool(getattr(config, "fp8", None))
+        add_to_gradients(model, self._in_fp8)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
@@ -173,7 +174,7 @@ class MicrobatchStage:
         """Run a layer. As many first layers as the plan says recompute in full."""
         if number >= self._num_recomputed or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return run_again(_as_now(run, self._device.type), args, kwargs, in_fp8=bool(getattr(self.config, "fp8", None)))
+        return run_again(_as_now(run, self._device.type), args, kwargs, self._in_fp8)
 
     def _shape(self, index: int) -> tuple[int, int, int]:
         """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""

@@ -34,15 +34,21 @@ if TYPE_CHECKING:
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
-def add_to_gradients(model: Any) -> None:
+_CASTS = "_fp8_workspaces"
+"""Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
+
+
+def add_to_gradients(model: Any, in_fp8: bool) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
     Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
-    need not be a plan's first backward.
+    need not be a plan's first backward. Raises `EppError` if in FP8 they would then keep casts of other weights for ever.
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = False
+            if in_fp8 and not hasattr(module, _CASTS):
+                raise EppError(f"{type(module).__name__} keeps its weights in FP8 where plans cannot renew them: leave out FP8")
 
 
 def forget_casts(model: Any) -> None:
@@ -52,7 +58,7 @@ def forget_casts(model: Any) -> None:
     one that is told to be the first overwrites the gradient buffers, too.
     """
     for module in model.modules():
-        if casts := getattr(module, "_fp8_workspaces", None):
+        if casts := getattr(module, _CASTS, None):
             casts.clear()
 
 
@@ -131,8 +137,9 @@ class MegatronStage:
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         begin_graphs(model)
-        add_to_gradients(model)
-        self._shards = config.context_parallel_size * (tp_size if config.sequence_parallel else 1)
+        add_to_gradients(model, bool(getattr(config, "fp8", None)))
+        self._sequence_shards = tp_size if config.sequence_parallel else 1
+        self._shards = self._sequence_shards * config.context_parallel_size
         if self.token_multiple > 1:
             check_routers(model)
         self._device = own_device()

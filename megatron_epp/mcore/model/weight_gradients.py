@@ -10,7 +10,6 @@ Engine, 2.7 to 2.18.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -169,10 +168,10 @@ def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence
 
     Items cast to FP8 are no tensors, but objects with some: bytes and scales, by rows or by columns.
     """
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     places: list[tuple[Any, list[int | None]]] = []  # of each item: its object without tensors, and where these are
     for leaf in leaves:
-        parts, cast = ([leaf], None) if isinstance(leaf, Tensor) else copy.copy(leaf).prepare_for_saving()
+        parts, cast = ([leaf], None) if isinstance(leaf, Tensor) else _copied(leaf).prepare_for_saving()
         places.append((cast, [None if part is None else len(tensors) + number for number, part in enumerate(parts)]))
         tensors += parts
     present = [number for number, tensor in enumerate(tensors) if tensor is not None]
@@ -188,6 +187,13 @@ def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence
         return items
 
     return [tensors[number] for number in present], rebuild
+
+
+def _copied(cast: Any) -> Any:
+    """Copy an object without its tensors' memory. Its class takes tensors to make one, so `copy.copy` cannot."""
+    copied = object.__new__(type(cast))
+    vars(copied).update(vars(cast))
+    return copied
 
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:

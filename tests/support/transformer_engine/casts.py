@@ -1,11 +1,12 @@
 """Casts to FP8 and back by the recipes that keep no state, in plain torch, into the tensors of Transformer Engine's Python.
 
-The bytes and scales are where the compiled functions put them: by rows for products along the last dimension, by columns for those
+Bytes and scales are where the compiled functions put them: by rows for products along the last dimension, by columns for those
 along tokens. Scales are not swizzled.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 E4M3, E5M2 = 7, 8
 """Numbers of the two types, as in `extension.DType`."""
 _TYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+casts_by: collections.Counter[str] = collections.Counter()
+"""Number of casts that this process has made, by the quantizer's class."""
 _TENSORWISE, _BLOCKWISE, _MXFP8 = "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"
 
 
@@ -24,6 +27,7 @@ def cast(x: Tensor, quantizer: Any, out: Any = None) -> Any:
     kind = type(quantizer).__name__
     if kind not in (_TENSORWISE, _BLOCKWISE, _MXFP8):
         raise NotImplementedError(f"casts by {kind} need a GPU")
+    casts_by[kind] += 1
     parts = (_tensorwise if kind == _TENSORWISE else _by_blocks)(x.detach(), quantizer)
     if out is None:
         context = quantizer.create_metadata(x.shape, dtype=x.dtype)
