@@ -81,7 +81,7 @@ WHOLE_CHUNKS = {
 }
 """Plans whose chunks are whole sequences."""
 IN_FP8: dict[str, tuple[str, str, dict[str, str]]] = {
-    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | {"slices": "--epp-slices 2 --epp-recompute 1"}),
+    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}),
     "tensorwise": ("Float8CurrentScalingQuantizer", "--first-last-layers-bf16", WHOLE_CHUNKS),
     "blockwise": ("Float8BlockQuantizer", "--seq-length 128 --max-position-embeddings 128", WHOLE_CHUNKS),
 }
@@ -101,7 +101,7 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
     runs = {}
     for name, plan in {"stock": "--epp-schedule whole", **plans}.items():
         own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe} {more}")
-        row = Row(name=name, case=own, check=lambda *_: None)
+        row = Row(name=name, case=own, check=lambda *_: None, batch=8)
         runs[name] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
     assert all(casts[quantizer] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
     for name, plan in plans.items():
