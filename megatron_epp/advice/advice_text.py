@@ -22,8 +22,8 @@ _LINES = 6
 _NEAR = 0.1
 """Share by which plain 1F1B may be slower than the best configuration and still be called close."""
 _NOT_SUBTRACTED = (
-    "Both are without what --epp refuses: FP8 and FP4, --tp-comm-overlap. What these are worth to a training that has them is "
-    "not subtracted."
+    "Both are in the type of the weights, not in FP8, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
+    "worth to a training that has them is not subtracted."
 )
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 

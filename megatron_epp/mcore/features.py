@@ -185,7 +185,6 @@ CALLED = {
         "cp_group_size collect_non_loss_data is_first_microbatch current_microbatch vp_stage is_last_stage",
     ),
     f"{_SCHEDULES}:backward_step": ("", "input_tensor output_tensor output_tensor_grad config"),
-    f"{_SCHEDULES}:check_first_val_step": ("first_val_step forward_only cond", ""),
     f"{_SCHEDULES}:deallocate_output_tensor": ("out deallocate_pipeline_outputs", ""),
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (
         "model num_tokens",

@@ -200,7 +200,7 @@ def test_a_router_of_ones_own_is_refused_where_chunks_are_padded():
     check_routers(layer)
     layer.router.__class__ = OwnRouter
     with pytest.raises(
-        EppError, match=r"OwnRouter routes tokens in its own way, and would count those by which .* pad chunks: use"
+        EppError, match=r"OwnRouter routes tokens in its own way, and would count the padding of chunks by .*: use"
     ):
         check_routers(torch.nn.ModuleList([layer]))
 

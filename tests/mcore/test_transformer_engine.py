@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
-from tests.support.mcore.matrix import Matrix, Row, parameters, train
+from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
+from tests.support.mcore.parity_figures import check_closeness
+from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ROWS
+from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -70,6 +73,43 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
     for run in runs[1:]:
         losses = [[loss for rank in one for loss in (*rank.losses, *rank.validation)] for one in (runs[0], run)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+WHOLE_CHUNKS = {
+    "some recompute": "--epp-planner 1f1b --epp-recompute 1",
+    "weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient",
+}
+"""Plans whose chunks are whole sequences."""
+IN_FP8: dict[str, tuple[str, str, dict[str, str]]] = {
+    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}),
+    "tensorwise": ("Float8CurrentScalingQuantizer", "--first-last-layers-bf16", WHOLE_CHUNKS),
+    "blockwise": ("Float8BlockQuantizer", "--seq-length 128 --max-position-embeddings 128", WHOLE_CHUNKS),
+}
+"""Of every recipe the class that casts, more flags, and plans that have the casts of Megatron's schedule: slices have, where a
+token's blocks lie along the hidden size, and those of a weight gradient in one slice."""
+
+
+@some_by_default("recipe", [*IN_FP8], 1)
+def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_schedule(
+    ranks: None, recipe: str, tmp_path: Path
+) -> None:
+    """That of `--epp-schedule whole`, with the same attention: where it rounds otherwise, values fall to other sides in FP8.
+
+    Weights are cast anew after the optimizer's step, and what runs again is cast as before, or a run is far from the others.
+    """
+    quantizer, more, plans = IN_FP8[recipe]
+    runs = {}
+    for name, plan in {"stock": "--epp-schedule whole", **plans}.items():
+        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe} {more}")
+        row = Row(name=name, case=own, check=lambda *_: None, batch=8)
+        runs[name] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
+    assert all(casts[quantizer] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
+    for name, plan in plans.items():
+        figures = compare(runs["stock"], runs[name])
+        check_closeness(figures, "RelayAttention")
+        assert splits_weights(figures) == ("split-weight" in plan)
+        assert any(one["recompute"] != ["none"] for one in plans_of(figures)) == ("recompute" in plan)
+        assert ("split" in kinds_of(figures)) == (name == "slices")
 
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}

@@ -88,12 +88,13 @@ def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeyp
 
     again: list[Any] = []
 
-    def run_again(run: Any, args: Any, kwargs: Any) -> Any:
+    def run_again(run: Any, args: Any, kwargs: Any, in_fp8: bool) -> Any:
         again.append(run)
         return run(*args, **kwargs)
 
     monkeypatch.setattr(module, "run_again", run_again)
     stage, start = module.MicrobatchStage.__new__(module.MicrobatchStage), torch.eye(2, requires_grad=True)
+    stage._in_fp8 = False
     stage._num_recomputed, stage._device = 1, torch.device("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.bfloat16
@@ -121,7 +122,9 @@ def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refuse
     assert said.startswith("a plan cannot honour overlap_moe_expert_parallel_comm=True (leave it out")
     assert "--" not in said
     assert "cuda_graph_impl='local'" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
-    assert "fp8='hybrid'" in refused({"fp8": "hybrid"}, {})
+    assert "fp8_recipe='delayed' (its amax histories advance with every chunk" in refused({"fp8": "hybrid"}, {})
+    assert "fp8_param=True" in refused({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_param": True}, {})
+    assert "fp4='e2m1'" in refused({"fp4": "e2m1"}, {})
     assert "num_distributed_optimizer_instances=2" in refused({}, {"num_distributed_optimizer_instances": 2})
     assert "moe_enable_routing_replay=True" in refused({"moe_enable_routing_replay": True}, {})
     assert "dsa_indexer_topk_freq=2" in refused({"dsa_indexer_topk_freq": 2}, {})
@@ -172,8 +175,8 @@ def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(m
         "megatron.core.pipeline_parallel.schedules:backward_step takes (output_tensor, config) and not (input_tensor, "
         "output_tensor, output_tensor_grad, config): install megatron-core >=0.18,<0.20, or use Megatron's own schedule"
     )
-    assert "schedules:check_first_val_step takes (forward_only, first_val_step, cond) and not" in refused(
-        schedules, "check_first_val_step", lambda forward_only, first_val_step, cond: None
+    assert "schedules:deallocate_output_tensor takes (deallocate_pipeline_outputs, out) and not" in refused(
+        schedules, "deallocate_output_tensor", lambda deallocate_pipeline_outputs, out: None
     )
     assert "in which there is no megatron.core.pipeline_parallel.schedules:deallocate_output_tensor: " in refused(
         schedules, "deallocate_output_tensor", None

@@ -23,6 +23,8 @@ def flags_against_overlap(args: argparse.Namespace) -> Iterator[tuple[str, str]]
             yield f"{flag} {share}", "both would draw from one random state"
     if args.tp_comm_overlap:
         yield "--tp-comm-overlap", f"its buffers are {at_a_time}"
+    if getattr(args, "fp8", None):
+        yield f"--fp8-format {args.fp8}", f"which layers are cast is known {at_a_time}"
     if args.timing_log_level > 1:
         yield f"--timing-log-level {args.timing_log_level}", f"its timers are {at_a_time}"
     if getattr(args, "nvtx_ranges", False):  # 0.18 and later

@@ -85,10 +85,10 @@ def _flags(names: str, advice: str = OUT, doors: Door = Door.DOCUMENTS) -> tuple
 
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
-_FIRST = "leave it out: its layers take the first forward of an iteration to have the first backward"
 _REPLICAS = "leave it out: its collectives join replicas, which have plans of their own"
 _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
 _IN_TURN = "leave it out: it takes microbatches in the order in which they run, and counts again what runs again"
+_STORAGE = "leave it out: plans count weights by their storage, which FP8 weights lack"
 _ONE_SEQUENCE = "set it to 1: a microbatch is one sequence"
 NO_RESTART = MegatronFlag(
     "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
@@ -107,8 +107,11 @@ OF_MODELS = (
     MegatronFlag("--cuda-graph-impl", ("none", None), _SHAPES, doors=Door.MICROBATCHES),
     *_flags("--enable-cuda-graph --external-cuda-graph", _SHAPES, Door.ALL),
     MegatronFlag("--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"),
-    MegatronFlag("--fp8-format", advice=_FIRST, dest="fp8", doors=Door.ALL),
-    MegatronFlag("--fp4-format", advice=_FIRST, dest="fp4", doors=Door.ALL),
+    *_flags("--fp8-param-gather", _STORAGE, Door.ALL),
+    *_flags("--fp8-param", _STORAGE, Door.MODEL),
+    *_flags("--fp8-dot-product-attention --fp8-multi-head-attention", "leave it out: attention is not in FP8", Door.ALL),
+    *_flags("--fp8-output-proj", "leave it out: the output layer multiplies in the type of the weights"),
+    MegatronFlag("--fp4-format", advice="leave it out: its casts are rounded at random", dest="fp4", doors=Door.ALL),
     *_flags("--check-for-spiky-loss", "leave it out: a chunk's loss is as large as the chunk"),
     *_flags("--log-straggler", "leave it out: it times the script's forward steps, of which plans run none"),
     MegatronFlag("--iterations-to-skip", ([], None)),
@@ -155,7 +158,6 @@ OF_VOCABULARY = (
     MegatronFlag("--fp16", advice="use --bf16: small probabilities would leave the range of fp16"),
     MegatronFlag("--init-model-with-meta-device", advice="leave it out: the first weights are divided over ranks"),
     MegatronFlag("--logits-save-top-k", advice="leave it out: no rank has all logits of a token"),
-    MegatronFlag("--fp8-output-proj", advice="leave it out: shards multiply in the type of the weights"),
     MegatronFlag("--label-smoothing", (None, 0, 0.0), "set it to 0"),
     *_flags("--hybrid-layer-pattern --hybrid-override-pattern", "train a GPTModel"),
     MegatronFlag("--mtp-num-layers", advice="leave it out: its predictions need the whole output layer on one rank"),

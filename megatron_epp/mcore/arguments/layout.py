@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.fp8 import row_multiple
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
@@ -65,7 +66,12 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
 
 
 def token_multiple(args: argparse.Namespace) -> int:
-    """Multiple to which chunks' token counts are padded: the number of ranks that share a chunk's tokens."""
+    """Multiple to which chunks' token counts are padded: as many rows on each rank as products in FP8 need, 1 without."""
+    return token_shards(args) * row_multiple(args)
+
+
+def token_shards(args: argparse.Namespace) -> int:
+    """Return the number of ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.conflicts import (
     COUNTING,
     OF_MODELS,
@@ -330,6 +330,7 @@ RULES = (
     Rule(_replay, Door.MICROBATCHES),
     Rule(_balancing, Door.MICROBATCHES),
     Rule(_weight_shards, Door.ALL),
+    Rule(fp8.problems, Door.ALL),
     Rule(_without_effect, Door.USER | Door.WRAP),
     Rule(replicas_of),
     Rule(_numbers),

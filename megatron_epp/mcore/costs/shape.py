@@ -105,6 +105,7 @@ _FACTS = (
     _Fact("recompute_method", "costs", of_model=True),
     _Fact("recompute_num_layers", "costs", of_model=True),
     _Fact("fp8", "costs", of_model=True),
+    _Fact("fp8_recipe", "costs", untold=("delayed",), of_model=True),  # which is refused
     _Fact("fp4", "costs", of_model=True),
     _Fact("window_size", "costs", of_model=True),
     _Fact("window_attn_skip_freq", "costs", untold=(), of_model=True),

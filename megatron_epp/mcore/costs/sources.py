@@ -205,8 +205,15 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
-    held, gradients = static.weights + int(copied * optimizer.weight), static.gradients + gradients
+    held = static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if args.fp8 else 0)
+    gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
+
+
+def _cast_bytes(stage: MegatronStage) -> int:
+    """Bytes of the casts of matrices to FP8, which Transformer Engine's layers keep by rows and by columns."""
+    modules = (module for module in stage.decoder.modules() if hasattr(module, "_fp8_workspaces"))
+    return sum(2 * weight.numel() for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 2)
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

@@ -21,7 +21,7 @@ from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import hold, new_run_id
-from megatron_epp.mcore.arguments.layout import placement_of, token_multiple
+from megatron_epp.mcore.arguments.layout import placement_of, token_multiple, token_shards
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import Step
@@ -203,9 +203,8 @@ class Run:
                 may_offload = offloads(self.args)
                 host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
                 caps, host_caps = agreed_caps(self.args, self.links.position), from_each_of_job(host_cap)
-                self.problem = Problem(
-                    (), self.placement.rank_of, caps, token_multiple(self.args), host_cap_bytes=min(host_caps)
-                )
+                multiple = (token_multiple if self.cuts_documents else token_shards)(self.args)
+                self.problem = Problem((), self.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
                 self.host = HostMemory(self.device, host_cap) if may_offload else None
                 # Not with times by formula, which are not this machine's: stages would be named slow without being so.
                 if learns or self.args.epp_costs != "analytic":

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
@@ -206,7 +207,7 @@ def _reserve(run: SlicedRun, batch: GlobalBatch) -> None:
     assert batch.plan is not None
     largest = max(batch.plan.padded_tokens(chunk) for chunk in range(len(batch.plan.chunks)))
     with run.watching("waits for the largest chunk of ranks that share experts"):
-        run.exchange_buffer.reserve(largest // run.problem.token_multiple)
+        run.exchange_buffer.reserve(largest // token_shards(run.args))
 
 
 def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -19,7 +19,7 @@ from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import of_whole_microbatches, with_static
 from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.mcore.arguments.layout import token_multiple
+from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
@@ -121,7 +121,7 @@ class MicrobatchRun(Run):
         self.models, self._on_gpu = models, torch.cuda.is_initialized()
         config, last, is_virtual = get_model_config(models[0]), self.placement.num_stages - 1, len(models) > 1
         stages = {
-            stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_multiple(args))
+            stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_shards(args))
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
         self._planner = MicrobatchPlanner() if dist.get_rank() == self.own_ranks[0] else None

@@ -19,7 +19,7 @@ from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
-from megatron_epp.mcore.model.stage import add_to_gradients, own_device
+from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
@@ -43,7 +43,8 @@ class MicrobatchStage:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.kv_cache = SlicedKVCache()  # stays empty: microbatches are whole
         begin_graphs(model)
-        add_to_gradients(model)
+        self._in_fp8 = bool(getattr(config, "fp8", None))
+        add_to_gradients(model, self._in_fp8)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
@@ -96,7 +97,8 @@ class MicrobatchStage:
         """
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
-        self._has_run, self._tracker = False, tracker
+        self._tracker = tracker
+        forget_casts(self.model)
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
@@ -114,8 +116,6 @@ class MicrobatchStage:
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
         before, self._num_recomputed = self._tracker.kept_bytes(), context.recompute.num_layers
-        is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
-        self._has_run = True
         # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
         with numbered_by(index):
             output, num_tokens = schedules.forward_step(
@@ -128,7 +128,7 @@ class MicrobatchStage:
                 self.config,
                 cp_group_size=call.context_ranks,
                 collect_non_loss_data=call.collect_non_loss_data,
-                is_first_microbatch=is_first,
+                is_first_microbatch=False,  # `forget_casts` renews casts, and the first backward adds to gradients, too
                 current_microbatch=index,
                 vp_stage=self._virtual_stage,
                 is_last_stage=self.is_last,
@@ -175,7 +175,7 @@ class MicrobatchStage:
         """Run a layer. As many first layers as the plan says recompute in full."""
         if number >= self._num_recomputed or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return run_again(_as_now(run, self._device.type), args, kwargs)
+        return run_again(_as_now(run, self._device.type), args, kwargs, self._in_fp8)
 
     def _shape(self, index: int) -> tuple[int, int, int]:
         """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""

@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import te_checkpoint
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
@@ -56,7 +58,7 @@ class _Layer:
     """Wrapper of a layer's forward and of the forwards of its parts."""
 
     def __init__(self, number: int, layer: Any) -> None:
-        self.number = number
+        self.number, self._in_fp8 = number, bool(getattr(layer.config, "fp8", None))
         is_mamba = isinstance(layer, MambaLayer)
         norm, mixer = (layer.norm, layer.mixer) if is_mamba else (layer.input_layernorm, layer.self_attention)
         self._run, self._run_norm = layer.forward, norm.forward
@@ -83,10 +85,12 @@ class _Layer:
         if CORE_ATTENTION not in parts:
             kwargs["packed_seq_params"] = own = copy.copy(params)
             own.context = replace(params.context, attention_output=CachedAttentionOutput())
-        return run_again(self._run, args, kwargs)
+        return run_again(self._run, args, kwargs, self._in_fp8)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
-        return run_again(self._run_mlp, args, kwargs) if MLP in self._now.parts else self._run_mlp(*args, **kwargs)
+        if MLP not in self._now.parts:
+            return self._run_mlp(*args, **kwargs)
+        return run_again(self._run_mlp, args, kwargs, self._in_fp8)
 
     def _norm(self, x: Tensor) -> Tensor:
         output = self._run_norm(x)
@@ -123,8 +127,12 @@ def _with_gradient(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     return (args, kwargs | {"hidden_states": entered}) if "hidden_states" in kwargs else ((entered, *args[1:]), kwargs)
 
 
-def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function now, and once more in the backward. Tensor arguments are saved through autograd."""
+def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_fp8: bool = False) -> Any:
+    """Run a function now, and once more in the backward. Tensor arguments are saved through autograd.
+
+    Args:
+        in_fp8: layers may be cast to FP8: what runs again is cast as the first time, though the backward is outside the block.
+    """
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
     num_args = len(args)
@@ -132,6 +140,9 @@ def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     def call(*values: Any) -> Any:  # holds no tensor: autograd does
         return run(*values[:num_args], **others, **dict(zip(names, values[num_args:], strict=True)))
 
+    tensors = *args, *(kwargs[name] for name in names)
+    if in_fp8:  # as Megatron's blocks recompute then: weights are cast once for both runs, and by the recipe of the first
+        return te_checkpoint(call, False, get_cuda_rng_tracker, get_tensor_model_parallel_group(), *tensors)
     # Re-entrant: random states are saved for each call, so backwards may run in any order. False: with Megatron's distribution
     # over tensor-parallel ranks the first argument would change in place, and others may hold it.
-    return checkpoint(call, False, *args, *(kwargs[name] for name in names))
+    return checkpoint(call, False, *tensors)

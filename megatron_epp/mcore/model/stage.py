@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays, InputArrays, TrainedTokens
+from megatron_epp.mcore.arguments.fp8 import row_multiple
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -35,15 +36,32 @@ if TYPE_CHECKING:
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
-def add_to_gradients(model: Any) -> None:
+_CASTS = "_fp8_workspaces"
+"""Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
+
+
+def add_to_gradients(model: Any, in_fp8: bool) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
     Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
-    need not be a plan's first backward.
+    need not be a plan's first backward. Raises `EppError` if in FP8 they would then keep casts of other weights for ever.
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = False
+            if in_fp8 and not hasattr(module, _CASTS):
+                raise EppError(f"{type(module).__name__} keeps its weights in FP8 where plans cannot renew them: leave out FP8")
+
+
+def forget_casts(model: Any) -> None:
+    """Make layers cast their weights to FP8 anew when they run next, as an iteration must, whose weights are others.
+
+    Transformer Engine's layers keep the casts of an iteration. They would renew them in the first microbatch by themselves, but
+    one that is told to be the first overwrites the gradient buffers, too.
+    """
+    for module in model.modules():
+        if casts := getattr(module, _CASTS, None):
+            casts.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +149,9 @@ class MegatronStage:
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         begin_graphs(model)
-        add_to_gradients(model)
+        add_to_gradients(model, bool(getattr(config, "fp8", None)))
         self._sequence_shards = tp_size if config.sequence_parallel else 1
+        self._shards = self._sequence_shards * config.context_parallel_size
         if self.token_multiple > 1:
             check_routers(model)
         if own_inputs is not None:
@@ -156,8 +175,8 @@ class MegatronStage:
 
     @property
     def token_multiple(self) -> int:
-        """Number of ranks that share a chunk's tokens between attention calls, by context and sequence parallelism."""
-        return self._sequence_shards * self.config.context_parallel_size
+        """Multiple of a chunk's tokens: every rank that shares them has as many rows as its products need."""
+        return self._shards * row_multiple(self.config)
 
     @property
     def num_layers(self) -> int:
@@ -188,6 +207,7 @@ class MegatronStage:
         self._inputs = inputs
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
+        forget_casts(self.model)
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""
@@ -262,7 +282,7 @@ class MegatronStage:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
+        shape = (num_tokens // self._shards, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
     def arguments(self, inputs: ChunkInputs) -> dict[str, Tensor | None]:

@@ -146,13 +146,14 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
     queue: Callable[[list[Any], Callable[..., Any]], None] = store.put
 
     def put(entry: list[Any], function: Callable[..., Any]) -> None:
-        tensors, shape = tree_flatten(entry[:_OF_A_CHUNK])
+        leaves, shape = tree_flatten(entry[:_OF_A_CHUNK])
+        tensors, rebuild = _tensors_of(leaves)
         rest = entry[_OF_A_CHUNK:]
         if module.fuse_wgrad_accumulation:
             _drop_placeholders(weights)
 
         def compute(tensors: Sequence[Tensor]) -> None:
-            queue([*tree_unflatten(list(tensors), shape), *rest], function)
+            queue([*tree_unflatten(rebuild(tensors), shape), *rest], function)
             if module.fuse_wgrad_accumulation:
                 _stand_in(weights)
             module.backward_dw()
@@ -160,6 +161,39 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
         gradients.put_off(weights[0], tensors, compute)
 
     store.put = put
+
+
+def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Any]]]:
+    """Return the tensors of a store entry's items, and a function that makes the items of them again.
+
+    Items cast to FP8 are no tensors, but objects with some: bytes and scales, by rows or by columns.
+    """
+    tensors: list[Any] = []
+    places: list[tuple[Any, list[int | None]]] = []  # of each item: its object without tensors, and where these are
+    for leaf in leaves:
+        parts, cast = ([leaf], None) if isinstance(leaf, Tensor) else _copied(leaf).prepare_for_saving()
+        places.append((cast, [None if part is None else len(tensors) + number for number, part in enumerate(parts)]))
+        tensors += parts
+    present = [number for number, tensor in enumerate(tensors) if tensor is not None]
+
+    def rebuild(held: Sequence[Tensor]) -> list[Any]:
+        by_place = dict(zip(present, held, strict=True))
+        items = []
+        for cast, numbers in places:
+            parts = [None if number is None else by_place[number] for number in numbers]
+            if cast is not None:
+                cast.restore_from_saved(parts)
+            items.append(parts[0] if cast is None else cast)
+        return items
+
+    return [tensors[number] for number in present], rebuild
+
+
+def _copied(cast: Any) -> Any:
+    """Copy an object without its tensors' memory. Its class takes tensors to make one, so `copy.copy` cannot."""
+    copied = object.__new__(type(cast))
+    vars(copied).update(vars(cast))
+    return copied
 
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:

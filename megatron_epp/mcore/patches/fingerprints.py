@@ -62,7 +62,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     ),
     f"{_SCHEDULES}:forward_step": ("24c526af4445", "d24e8a478a19"),
     f"{_SCHEDULES}:backward_step": ("435628e2479e", "b767f2485190"),
-    f"{_SCHEDULES}:check_first_val_step": ("04a8a2d43b70",),
     f"{_SCHEDULES}:custom_backward": ("134012de6fb7",),
     f"{_SCHEDULES}:deallocate_output_tensor": ("ec45aab59f27",),
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (

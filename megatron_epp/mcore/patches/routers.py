@@ -85,8 +85,8 @@ def check_routers(model: torch.nn.Module) -> None:
         router = getattr(module, "router", None)
         if isinstance(router, torch.nn.Module) and getattr(type(router), "routing", None) is not TopKRouter.routing:
             raise EppError(
-                f"{type(router).__name__} routes tokens in its own way, and would count those by which --context-parallel-size "
-                "or --sequence-parallel pad chunks: use Megatron's TopKRouter, or leave these flags out"
+                f"{type(router).__name__} routes tokens in its own way, and would count the padding of chunks by "
+                "--context-parallel-size, --sequence-parallel or --fp8-format: use Megatron's TopKRouter, or leave them out"
             )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.transformer_engine.casts import cast, values
+
 NAME = "transformer_engine_torch"
 
 
@@ -29,6 +31,15 @@ class DType(enum.IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+
+
+class FP8FwdTensors(enum.IntEnum):
+    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT = range(6)
+    GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = range(6, 9)
+
+
+class FP8BwdTensors(enum.IntEnum):
+    GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
 
 
 _TYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
@@ -112,7 +123,8 @@ def generic_gemm(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the product, the gradient of the bias where `grad` asks for it, and nothing for what is left out."""
     if quantizer is not None or gelu or comm_overlap is not None:
-        raise NotImplementedError("generic_gemm with a quantizer, GELU or overlapped communication needs a GPU")
+        raise NotImplementedError("generic_gemm into FP8, with GELU or overlapped communication needs a GPU")
+    a, b = values(a, along_tokens=not transposes_a), values(b, along_tokens=transposes_b)
     found = _product(a, transposes_a, b, transposes_b)
     if alpha != 1.0:
         found = alpha * found
@@ -155,6 +167,7 @@ def te_general_grouped_gemm(
     """Multiply each pair into its output, or into its rows of the only output."""
     outs = out[0].split(list(sizes or ())) if single_output else out
     for number, (one, two, into) in enumerate(zip(a, b, outs, strict=True)):
+        one, two = values(one, along_tokens=not transposes_a), values(two, along_tokens=transposes_b)
         if not two.numel():  # no token for this expert
             if not accumulates:
                 into.zero_()
@@ -167,6 +180,31 @@ def te_general_grouped_gemm(
                 found = found + bias[number]
         (into.add_ if accumulates else into.copy_)(found.view(into.shape))
     return bias
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
+    assert noop is None  # of graphs
+    return cast(x, quantizer, out)
+
+
+def dequantize(x: Any, kind: DType) -> Tensor:
+    return values(x).to(_TYPES[DType(int(kind))])
+
+
+def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    return grad.flatten(0, -2).sum(0), cast(grad, quantizer)
+
+
+def split_quantize(x: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
+    return [cast(part, quantizer) for part, quantizer in zip(x.split(list(sizes)), quantizers, strict=True)]
+
+
+def fp8_transpose(data: Tensor, kind: Any, out: Tensor | None = None) -> Tensor:
+    turned = data.movedim(-1, 0).contiguous()
+    return turned if out is None else out.copy_(turned)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -220,11 +258,10 @@ def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _written(found: Tensor, out: Tensor | None, quantizer: Any, kind: Any) -> Tensor:
-    if quantizer is not None:
-        raise NotImplementedError("norms into quantized tensors need a GPU")
     if out is not None:
         return out.copy_(found)
-    return found.to(kind if isinstance(kind, torch.dtype) else _TYPES[DType(int(kind))])
+    normed = found.to(kind if isinstance(kind, torch.dtype) else _TYPES[DType(int(kind))])
+    return normed if quantizer is None else cast(normed, quantizer)
 
 
 # ---- rotary positions ------------------------------------------------------------------------------------------------

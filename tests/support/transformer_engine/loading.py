@@ -49,6 +49,13 @@ def load(folder: Path) -> None:
 
     transformer_engine.common = common
     import transformer_engine.pytorch
+    from transformer_engine.pytorch import distributed, fp8
+
+    distributed._get_cuda_rng_state = lambda *_, **__: None  # of a GPU
+    distributed._set_cuda_rng_state = lambda *_, **__: None
+    for recipe in ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support"):
+        for module in (fp8, sys.modules.get(f"{PACKAGE}.pytorch.quantization", fp8)):
+            setattr(module, recipe, lambda: (True, ""))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
 from tests.support.mcore.rows import LATENT, OVERLAPPED, kinds_of, plans_of, splits_weights
 
 ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
+FP8 = "--fp8-format hybrid --fp8-recipe"
 GROUPED = "--moe-grouped-gemm"
 CAPPED = "--epp-slices 3 --epp-memory-cap-gb 0.0006"
 BACK = {"pp": 2, "virtual": 2, "placement": "v"}
@@ -146,3 +147,10 @@ def optimizer() -> str:
     from megatron.core import optimizer
 
     return optimizer.Adam.__name__
+
+
+def casts_by() -> dict[str, int]:
+    """Return the number of casts that this rank has made, by the class of what has cast."""
+    from tests.support.transformer_engine import casts
+
+    return dict(casts.casts_by)

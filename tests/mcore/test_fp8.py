@@ -1,0 +1,98 @@
+"""FP8 by recipes without state: what is refused, the rows of chunks, casts of weights, and casts that wait for a W.
+
+Trainings in FP8 are rows of `test_transformer_engine.py`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size
+from torch import Tensor
+
+from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.fp8 import ROWS, problems, row_multiple
+from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
+from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
+from megatron_epp.mcore.model.weight_gradients import _tensors_of
+from megatron_epp.plan import EppError
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_recipes_without_state_are_taken_and_pad_chunks_to_the_rows_that_megatron_asks_for(name: str) -> None:
+    for recipe in (name, Fp8Recipe(name)):  # of flags, and of a model's configuration
+        settings = Namespace(fp8="hybrid", fp8_recipe=recipe)
+        assert [*problems(settings, Door.ALL)] == []
+        assert row_multiple(settings) == ROWS[name]
+    assert ROWS[name] % get_fp8_align_size(Fp8Recipe(name)) == 0
+
+
+def test_recipes_that_keep_something_between_chunks_are_refused_with_the_reason() -> None:
+    refused = (
+        "--epp cannot honour --fp8-recipe delayed (its amax histories advance with every chunk, and plans choose their order"
+    )
+    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe="delayed"), Door.DOCUMENTS)
+    assert said.startswith(refused)
+    unknown = "a plan cannot honour fp8_recipe='custom' (what it keeps between chunks is unknown)"
+    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe=Fp8Recipe.custom), Door.MODEL)
+    assert said.startswith(unknown)
+    assert [*problems(Namespace(fp8="e4m3"), Door.MODEL)]  # Megatron's default is delayed
+    assert [*problems(Namespace(fp8=None, fp8_recipe="delayed"), Door.DOCUMENTS)] == []
+
+
+def test_every_rank_that_shares_a_chunk_has_the_rows() -> None:
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
+    args = Namespace(**sizes, fp8="hybrid", fp8_recipe="mxfp8")
+    assert (token_multiple(args), token_shards(args)) == (128, 4)
+    assert token_multiple(Namespace(**sizes, fp8=None, fp8_recipe="delayed")) == 4
+
+
+def test_casts_of_weights_are_forgotten() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0]._fp8_workspaces = casts = {"weight": torch.ones(1)}
+    model[0].is_first_microbatch = True
+    add_to_gradients(model, in_fp8=True)
+    forget_casts(model)
+    assert casts == {}
+
+
+def test_layers_that_keep_casts_elsewhere_are_refused() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.is_first_microbatch = True  # type: ignore[assignment]
+    add_to_gradients(layer, in_fp8=False)
+    with pytest.raises(EppError, match="Linear keeps its weights in FP8 where plans cannot renew them"):
+        add_to_gradients(layer, in_fp8=True)
+
+
+class _Cast:
+    """Tensors of a cast, as Transformer Engine's classes hand them out and take them back."""
+
+    def __init__(self, *parts: Tensor | None) -> None:
+        self.parts: list[Tensor | None] = list(parts)
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], _Cast]:
+        parts, self.parts = self.parts, []
+        return parts, self
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        count = len(tensors)
+        self.parts = tensors[:count]
+        return tensors[count:]
+
+
+def test_casts_that_wait_for_a_w_are_held_as_tensors_and_made_again() -> None:
+    a, b, c = (torch.full((2,), float(number)) for number in range(3))
+    first, second = _Cast(None, a), _Cast(c, None, None)
+    tensors, rebuild = _tensors_of([first, b, second])
+    assert all(one is other for one, other in zip(tensors, (a, b, c), strict=True))
+    assert first.parts == [None, a]  # the backward goes on with it
+    moved = [tensor.clone() for tensor in tensors]
+    one, two, three = rebuild(moved)
+    assert one.parts == [None, moved[0]]
+    assert two is moved[1]
+    assert three.parts == [moved[2], None, None]
+    assert one is not first
