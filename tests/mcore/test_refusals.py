@@ -38,6 +38,7 @@ def test_a_plain_model_is_taken():
 
 
 WRONG = {
+    "--disable-mamba-mem-eff-path": False,
     "--micro-batch-size": 4,
     "--eval-micro-batch-size": 4,
     "--attention-dropout": 0.1,
