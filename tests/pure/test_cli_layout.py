@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_epp.cli.main import _parser, main
+from megatron_epp.cost.library import load_flags
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
@@ -146,3 +147,12 @@ def test_a_layout_that_does_not_fit_is_refused_in_one_line(argv, message, layout
     said = error_of(capsys, *(files.get(word, word) for word in argv))
     assert "--layout" in said
     assert message in said
+
+
+def test_stages_of_a_hybrid_model_are_its_pattern_and_have_whole_layers(capsys):
+    command = ["plan", "--model", "nemotron-3-nano", "--lengths", "3000,200", "--layout"]
+    assert main([*command, "27,25"]) == 0
+    pattern = load_flags("nemotron-3-nano")["hybrid_layer_pattern"]
+    assert f"--hybrid-layer-pattern '{pattern[:27]}|{pattern[27:]}'" in capsys.readouterr().out
+    assert main([*command, "26.5,25.5"]) == 2
+    assert "cuts layers, and those of a hybrid model have one part: give whole layers" in capsys.readouterr().err
