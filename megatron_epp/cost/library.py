@@ -441,8 +441,8 @@ def delta_net(flags: Mapping[str, Any]) -> DeltaNet:
         filter_width=_whole(flags, "linear_conv_kernel_dim", 4),
     )
     if net.value_heads % net.key_heads:
-        remedies = Remedy("change", "linear_num_value_heads"), Remedy("change", "linear_num_key_heads")
-        raise EppError(f"{net.value_heads} heads of values cannot share {net.key_heads} key heads evenly", *remedies)
+        sizes = f"linear_num_value_heads {net.value_heads} and linear_num_key_heads {net.key_heads}"
+        raise EppError(f"{sizes}: heads of values cannot share key heads evenly")
     return net
 
 
@@ -456,8 +456,7 @@ def state_space(flags: Mapping[str, Any]) -> StateSpace:
         states=_whole(flags, "mamba_state_dim", 128),
     )
     if sizes.heads % sizes.groups:
-        remedies = Remedy("change", "mamba_num_heads"), Remedy("change", "mamba_num_groups")
-        raise EppError(f"{sizes.heads} heads of Mamba-2 cannot share {sizes.groups} groups evenly", *remedies)
+        raise EppError(f"mamba_num_heads {sizes.heads} cannot share mamba_num_groups {sizes.groups} evenly")
     return sizes
 
 

@@ -237,7 +237,7 @@ def test_mamba2_hands_on_states_which_ranks_share():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mamba_num_groups": 3}, "64 heads of Mamba-2 cannot share 3 groups evenly"),
+        ({"mamba_num_groups": 3}, "mamba_num_heads 64 cannot share mamba_num_groups 3 evenly"),
         ({"num_attention_heads": 96, "tensor_model_parallel_size": 3}, "64 heads of Mamba-2 cannot be shared evenly by 3"),
     ],
 )
@@ -263,7 +263,7 @@ def test_the_last_of_so_many_layers_attends(frequency):
     ("change", "message"),
     [
         ({"linear_attention_freq": None}, "needs linear_attention_freq"),
-        ({"linear_num_value_heads": 24}, "24 heads of values cannot share 16 key heads evenly"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 and linear_num_key_heads 16"),
         ({"context_parallel_size": 3}, "16 key heads of gated delta nets cannot be shared evenly by 1 tensor-parallel x 3"),
     ],
 )
