@@ -523,6 +523,8 @@ class ModelShape:
         if self.gated_mlp and not self.fuses_activation:  # both factors, and where experts are weighted the product
             inside += (2 + (self.num_experts is not None)) * self.ffn_hidden_size * self.experts_per_token
             inside += 2 * self.shared_ffn_hidden_size
+        if not self.gated_mlp and self.num_experts is not None:  # the nonlinearity's output before it is weighted
+            inside += self.ffn_hidden_size * self.experts_per_token
         rest = self.routed_bytes_per_token / 2 + self.router_bytes / self.ranks
         if self.shared_gate:
             rest += self.hidden_bytes_per_token + self.bytes_per_value / self.ranks

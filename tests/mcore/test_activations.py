@@ -54,6 +54,7 @@ _BEARS = (
     "experimental_",
     "hybrid_",
     "mamba_",
+    "squared_",
 )
 """Beginnings of other flags of the shipped models that bear on what a layer keeps."""
 _LEFT_OUT = ("moe_layer_freq", "moe_grouped_gemm", "no_gradient_accumulation_fusion", "no_persist_layer_norm")
@@ -122,6 +123,8 @@ CASES |= {"E alone": small(SIZES | ALONE | EXPERTS | {"hybrid_layer_pattern": "E
 CASES |= {"gpt2": small(SIZES), "gpt2, qk norms, not fused": small(SIZES | {"qk_layernorm": True, "no_bias_gelu_fusion": True})}
 for name in shipped("models"):
     flags = load_flags(name)
+    if flags.get("squared_relu"):
+        flags |= {"no_bias_gelu_fusion": True}  # as Megatron sets it where it checks flags
     parts = sorted(set(flags.get("hybrid_layer_pattern", "")))  # of a hybrid model every layer is one of these alone
     CASES |= {f"{name}, {part}": small(flags | {"hybrid_layer_pattern": part}) for part in parts} or {name: small(flags)}
 
