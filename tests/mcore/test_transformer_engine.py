@@ -75,18 +75,18 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-WHOLE_CHUNKS = {
-    "some recompute": "--epp-planner 1f1b --epp-recompute 1",
+WHOLE_CHUNKS = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
+CUT_OR_PACKED = {
+    "slices": "--epp-chunk-tokens 32 --epp-recompute 1",
     "weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient",
 }
-"""Plans whose chunks are whole sequences."""
 IN_FP8: dict[str, tuple[str, str, dict[str, str]]] = {
-    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}),
+    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | CUT_OR_PACKED),
     "tensorwise": ("Float8CurrentScalingQuantizer", "--first-last-layers-bf16", WHOLE_CHUNKS),
     "blockwise": ("Float8BlockQuantizer", "--seq-length 128 --max-position-embeddings 128", WHOLE_CHUNKS),
 }
-"""Of every recipe the class that casts, more flags, and plans that have the casts of Megatron's schedule: slices have, where a
-token's blocks lie along the hidden size, and those of a weight gradient in one slice."""
+"""Of every recipe the class that casts, more flags, and plans. Scales of mxfp8 are powers of two, so other blocks, of a slice or a
+pack, change no value but the smallest."""
 
 
 @some_by_default("recipe", [*IN_FP8], 1)
