@@ -70,29 +70,13 @@ def test_a_run_without_plans_needs_no_flag_of_ours(parser: argparse.ArgumentPars
 
 @pytest.mark.parametrize(
     ("missing", "says"),
-    [("lr", "--lr is missing: pass a learning rate"), ("max_position_embeddings", "max_position_embeddings argument is None")],
+    [("lr", "--lr is missing: pass a learning rate"), ("max_position_embeddings", "--max-position-embeddings is missing")],
 )
 def test_a_flag_that_is_missing_is_named(asked: Asked, missing: str, says: str) -> None:
     args = asked.args()
     setattr(args, missing, None)
     with pytest.raises(EppError, match=says):
         entry.check_start(args, 1, wants_files=False)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--save folder", "it requires --save-interval is not None"),
-        ("--min-lr 3", "it requires --min-lr <= --lr"),
-        ("--max-position-embeddings 3", "max_position_embeddings (3) must be greater than or equal to seq_length (32)."),
-        ("--save folder --save-interval 3 --save-retain-interval 4", "--save-retain-interval % --save-interval == 0"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["", "--epp-microbatches user", "--epp-schedule stock"])
-def test_what_megatron_asserts_is_told_before_the_start(asked: Asked, mode: str, flags: str, says: str) -> None:
-    (problem,) = asked.problems(f"{mode} {flags}", wants_files=False)
-    assert problem.startswith("Megatron refuses these flags: ")
-    assert problem.endswith(says)
 
 
 def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_files(asked: Asked) -> None:

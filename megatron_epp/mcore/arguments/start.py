@@ -1,4 +1,4 @@
-"""Checks of flags and files that Megatron makes only after it has started, made before, and its own of flags."""
+"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before."""
 
 from __future__ import annotations
 
@@ -31,14 +31,24 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
 
 
-# What `validate_args` asserts is left to it (`validate`), which is before a launch, too. The following Megatron asks only when
-# there are process groups, or even a model and documents: in its writers, seeds and schedule; or it fails at what is missing.
-def _of_writers(args: Namespace, _: Door) -> Iterator[str]:
+def _of_megatron(args: Namespace, _: Door) -> Iterator[str]:
+    if args.save and not args.save_interval:
+        yield f"--save {args.save} needs --save-interval: add it (in iterations), or leave out --save"
+    if args.lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}: lower it"
+    context, most = args.seq_length, args.max_position_embeddings
+    if context and most and most < context:
+        yield f"--max-position-embeddings {most} is below --seq-length {context}: raise it"
+    if context and not most and not args.use_checkpoint_args:
+        yield f"--max-position-embeddings is missing: set it to --seq-length {context}, or more"
+    every, retained = args.save_interval, args.save_retain_interval
+    if every and retained and retained % every:
+        yield f"--save-retain-interval {retained} is no multiple of --save-interval {every}: make it one"
     if args.wandb_project and not args.wandb_exp_name:
         yield "--wandb-project needs --wandb-exp-name: add it"
 
 
-def _of_loop(args: Namespace, _: Door) -> Iterator[str]:
+def _of_megatrons_loop(args: Namespace, _: Door) -> Iterator[str]:
     """Yield what Megatron's training loop asks for, which a script with its own microbatches may not run."""
     if args.eval_iters and not args.eval_interval:
         yield f"--eval-iters {args.eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0"
@@ -59,8 +69,8 @@ def _of_loop(args: Namespace, _: Door) -> Iterator[str]:
 
 
 START = (
-    Rule(_of_writers, Door.STOCK | Door.DOCUMENTS | Door.USER),
-    Rule(_of_loop, Door.STOCK | Door.DOCUMENTS),
+    Rule(_of_megatron, Door.STOCK | Door.DOCUMENTS | Door.USER),
+    Rule(_of_megatrons_loop, Door.STOCK | Door.DOCUMENTS),
 )
 """Further checks of flags before a run starts; a run that is only described does without."""
 
