@@ -32,6 +32,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def _of_megatron(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield what Megatron asserts one after the other, mostly without values: told here at once, with values and remedies."""
     if args.save and not args.save_interval:
         yield f"--save {args.save} needs --save-interval: add it (in iterations), or leave out --save"
     if args.lr is not None and args.min_lr > args.lr:
