@@ -85,9 +85,8 @@ IN_FP8: dict[str, tuple[str, str, dict[str, str]]] = {
     "tensorwise": ("Float8CurrentScalingQuantizer", "--first-last-layers-bf16", WHOLE_CHUNKS),
     "blockwise": ("Float8BlockQuantizer", "--seq-length 128 --max-position-embeddings 128", WHOLE_CHUNKS),
 }
-"""Of every recipe the class that casts, more flags, and plans. Scales of mxfp8 are powers of two, so other blocks, of a slice or
-a pack, change no value but the smallest.
-"""
+"""Of every recipe the class that casts, more flags, and plans. Scales of mxfp8 are powers of two, so other blocks, of slices or
+packs, change no value but the smallest."""
 
 
 @some_by_default("recipe", [*IN_FP8], 1)

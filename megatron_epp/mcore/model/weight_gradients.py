@@ -169,17 +169,17 @@ def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence
     Items cast to FP8 are no tensors, but objects with some: bytes and scales, by rows or by columns.
     """
     tensors: list[Any] = []
-    items_of: list[tuple[Any, list[int | None]]] = []  # its object without tensors, and numbers of these
+    shells: list[tuple[Any, list[int | None]]] = []  # of each item: its object without tensors, and where these are
     for leaf in leaves:
         parts, cast = ([leaf], None) if isinstance(leaf, Tensor) else _copied(leaf).prepare_for_saving()
-        items_of.append((cast, [None if part is None else len(tensors) + number for number, part in enumerate(parts)]))
+        shells.append((cast, [None if part is None else len(tensors) + number for number, part in enumerate(parts)]))
         tensors += parts
     present = [number for number, tensor in enumerate(tensors) if tensor is not None]
 
     def rebuild(held: Sequence[Tensor]) -> list[Any]:
         by_number = dict(zip(present, held, strict=True))
         items = []
-        for cast, numbers in items_of:
+        for cast, numbers in shells:
             parts = [None if number is None else by_number[number] for number in numbers]
             if cast is not None:
                 cast.restore_from_saved(parts)
@@ -190,7 +190,7 @@ def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence
 
 
 def _copied(cast: Any) -> Any:
-    """Copy an object without its tensors' memory. Its class takes tensors to make one, so Python's own copy cannot."""
+    """Copy an object without its tensors' memory. Python's own copies cannot: the class takes tensors."""
     copied = object.__new__(type(cast))
     vars(copied).update(vars(cast))
     return copied
