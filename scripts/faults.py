@@ -92,9 +92,9 @@ FAULTS = (
     Fault(
         "recompute does not restore the random state",
         "mcore/model/layer_recompute.py",
-        "return checkpoint(call, False, *args, *(kwargs[name] for name in names))",
-        "from torch.utils.checkpoint import checkpoint as again\n\n    return again(\n"
-        "        call, *args, *(kwargs[name] for name in names), use_reentrant=True, preserve_rng_state=False\n    )",
+        "return checkpoint(call, False, *tensors)",
+        "from torch.utils.checkpoint import checkpoint as again\n\n"
+        "    return again(call, *tensors, use_reentrant=True, preserve_rng_state=False)",
         "tests/mcore/test_options.py -k same_dropout_again",
     ),
     Fault(

@@ -260,6 +260,13 @@ def logged_router_losses() -> dict[str, Any]:
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
+def takes_state_dtype() -> bool:
+    """True if Megatron gives Mamba's kernel the type of states: 0.19 and later, with a mamba-ssm whose kernel takes it."""
+    from megatron.core.ssm import mamba_mixer
+
+    return bool(getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False))
+
+
 def pads_uneven_exchanges(settings: Any) -> bool:
     """True if flags, or a configuration, can have Megatron pad unequal numbers of tokens for HybridEP: 0.19 and later."""
     return hasattr(settings, "moe_hybridep_pad_uneven_dispatch_inputs")

@@ -153,6 +153,7 @@ def test_experts_that_cannot_be_trained_are_refused(flags, megatron, says):
 def test_a_model_of_samples_is_refused_for_a_dispatcher_by_the_names_of_its_configuration():
     model, plain = torch.nn.Module(), {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None}
     model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList()
     for backend, says in {"hybridep": "needs equally many tokens", "ncclep": "has buffers for", "deepep": ""}.items():
         model.config = argparse.Namespace(**plain, **FLEX | {"moe_flex_dispatcher_backend": backend})
         assert says in refusal(model)

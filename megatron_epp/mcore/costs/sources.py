@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
+from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
@@ -205,7 +207,9 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
-    held = static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if args.fp8 else 0)
+    held = (
+        static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if recipe(get_model_config(stage.model)) else 0)
+    )
     gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
 

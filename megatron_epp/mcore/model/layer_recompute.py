@@ -58,9 +58,9 @@ class _Layer:
     """Wrapper of a layer's forward and of the forwards of its parts."""
 
     def __init__(self, number: int, layer: Any) -> None:
-        self.number, self._in_fp8 = number, bool(getattr(layer.config, "fp8", None))
+        self.number, self._in_fp8 = number, bool(getattr(getattr(layer, "config", None), "fp8", None))
         is_mamba = isinstance(layer, MambaLayer)
-        norm, mixer = (layer.norm, layer.mixer) if is_mamba else (layer.input_layernorm, layer.self_attention)
+        norm = layer.norm if is_mamba else layer.input_layernorm
         self._run, self._run_norm = layer.forward, norm.forward
         self._now = _Running()
         layer.forward = self._forward
@@ -68,7 +68,7 @@ class _Layer:
             self._run_mlp, layer._forward_mlp = layer._forward_mlp, self._forward_mlp
         if not isinstance(norm, IdentityOp):
             norm.forward = self._norm
-            mixer.register_forward_hook(self._attended)
+            (layer.mixer if is_mamba else layer.self_attention).register_forward_hook(self._attended)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
+from megatron_epp.mcore.features import takes_state_dtype
 from megatron_epp.mcore.model.kinds.kind import LayerKind, numbered
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def _layer(mixer: Any, number: int) -> Any:
     own = mixer.cp  # weights of the heads that this context-parallel rank has
     skip = own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D()
     filters = own.get_conv1d_weight()[:, 0]
-    takes_dtype = getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False)  # so do the newest of mamba-ssm
-    dtype = {"state_dtype": mixer.mamba_training_ssm_states_dtype} if takes_dtype else {}
+    dtype = {"state_dtype": mixer.mamba_training_ssm_states_dtype} if takes_state_dtype() else {}
     scan = functools.partial(
         mamba_mixer.mamba_split_conv1d_scan_combined,
         conv1d_weight=filters,
