@@ -41,7 +41,7 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
     monkeypatch.setattr(
         layer_recompute,
         "run_again",
-        lambda run, args, kwargs: (again.append(threading.current_thread().name), run(*args, **kwargs))[1],
+        lambda run, args, kwargs, in_fp8: (again.append(threading.current_thread().name), run(*args, **kwargs))[1],
     )
     assert MODES["mlp"].runs_again >= {MLP}
     layer = Layer()
