@@ -111,7 +111,9 @@ MODELS = {
     "latent attention, experts, multi-token prediction": Model(
         f"{LATENT} {EXPERTS} --mtp-num-layers 1 --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --swiglu"
     ),
-    "state-space layers and experts": Model(f"{HYBRID} {EXPERTS}", "M*E-|M*-E", "ME|*E|M-E|*E"),
+    "state-space layers and experts": Model(
+        f"{HYBRID} {EXPERTS} --mamba-num-heads 8 --mamba-num-groups 4", "M*E-|M*-E", "ME|*E|M-E|*E"
+    ),
     "sliding window": Model(f"{ROPE} --window-size 8,0"),
     "sliding window in every second layer, loss per token": Model(
         f"{ROPE} --window-size 5,0 --window-attn-skip-freq 2 --calculate-per-token-loss"
