@@ -75,41 +75,44 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-WHOLE_CHUNKS = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
-CUT_OR_PACKED = {
-    "slices": "--epp-chunk-tokens 32 --epp-recompute 1",
-    "weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient",
+WHOLE = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
+APART = {"weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient"}
+SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
+OF_128 = "--seq-length 128 --max-position-embeddings 128"
+IN_FP8: dict[str, tuple[str, str, int, dict[str, str]]] = {
+    "mxfp8": ("MXFP8Quantizer", "mxfp8", 8, WHOLE | APART | SLICES),
+    "tensorwise": ("Float8CurrentScalingQuantizer", "tensorwise --first-last-layers-bf16", 8, WHOLE),
+    "tensorwise, one sequence": ("Float8CurrentScalingQuantizer", "tensorwise", 1, APART),
+    "blockwise": ("Float8BlockQuantizer", f"blockwise {OF_128}", 8, WHOLE | APART),
 }
-IN_FP8: dict[str, tuple[str, str, dict[str, str]]] = {
-    "mxfp8": ("MXFP8Quantizer", "", WHOLE_CHUNKS | CUT_OR_PACKED),
-    "tensorwise": ("Float8CurrentScalingQuantizer", "--first-last-layers-bf16", WHOLE_CHUNKS),
-    "blockwise": ("Float8BlockQuantizer", "--seq-length 128 --max-position-embeddings 128", WHOLE_CHUNKS),
-}
-"""Of every recipe the class that casts, more flags, and plans. Scales of mxfp8 are powers of two, so other blocks, of slices or
-packs, change no value but the smallest."""
+"""Class that casts, recipe with more flags, sequences of a batch, and plans.
+
+Scales of mxfp8 and blockwise are powers of two here, so other chunks, of slices or packs, change no value but the smallest.
+Tensorwise scales are of a chunk, so chunks are those of Megatron's schedule: with a planner that packs, of one sequence.
+"""
 
 
-@some_by_default("recipe", [*IN_FP8], 1)
+@some_by_default("name", [*IN_FP8], 1)
 def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_schedule(
-    ranks: None, recipe: str, tmp_path: Path
+    ranks: None, name: str, tmp_path: Path
 ) -> None:
     """That of `--epp-schedule whole`, with the same attention: where it rounds otherwise, values fall to other sides in FP8.
 
     Weights are cast anew after the optimizer's step, and what runs again is cast as before, or a run is far from the others.
     """
-    quantizer, more, plans = IN_FP8[recipe]
+    quantizer, recipe, batch, plans = IN_FP8[name]
     runs = {}
-    for name, plan in {"stock": "--epp-schedule whole", **plans}.items():
-        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe} {more}")
-        row = Row(name=name, case=own, check=lambda *_: None, batch=8)
-        runs[name] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
+    for kind, plan in {"stock": "--epp-schedule whole", **plans}.items():
+        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe}")
+        row = Row(name=kind, case=own, check=lambda *_: None, batch=batch)
+        runs[kind] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
     assert all(casts[quantizer] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
-    for name, plan in plans.items():
-        figures = compare(runs["stock"], runs[name])
+    for kind, plan in plans.items():
+        figures = compare(runs["stock"], runs[kind])
         check_closeness(figures, "RelayAttention")
         assert splits_weights(figures) == ("split-weight" in plan)
         assert any(one["recompute"] != ["none"] for one in plans_of(figures)) == ("recompute" in plan)
-        assert ("split" in kinds_of(figures)) == (name == "slices")
+        assert ("split" in kinds_of(figures)) == (kind == "slices")
 
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}

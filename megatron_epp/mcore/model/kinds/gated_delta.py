@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cost.library import GATED_DELTA_NET
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
-from megatron_epp.mcore.model.kinds.kind import LayerKind, numbered
+from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from megatron_epp.runtime.context import ChunkContext
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
@@ -36,32 +38,19 @@ def modules() -> tuple[type, ...]:
 
 
 def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    for number, net in numbered(model, modules()):
-        net.forward = functools.partial(_forward, net, number, net.forward)
+    run_chunks(model, modules(), _forward)
 
 
-def _forward(
-    net: Any,
-    number: int,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    *rest: Any,
-    packed_seq_params: Any = None,
-    **named: Any,
-) -> Any:
-    """Run a net on a chunk, as Megatron's own forward is called, which runs it otherwise."""
-    from megatron_epp.mcore.model.core_attention import ChunkParams
+def _forward(net: Any, number: int, hidden_states: Tensor, context: ChunkContext) -> Any:
     from megatron_epp.runtime.attention.context_parallel import of_group
 
-    if not isinstance(packed_seq_params, ChunkParams):
-        return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
     projected, _bias = net.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
     keys, values, heads = net.qk_dim_local_tp, net.v_dim_local_tp, net.num_v_heads_local_tp
     q, k, v, gate, strength, decay = projected[:, 0].split([keys, keys, values, values, heads, heads], dim=-1)
     q, k = (x.unflatten(1, (-1, net.key_head_dim)) for x in (q, k))
     v, gate = (x.unflatten(1, (-1, net.value_head_dim)) for x in (v, gate))
     shared = of_group(net.pg_collection.cp)
-    mix = functools.partial(_layer(net, number, shared), context=packed_seq_params.context)
+    mix = functools.partial(_layer(net, number, shared), context=context)
     out = shared.attend(mix, q, (k, v, strength[..., None], decay[..., None]))
     normed = net._apply_gated_norm(out, gate)
     return net.out_proj(normed.view(len(out), 1, -1))

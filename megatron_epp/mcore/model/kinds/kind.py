@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.context import ChunkContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +37,34 @@ class LayerKind:
     adopt: Callable[[Any, argparse.Namespace], None] = lambda model, args: None
 
 
-def numbered(model: Any, types: tuple[type, ...]) -> list[tuple[int, Any]]:
-    """Return the modules of these very types, each with a number that no other module of the model has: subclasses may compute
-    something else.
+def run_chunks(model: Any, types: tuple[type, ...], forward: Callable[[Any, int, Any, ChunkContext], Any]) -> None:
+    """Have modules of a model run by another function where they get a chunk, and by their own forward otherwise.
+
+    Args:
+        types: of the modules, and no subclasses: these may compute something else.
+        forward: from a module, a number that no other module of the model has, hidden states ``[tokens, 1, hidden]`` and the
+            chunk's context to what the module's forward returns.
     """
-    return [(number, module) for number, module in enumerate(model.modules()) if type(module) in types]
+    for number, module in enumerate(model.modules()):
+        if type(module) in types:
+            module.forward = functools.partial(_of_chunk, module, number, forward, module.forward)
+
+
+def _of_chunk(
+    module: Any,
+    number: int,
+    forward: Callable[[Any, int, Any, ChunkContext], Any],
+    original: Callable[..., Any],
+    hidden_states: Any,
+    *rest: Any,
+    packed_seq_params: Any = None,
+    **named: Any,
+) -> Any:
+    from megatron_epp.mcore.model.core_attention import ChunkParams
+
+    if isinstance(packed_seq_params, ChunkParams):
+        return forward(module, number, hidden_states, packed_seq_params.context)
+    return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
 
 
 def _attention_problems(args: argparse.Namespace) -> Iterator[str]:

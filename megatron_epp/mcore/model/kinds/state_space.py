@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.features import takes_state_dtype
-from megatron_epp.mcore.model.kinds.kind import LayerKind, numbered
+from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from megatron_epp.runtime.context import ChunkContext
 
 _SYMBOL = "M"
 
@@ -41,38 +43,25 @@ def modules() -> tuple[type, ...]:
 
 
 def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    for number, mixer in numbered(model, modules()):
-        mixer.forward = functools.partial(_forward, mixer, number, mixer.forward)
+    run_chunks(model, modules(), _forward)
 
 
-def _forward(
-    mixer: Any,
-    number: int,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    *rest: Any,
-    packed_seq_params: Any = None,
-    **named: Any,
-) -> Any:
-    """Run a mixer on a chunk, as Megatron's own forward is called, which runs it otherwise."""
+def _forward(mixer: Any, number: int, hidden_states: Tensor, context: ChunkContext) -> Any:
     import torch
 
-    from megatron_epp.mcore.model.core_attention import ChunkParams
     from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group, to_heads, to_tokens
 
-    if not isinstance(packed_seq_params, ChunkParams):
-        return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
     projected, _bias = mixer.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
     rows, group = projected[:, 0], mixer.pg_collection.cp
     layer, shared = _layer(mixer, number), of_group(group)
     if shared is NOT_SHARED:
-        out = layer(rows, packed_seq_params.context)
+        out = layer(rows, context)
     else:
         inner, states, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state, mixer.nheads_local_tp
         channels = mixer.headdim, mixer.headdim, mixer.d_state, mixer.d_state, 1
         parts = zip(rows.split([inner, inner, states, states, heads], dim=1), channels, strict=True)
         own = to_heads(group, *(part.unflatten(1, (-1, width)) for part, width in parts))
-        out = layer(torch.cat([part.flatten(1) for part in own], dim=1), packed_seq_params.context)
+        out = layer(torch.cat([part.flatten(1) for part in own], dim=1), context)
         out = to_tokens(group, out.unflatten(1, (-1, mixer.headdim))).flatten(1)
     out = out[:, None]
     return mixer.out_proj(mixer.norm(out) if mixer.rmsnorm else out)
