@@ -61,9 +61,9 @@ def refuse_forced_cuts(
 
 def parted(chunks: Sequence[Chunk], lengths: Sequence[int], spans: Sequence[Spans]) -> str:
     """Return which span a chunk table cuts; empty if it cuts none."""
-    for chunk in chunks:
+    for chunk in chunks if spans else ():
         for sequence, _, end in chunk.segments:
-            cut = next((span for span in spans[sequence] if span.start < end < span.end), None) if spans else None
+            cut = next((span for span in spans[sequence] if span.start < end < span.end), None)
             if cut is not None and end < lengths[sequence]:
                 return f"sequence {sequence} is cut at token {end}, inside its span of tokens {cut.start} to {cut.end}"
     return ""

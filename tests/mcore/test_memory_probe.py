@@ -14,6 +14,7 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs.shape import with_device_memory
+from tests.mcore.test_refusals import arguments
 
 SHAPE = ModelShape(num_layers=3, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, CPU, [1, 1, 1])
@@ -32,10 +33,16 @@ def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
 
 
 def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
-    costs = with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
+    costs = with_device_memory(arguments(padded_vocab_size=1024), COSTS)
     assert costs.fragmentation_share == FRAGMENTATION_SHARE
     assert costs.message_bytes_per_token == COSTS.hidden_bytes_per_token
-    assert [stage.layers.working_bytes_per_token for stage in costs.stages] == [s.layers.bytes_per_token for s in COSTS.stages]
+    running = [stage.layers.working_bytes_per_token for stage in costs.stages]
+    assert running == [stage.layers.bytes_per_token for stage in COSTS.stages]
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    args = arguments(num_experts=8, expert_model_parallel_size=4, padded_vocab_size=1024, **flex)
+    exchanged = with_device_memory(args, COSTS)
+    buffer = 4 * 4 * args.hidden_size  # fp32 rows of four ranks
+    assert [stage.layers.working_bytes_per_token - buffer for stage in exchanged.stages] == running
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -20,7 +20,6 @@ from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO, ShardBytes
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
-from megatron_epp.mcore.model.kinds.experts import flex_backend
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -216,6 +215,5 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
         costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        buffer = model_shape(args).exchange_bytes_per_token if flex_backend(args) == "hybridep" else 0.0
-        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=buffer)
+        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=model_shape(args).exchange_bytes_per_token)
     return costs if share is None else replace(costs, fragmentation_share=share)

@@ -32,7 +32,7 @@ from megatron_epp.mcore.costs.shape import (
     trained_share,
     with_device_memory,
 )
-from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
+from megatron_epp.mcore.model.stage import CASTS, MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
@@ -207,16 +207,16 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
-    held = (
-        static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if recipe(get_model_config(stage.model)) else 0)
-    )
+    held = static.weights + int(copied * optimizer.weight) + _cast_bytes(stage)
     gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
 
 
 def _cast_bytes(stage: MegatronStage) -> int:
     """Bytes of the casts of matrices to FP8, which Transformer Engine's layers keep by rows and by columns."""
-    modules = (module for module in stage.decoder.modules() if hasattr(module, "_fp8_workspaces"))
+    if not recipe(get_model_config(stage.model)):
+        return 0
+    modules = (module for module in stage.decoder.modules() if hasattr(module, CASTS))
     return sum(2 * weight.numel() for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 2)
 
 

@@ -130,7 +130,8 @@ def run_batch(
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
     with run.telling_others():
         _warm_up(run, batch)
-        _reserve(run, batch)
+        if run.exchange_buffer.follows_chunks:
+            _reserve(run, batch)
         _run_on_rank(run, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step

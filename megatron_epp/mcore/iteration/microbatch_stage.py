@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
+from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.features import backward_step
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
 from megatron_epp.mcore.iteration.replay import numbered_by
@@ -43,7 +44,7 @@ class MicrobatchStage:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.kv_cache = SlicedKVCache()  # stays empty: microbatches are whole
         begin_graphs(model)
-        self._in_fp8 = bool(getattr(config, "fp8", None))
+        self._in_fp8 = bool(recipe(config))
         add_to_gradients(model, self._in_fp8)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
@@ -98,7 +99,8 @@ class MicrobatchStage:
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self._tracker = tracker
-        forget_casts(self.model)
+        if self._in_fp8:
+            forget_casts(self.model)
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""

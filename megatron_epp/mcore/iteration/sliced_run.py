@@ -164,12 +164,11 @@ class SlicedRun(Run):
         has_output = self.vocabulary is not None or (last is not None and last.has_loss)
         inputs = batch.prepared.inputs
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
-        of_spans = {}
-        if self.learning is not None and (spans := spans_of(batch.dataset, batch.indices)):
-            layers = max(1, self.costs.num_layers[0]) if self.costs is not None else 1
-            of_spans = {"span_tokens": lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers}
+        spans = () if self.learning is None else spans_of(batch.dataset, batch.indices)
+        layers = 1 if self.costs is None else max(1, self.costs.num_layers[0])
+        span_tokens = (lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers) if spans else None
         with self.watching("waits for others' times"):
-            learnt = None if self.learning is None else self.learning.after(plan, recorder, share, **of_spans)
+            learnt = None if self.learning is None else self.learning.after(plan, recorder, share, span_tokens=span_tokens)
             if learnt is not None and self.plans and self.learnt_planner is not None:
                 self.learnt_planner.plan_with(self._planner_by(learnt))
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.parallel_state import get_tensor_model_parallel_group
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
@@ -54,21 +54,25 @@ class _Running(threading.local):
         self.normed: Discarded | None = None
 
 
+_PARTS = ("input_layernorm", "self_attention"), ("norm", "mixer")
+"""Names of a layer's first norm and of what mixes tokens behind it, in a transformer layer and in a Mamba layer."""
+
+
 class _Layer:
     """Wrapper of a layer's forward and of the forwards of its parts."""
 
     def __init__(self, number: int, layer: Any) -> None:
-        self.number, self._in_fp8 = number, bool(getattr(getattr(layer, "config", None), "fp8", None))
-        is_mamba = isinstance(layer, MambaLayer)
-        norm = layer.norm if is_mamba else layer.input_layernorm
+        self.number, self._in_fp8 = number, bool(recipe(getattr(layer, "config", None)))
+        norm_name, mixer_name = next(names for names in _PARTS if hasattr(layer, names[0]))
+        norm, mlp = getattr(layer, norm_name), getattr(layer, "mlp", None)
         self._run, self._run_norm = layer.forward, norm.forward
         self._now = _Running()
         layer.forward = self._forward
-        if not is_mamba and not isinstance(layer.mlp, IdentityOp):
+        if mlp is not None and not isinstance(mlp, IdentityOp):
             self._run_mlp, layer._forward_mlp = layer._forward_mlp, self._forward_mlp
         if not isinstance(norm, IdentityOp):
             norm.forward = self._norm
-            (layer.mixer if is_mamba else layer.self_attention).register_forward_hook(self._attended)
+            getattr(layer, mixer_name).register_forward_hook(self._attended)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")

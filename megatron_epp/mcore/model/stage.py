@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays, InputArrays, TrainedTokens
-from megatron_epp.mcore.arguments.fp8 import row_multiple
+from megatron_epp.mcore.arguments.fp8 import recipe, row_multiple
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
-_CASTS = "_fp8_workspaces"
+CASTS = "_fp8_workspaces"
 """Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
 
 
@@ -49,7 +49,7 @@ def add_to_gradients(model: Any, in_fp8: bool) -> None:
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = False
-            if in_fp8 and not hasattr(module, _CASTS):
+            if in_fp8 and not hasattr(module, CASTS):
                 raise EppError(f"{type(module).__name__} keeps its weights in FP8 where plans cannot renew them: leave out FP8")
 
 
@@ -60,7 +60,7 @@ def forget_casts(model: Any) -> None:
     one that is told to be the first overwrites the gradient buffers, too.
     """
     for module in model.modules():
-        if casts := getattr(module, _CASTS, None):
+        if casts := getattr(module, CASTS, None):
             casts.clear()
 
 
@@ -149,7 +149,8 @@ class MegatronStage:
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
         begin_graphs(model)
-        add_to_gradients(model, bool(getattr(config, "fp8", None)))
+        self._in_fp8 = bool(recipe(config))
+        add_to_gradients(model, self._in_fp8)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._shards = self._sequence_shards * config.context_parallel_size
         if self.token_multiple > 1:
@@ -207,7 +208,8 @@ class MegatronStage:
         self._inputs = inputs
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
-        forget_casts(self.model)
+        if self._in_fp8:
+            forget_casts(self.model)
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""

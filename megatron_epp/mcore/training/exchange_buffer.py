@@ -22,6 +22,11 @@ class ExchangeBuffer:
         self._managers: dict[str, Any] = {flex_backend(d.config): d._comm_manager for d in dispatchers if d is not None}
         self._num_tokens, self._device = 0, device
 
+    @property
+    def follows_chunks(self) -> bool:
+        """True if its size follows from the largest chunk: HybridEP's."""
+        return "hybridep" in self._managers
+
     def allocate(self) -> None:
         """Allocate DeepEP's buffer, whose size follows from the hidden size alone. A collective call of ranks that exchange."""
         if (manager := self._managers.get("deepep")) is None:
@@ -33,7 +38,7 @@ class ExchangeBuffer:
         fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
 
     def reserve(self, num_tokens: int) -> None:
-        """Allocate HybridEP's buffer ahead of an iteration if it is too small. A collective call of the ranks that exchange.
+        """Allocate a larger buffer ahead of an iteration that needs one. A collective call of the ranks that exchange.
 
         In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
         the smaller one.
@@ -41,8 +46,7 @@ class ExchangeBuffer:
         Args:
             num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
         """
-        if (manager := self._managers.get("hybridep")) is None:
-            return
+        manager = self._managers["hybridep"]
         from megatron.core.transformer.moe import fused_a2a
 
         config, most = manager.config, torch.tensor([num_tokens], device=self._device)

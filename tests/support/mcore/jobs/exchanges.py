@@ -24,12 +24,11 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
         deep = ExchangeBuffer([layer], cpu)
         deep.allocate()
         allocated = fused_a2a._buffer
-        deep.reserve(8)
         layer(torch.randn(3 + dist.get_rank(), 1, 16))
         of_deep = {
             "num_bytes": allocated.num_nvl_bytes,
             "is taken": fused_a2a._buffer is allocated,
-            "reserves": fused_a2a._hybrid_ep_buffer is not None,
+            "reserves": deep.follows_chunks,
         }
         fused_a2a._buffer = None
         hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")], cpu), []
@@ -45,11 +44,10 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
         fused_a2a.reset_hybrid_ep_buffer()
         plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
         plain.allocate()
-        plain.reserve(8)
         return {
             "deepep": of_deep,
             "hybridep": of_hybrid,
-            "alltoall": fused_a2a._buffer is not None or fused_a2a._hybrid_ep_buffer is not None,
+            "alltoall": fused_a2a._buffer is not None or plain.follows_chunks,
         }
 
 
