@@ -28,7 +28,7 @@ MICROSECONDS = 1e6
 
 _RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
 _MLPS = "-E"
-"""Symbols of layers of hybrid models, see `ModelShape.pattern`."""
+"""Symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`."""
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
@@ -150,16 +150,13 @@ def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
 
 def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer, or of its attention, in the mean of layers of several kinds."""
-    if not shape.pattern:
-        attends = part(shape, rates)
-        return attends if shape.delta is None else mean_of(attends, part(DeltaShape.of(shape), rates), shape.delta_share)
-    mean, counted = ModelPart(), 0
-    for symbol, count in Counter(shape.pattern).items():
+    mean, counted, is_whole = ModelPart(), 0, part is _layer
+    for symbol, count in Counter(shape.mixers).items():
         if symbol in _MLPS:
-            own = _mlp_layer(shape.with_one_mlp if symbol == "-" else shape, rates) if part is _layer else ModelPart()
+            own = _mlp_layer(shape.with_one_mlp if symbol == "-" else shape, rates) if is_whole else ModelPart()
         else:
             mixer = _RECURRENT[symbol].of(shape) if symbol in _RECURRENT else shape
-            own = (_mixer_layer if part is _layer else part)(mixer, rates)
+            own = (_mixer_layer if is_whole and shape.is_hybrid else part)(mixer, rates)
         counted += count
         mean = own if counted == count else mean_of(mean, own, count / counted)
     return mean

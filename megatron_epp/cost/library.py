@@ -290,9 +290,10 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         num_query_groups=groups,
         **latent,
         **_windows(flags),
-        **_delta_nets(flags),
-        mamba=state_space(flags) if "M" in pattern else None,
-        pattern=pattern,
+        mixers=(mixers := mixers_of(flags)),
+        is_hybrid=bool(pattern),
+        delta=delta_net(flags) if "G" in mixers else None,
+        mamba=state_space(flags) if "M" in mixers else None,
         vocab_size=vocabulary,
         gated_mlp=gated,
         rotates=flags.get("position_embedding_type") == "rope" and not _is_on(flags, "apply_rope_fusion", "no_rope_fusion"),
@@ -403,8 +404,8 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     sides = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*,\s*0\s*[)\]]?", str(window).strip())
     if sides is None:
         raise EppError(f"window_size {brief(window)}: formulas are for windows of tokens ahead and none behind, (N,0)")
-    pattern = pattern_of(flags)
-    attends = [symbol in "*+" for symbol in pattern] or [True] * _whole(flags, "num_layers")
+    mixers = mixers_of(flags)
+    attends = [symbol in "*+" for symbol in mixers * (_whole(flags, "num_layers") if len(mixers) == 1 else 1)]
     narrow = [True] * len(attends) if every is None else all_but_every(every, len(attends))
     share = sum(map(bool.__and__, narrow, attends)) / max(1, sum(attends))
     return {"window": int(sides[1]), "window_share": share}
@@ -414,21 +415,13 @@ GATED_DELTA_NET = "gated_delta_net"
 """Value of `experimental_attention_variant` of a model whose layers are not all of attention."""
 
 
-def _delta_nets(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelShape` for layers with gated delta nets, with Megatron's defaults."""
-    if pattern := pattern_of(flags):
-        return {"delta": delta_net(flags)} if "G" in pattern else {}
-    if flags.get("experimental_attention_variant") != GATED_DELTA_NET:
-        return {}
-    linear = has_delta_nets(flags)
-    return {"delta": delta_net(flags), "delta_share": sum(linear) / len(linear)} if any(linear) else {}
-
-
-def has_delta_nets(flags: Mapping[str, Any]) -> list[bool]:
-    """Return for every layer of a model that has gated delta nets whether it has one. Raises `EppError`."""
+def mixers_of(flags: Mapping[str, Any]) -> str:
+    """Return `ModelShape.mixers`. Raises `EppError` if flags do not say which layers have gated delta nets."""
+    if (pattern := pattern_of(flags)) or flags.get("experimental_attention_variant") != GATED_DELTA_NET:
+        return pattern or "*"
     if (every := flags.get("linear_attention_freq")) is None:
         raise EppError("a model with gated delta nets needs linear_attention_freq: which of its layers have one")
-    return all_but_every(every, _whole(flags, "num_layers"))
+    return "".join("G" if is_linear else "*" for is_linear in all_but_every(every, _whole(flags, "num_layers")))
 
 
 def delta_net(flags: Mapping[str, Any]) -> DeltaNet:

@@ -13,7 +13,7 @@ ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
 """How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
 
 PARTS = "*+GM-E"
-"""Symbols of the layers of hybrid models, see `ModelShape.pattern`."""
+"""Symbols of the parts of layers, see `ModelShape.mixers`."""
 
 
 class Exchange(NamedTuple):
@@ -161,12 +161,12 @@ class ModelShape:
         relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
         window: tokens ahead of its own that a token sees in layers with a window.
         window_share: share of the layers that have one; the others see all.
-        delta: gated delta net of the layers that have one in the place of attention; properties are of the others
-            (`recurrent.DeltaShape`).
-        delta_share: share of the layers that have one.
-        mamba: Mamba-2 mixer of a hybrid model (`recurrent.StateSpaceShape`).
-        pattern: of a hybrid model, whose layers have one part each: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M``
-            Mamba-2, ``-`` an MLP, ``E`` experts; empty where each has attention and an MLP or experts.
+        mixers: what mixes the tokens of each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol
+            if all layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those
+            with attention.
+        is_hybrid: a layer is such a part alone, and has no MLP or experts besides.
+        delta: gated delta net of the layers that have one (`recurrent.DeltaShape`).
+        mamba: Mamba-2 mixer of the layers that have one (`recurrent.StateSpaceShape`).
         vocab_size: after padding.
         gated_mlp: two input projections (SwiGLU) instead of one.
         rotates: attention rotates queries and keys by their positions, without a fused kernel.
@@ -209,10 +209,10 @@ class ModelShape:
     relays_latents: bool = False
     window: int = 0
     window_share: float = 0.0
+    mixers: str = "*"
+    is_hybrid: bool = False
     delta: DeltaNet | None = None
-    delta_share: float = 0.0
     mamba: StateSpace | None = None
-    pattern: str = ""
     vocab_size: int
     gated_mlp: bool = True
     rotates: bool = False
@@ -278,10 +278,8 @@ class ModelShape:
         )
 
     def share_of(self, symbols: str) -> float:
-        """Share of the layers that have such a part, by its symbol in `pattern`."""
-        if not self.pattern:
-            return {"*": 1 - self.delta_share, "G": self.delta_share}.get(symbols[0], 0.0)
-        return sum(map(self.pattern.count, symbols)) / len(self.pattern)
+        """Share of the layers that have one of some `mixers`."""
+        return sum(map(self.mixers.count, symbols)) / len(self.mixers)
 
     @property
     def query_width(self) -> int:

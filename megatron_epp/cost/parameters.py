@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.cost.library import GATED_DELTA_NET, by_layer, delta_net, has_delta_nets, shape_of, state_space
+from megatron_epp.cost.library import by_layer, delta_net, mixers_of, pattern_of, shape_of, state_space
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"
@@ -35,20 +35,12 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
     experts or none.
     """
-    pattern = flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern")
-    if pattern:
-        symbols = [symbol for symbol in str(pattern).partition("/")[0] if symbol != "|"]
-        mixers = ["*" if symbol == "+" else symbol for symbol in symbols]
-        return [(mixer if mixer in "*GM" else "", mixer if mixer in "-E" else "") for mixer in mixers]
+    mixers = mixers_of(flags).replace("+", _ATTENTION)
+    if pattern_of(flags):
+        return [("", symbol) if symbol in "-E" else (symbol, "") for symbol in mixers]
     count = int(flags["num_layers"])
     has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
-    has_nets = flags.get("experimental_attention_variant") == GATED_DELTA_NET
-    is_linear = has_delta_nets(flags) if has_nets else [False] * count
-    mixers, mlps = (
-        [_DELTA if linear else _ATTENTION for linear in is_linear],
-        ["E" if routed else "-" for routed in has_experts],
-    )
-    return list(zip(mixers, mlps, strict=True))
+    return [(mixers[layer % len(mixers)], "E" if routed else "-") for layer, routed in enumerate(has_experts)]
 
 
 def _gated_delta(flags: Flags) -> int:

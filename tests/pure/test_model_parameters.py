@@ -256,7 +256,7 @@ def test_windows_of_a_hybrid_model_count_in_its_layers_of_attention():
 def test_the_last_of_so_many_layers_attends(frequency):
     flags = load_flags("qwen3.5-27b") | {"linear_attention_freq": frequency, "num_layers": 10}
     assert "".join(mixer for mixer, _ in kinds_of_layers(flags)) == "GGG*GGG*GG"
-    assert shape_of(flags).delta_share == 0.8
+    assert shape_of(flags).share_of("G") == 0.8
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def _compared(flags, rope_utils, unfused):
     args = arguments(*flags)
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     shape = shape_of({**vars(args), "vocab_size": 128})
-    planned = analytic_profile(shape, CPU).layer.bytes_per_token if shape.pattern else None
+    planned = analytic_profile(shape, CPU).layer.bytes_per_token if shape.is_hybrid else None
     shape = shape if shape.delta is None else DeltaShape.of(shape)
     rope_utils._apply_rotary_pos_emb_bshd = rotated if args.apply_rope_fusion else unfused
     args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
