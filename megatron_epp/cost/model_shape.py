@@ -161,8 +161,8 @@ class ModelShape:
         relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
         window: tokens ahead of its own that a token sees in layers with a window.
         window_share: share of the layers that have one; the others see all.
-        mixers: what mixes the tokens of each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol
-            if all layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those
+        mixers: what mixes tokens in each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol if
+            all layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those
             with attention.
         is_hybrid: a layer is such a part alone, and has no MLP or experts besides.
         delta: gated delta net of the layers that have one (`recurrent.DeltaShape`).

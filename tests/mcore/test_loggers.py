@@ -181,14 +181,14 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours._can_plan.set()
     ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
-        ours._plan((7, 1200, 30), (), (), forward_only=False)
+        ours._plan((7, 1200, 30), (), (), (), forward_only=False)
     ours.problem = Problem((), (0, 1), (2**30, 2**30))
-    (packed,) = ours._plan((7, 1200, 30), (), (), forward_only=False)
+    (packed,) = ours._plan((7, 1200, 30), (), (), (), forward_only=False)
     assert packed.plan().lengths == (7, 1200, 30)
     assert packed.planning_us > 0
     ours.close()
     with pytest.raises(WorkerError):
-        ours._plan((7, 1200, 30), (), (), forward_only=False)
+        ours._plan((7, 1200, 30), (), (), (), forward_only=False)
 
 
 def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():

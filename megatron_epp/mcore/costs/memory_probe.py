@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,32 +72,13 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
         held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
-        if not is_alike:
-            return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + of_kinds(mode))
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
 
-    def of_kinds(mode: str) -> float:
-        """Measure the most that the backward of a layer of any kind holds in a mode, above what is live when it begins."""
-        recompute = _with(mode, layers)
-        return max(_held(stage, recompute, layer=[layer]).peak_above_entry for layer in kinds.values())
-
-    def most_kept(mode: str, plain: ModeCosts) -> float:
-        """Measure bytes so that stages whose first layers recompute in a mode, however many, keep no more than is counted: the
-        bytes of one would be more than the mean where layers that keep less come first.
-        """
-        ends = base.activations - layers * least
-        held = ((count, _held(stage, _with(mode, count)).activations) for count in range(1, layers + 1))
-        return max((live - ends - (layers - count) * plain.bytes_per_token) / count for count, live in held)
-
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
-    plain = at(ModeCosts(LinearTime(), 0.0), "")
-    modes = {name: at(known, name) for name, known in costs.layers.recompute.items()}
-    if not is_alike:
-        modes = {name: replace(mode, bytes_per_token=most_kept(name, plain)) for name, mode in modes.items()}
-        whole = _held(stage, NO_RECOMPUTE, layer=[stage.decoder]).peak_above_entry
-        most = max(plain.bytes_per_token + whole, least + of_kinds(FULL))
-        plain = replace(plain, full_bytes_per_token=most)
+    known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
+    modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _of_unlike_layers(stage, known, least)
+    plain, recomputed = modes.pop(""), modes.pop(FULL, None)
     of_head = max(0.0, base.head - base.half * caches_half)
     costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
@@ -105,7 +87,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
         recompute=modes,
-        input_bytes_per_token=least if is_alike else most_kept(FULL, plain),
+        input_bytes_per_token=least if recomputed is None else recomputed.bytes_per_token,
     )
     if splits and is_alike:
         costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
@@ -118,6 +100,73 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
             left = _left(stage, _of_slices(stage, keep_weights=True), first_mlp, keep_weights=True)
             costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + left)
     return costs
+
+
+class _OfLayer(NamedTuple):
+    """Bytes per token of one layer: kept from forward to backward, and the peak while its backward runs above what is live when
+    that begins.
+    """
+
+    kept: float
+    above: float
+
+
+def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
+    """Run a chunk forward and backward, and measure every layer."""
+    meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
+    marks = [(_LastLayer(meter), list[int]()) for _ in layers_of(stage)]
+
+    def noting(layer: _LastLayer, live: list[int]) -> Callable[[str], None]:
+        def note(event: str) -> None:
+            if event in ("in", "out"):
+                live.append(meter.live_bytes)
+            layer.note(event)
+
+        return note
+
+    with meter, ExitStack() as watching:
+        for module, mark in zip(layers_of(stage), marks, strict=True):
+            watching.enter_context(watched([module], noting(*mark)))
+        _, output, context = forward(stage, chunk, recompute=recompute)
+        backward(stage, output, context)
+    return [
+        _OfLayer((live[1] - live[0]) / chunk.num_tokens, (layer.peak_bytes - layer.begin_bytes) / chunk.num_tokens)
+        for layer, live in marks
+    ]
+
+
+def _of_unlike_layers(stage: MegatronStage, known: Mapping[str, ModeCosts], least: float) -> dict[str, ModeCosts]:
+    """Measure what the layers of a stage keep that are of several kinds, and the most that their backwards hold.
+
+    Costs know one layer, in every mode, and a stage's first layers recompute. Where layers that keep less come first, those
+    that are left keep more than the mean: what a layer keeps in a mode is counted so that the stage keeps no more than that,
+    however many of its layers recompute.
+
+    Args:
+        known: by mode; empty for a layer that keeps everything.
+        least: bytes per token of a layer's input, which counts for a layer that recomputes in full.
+
+    Returns:
+        costs by these modes, and of full recompute. The peak of a layer that keeps everything is that of both.
+    """
+    own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in (*known, FULL)}
+    kept = {
+        mode: [least + layer.kept - bare.kept for layer, bare in zip(layers, own[FULL], strict=True)]
+        for mode, layers in own.items()
+    }
+    number, mean = len(kept[FULL]), sum(kept[""]) / len(kept[FULL])
+    measured = {}
+    for mode, layers in own.items():
+        of_stage = (sum(kept[mode][:count]) + sum(kept[""][count:]) for count in range(1, number + 1))
+        per_token = max((size - (number - count) * mean) / count for count, size in enumerate(of_stage, start=1))
+        peak = sum(kept[mode]) / number + max(layer.above for layer in layers)
+        measured[mode] = replace(known.get(mode, known[""]), bytes_per_token=per_token, full_bytes_per_token=peak)
+    # Of layers that keep everything, those behind a layer are freed when the backward comes to it.
+    behind = [sum(layer.kept for layer in own[""][at:]) for at in range(1, number + 1)]
+    peak = mean + max(layer.above - freed for layer, freed in zip(own[""], behind, strict=True))
+    peak = max(peak, least + max(layer.above for layer in own[FULL]))
+    measured[""] = replace(measured[""], full_bytes_per_token=peak)
+    return measured
 
 
 def _left(stage: MegatronStage, of_last: _Slices, first_mlp_bytes: float, keep_weights: bool = False) -> float:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
@@ -207,15 +206,13 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
-    held = static.weights + int(copied * optimizer.weight) + _cast_bytes(stage)
+    held = static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if recipe(args) else 0)
     gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
 
 
 def _cast_bytes(stage: MegatronStage) -> int:
     """Bytes of the casts of matrices to FP8, which Transformer Engine's layers keep by rows and by columns."""
-    if not recipe(get_model_config(stage.model)):
-        return 0
     modules = (module for module in stage.decoder.modules() if hasattr(module, CASTS))
     return sum(2 * weight.numel() for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 2)
 
