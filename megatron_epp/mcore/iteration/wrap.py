@@ -126,7 +126,7 @@ def uninstall() -> None:
     _installed.clear()
 
 
-_OF_SHAPE = (
+_OF_MODEL = (
     "q_lora_rank",
     "kv_lora_rank",
     "qk_head_dim",
@@ -145,8 +145,11 @@ _OF_SHAPE = (
     "moe_shared_expert_gate",
     "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type",
+    "params_dtype",
+    "attention_backend",
+    "gradient_accumulation_fusion",
 )
-"""Fields of a model's shape that Megatron's flags and its configuration call alike."""
+"""Fields of a model's shape, and of what its kernels are chosen by, that Megatron's flags and its configuration call alike."""
 
 
 def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> argparse.Namespace:
@@ -185,7 +188,7 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
         num_attention_heads=config.num_attention_heads,
         group_query_attention=not config.multi_latent_attention,
         multi_latent_attention=config.multi_latent_attention,
-        **{name: getattr(config, name, None) for name in _OF_SHAPE},
+        **{name: getattr(config, name, None) for name in _OF_MODEL},
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         swiglu=config.gated_linear_unit,
