@@ -147,7 +147,6 @@ _OF_MODEL = (
     "moe_token_dispatcher_type",
     "params_dtype",
     "attention_backend",
-    "gradient_accumulation_fusion",
 )
 """Fields of a model's shape, and of what its kernels are chosen by, that Megatron's flags and its configuration call alike."""
 
