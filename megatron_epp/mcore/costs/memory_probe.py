@@ -150,16 +150,16 @@ def _of_unlike_layers(stage: MegatronStage, known: Mapping[str, ModeCosts], leas
         costs by these modes, and of full recompute. The peak of a layer that keeps everything is that of both.
     """
     own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in (*known, FULL)}
-    kept = {
+    kept_bytes = {
         mode: [least + layer.kept - bare.kept for layer, bare in zip(layers, own[FULL], strict=True)]
         for mode, layers in own.items()
     }
-    number, mean = len(kept[FULL]), sum(kept[""]) / len(kept[FULL])
+    number, mean = len(kept_bytes[FULL]), sum(kept_bytes[""]) / len(kept_bytes[FULL])
     measured = {}
     for mode, layers in own.items():
-        of_stage = (sum(kept[mode][:count]) + sum(kept[""][count:]) for count in range(1, number + 1))
+        of_stage = (sum(kept_bytes[mode][:count]) + sum(kept_bytes[""][count:]) for count in range(1, number + 1))
         per_token = max((size - (number - count) * mean) / count for count, size in enumerate(of_stage, start=1))
-        peak = sum(kept[mode]) / number + max(layer.above for layer in layers)
+        peak = sum(kept_bytes[mode]) / number + max(layer.above for layer in layers)
         measured[mode] = replace(known.get(mode, known[""]), bytes_per_token=per_token, full_bytes_per_token=peak)
     # Of layers that keep everything, those behind a layer are freed when the backward comes to it.
     behind = [sum(layer.kept for layer in own[""][at:]) for at in range(1, number + 1)]

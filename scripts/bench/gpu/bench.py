@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.cli.first_run.race import COUNTED, figures_of
+from megatron_epp.cli.first_run.race import figures_of
 from megatron_epp.cli.first_run.training import TIMES, deviation
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import TrainingError
@@ -137,7 +137,7 @@ class Bench:
     def race(self) -> Part:
         layers, lengths, cap_gb = self.sizes.raced
         iterations = RACE_ITERATIONS
-        packed: Settings = {"epp_schedule": "packed", "train_iters": 2 + COUNTED}
+        packed: Settings = {"epp_schedule": "packed", "train_iters": iterations}  # of the same documents as plans
         learnt = {"epp_costs": "learn", "epp_trace": [iterations], "train_iters": iterations}
         runs, failures = dict[str, Launched](), dict[str, str]()
 
@@ -151,12 +151,14 @@ class Bench:
 
         every = run("packed, all recomputed", packed | {"epp_recompute": layers})
         run("plans", learnt | {"epp_memory_cap_gb": cap_gb})
-        # As little recompute as fits, by what one layer less takes: a baseline that is tuned as well as it can be.
-        one_less = run("packed, one layer kept", packed | {"epp_recompute": layers - 1, "train_iters": 3})
-        if every and one_less and every.device_peak_bytes and one_less.device_peak_bytes:
-            per_layer = max(1, one_less.device_peak_bytes - every.device_peak_bytes)
-            num_kept_layers = min(layers, int((cap_gb * 2**30 - every.device_peak_bytes) / per_layer))
-            if num_kept_layers > 0:
+        # As little recompute as fits, by what half of the layers take: a baseline that is tuned as well as it can be. The first
+        # layers that are kept may take nothing, where the peak is at the output layer.
+        half = layers // 2
+        half_kept = run(f"packed, {half} layers kept", packed | {"epp_recompute": layers - half})
+        if every and half_kept and every.device_peak_bytes and half_kept.device_peak_bytes:
+            per_layer = max(1, (half_kept.device_peak_bytes - every.device_peak_bytes) / half)
+            num_kept_layers = min(layers, half + int((cap_gb * 2**30 - half_kept.device_peak_bytes) // per_layer))
+            if num_kept_layers > 0 and num_kept_layers != half:
                 run(f"packed, {num_kept_layers} layers kept", packed | {"epp_recompute": layers - num_kept_layers})
         speeds = {name: figures_of(launched.run)["tokens_per_second"] for name, launched in runs.items()}
         figures = {"cap_gb": cap_gb, "layers": layers, "failures": failures, "met": "plans" in runs}
