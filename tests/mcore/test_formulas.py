@@ -1,10 +1,15 @@
 """What a training's formulas take from Megatron's arguments."""
 
+from argparse import Namespace
+
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
+from megatron_epp.cost import ModelShape
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.mcore.costs import shape as shapes
+from megatron_epp.mcore.iteration import wrap
 from megatron_epp.runtime.attention import kernels
 from tests.mcore.test_refusals import arguments
 
@@ -42,3 +47,16 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
     ((case, preference),) = asked
     assert preference == "flash"
     assert (case.channels, case.query_heads, case.kv_heads) == (shape.head_width, shape.num_attention_heads, 4)
+
+
+def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypatch):
+    config = TransformerConfig(num_layers=2, hidden_size=512, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16)
+    args = Namespace(**{name: getattr(config, name, None) for name in wrap._OF_MODEL})
+    shape = ModelShape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4, vocab_size=128)
+    asked = []
+    monkeypatch.setattr(
+        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (kernels.TORCH_FLASH, [])
+    )
+    assert shapes._kernel(args, shape)
+    ((case, preference),) = asked
+    assert (case.dtype, preference) == (torch.bfloat16, "auto")
