@@ -191,3 +191,12 @@ def test_learnt_bytes_depend_on_the_optimizer(monkeypatch):
     )
     assert KeptCosts(COSTS, usual).obstacle(other) == "--optimizer was not told and is sgd"
     assert not KeptCosts(COSTS, other).obstacle(other)
+
+
+def test_casts_to_fp8_count_as_weights():
+    layer = torch.nn.Linear(8, 4)
+    layer._fp8_workspaces = {}
+    stage = SimpleNamespace(model=layer, decoder=torch.nn.ModuleList([layer, torch.nn.Linear(8, 4)]), more_weights=())
+    defaults = {"optimizer": "adam", "use_distributed_optimizer": True, "bf16": True}
+    plain, in_fp8 = (_static(arguments(**defaults, **of), stage) for of in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}))
+    assert in_fp8.weights - plain.weights == 2 * 8 * 4  # by rows and by columns

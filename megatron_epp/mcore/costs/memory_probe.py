@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -114,25 +114,14 @@ class _OfLayer(NamedTuple):
 def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
     """Run a chunk forward and backward, and measure every layer."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    marks = [(_LastLayer(meter), list[int]()) for _ in layers_of(stage)]
-
-    def noting(layer: _LastLayer, live: list[int]) -> Callable[[str], None]:
-        def note(event: str) -> None:
-            if event in ("in", "out"):
-                live.append(meter.live_bytes)
-            layer.note(event)
-
-        return note
-
+    layers = [_LayerBytes(meter) for _ in layers_of(stage)]
     with meter, ExitStack() as watching:
-        for module, mark in zip(layers_of(stage), marks, strict=True):
-            watching.enter_context(watched([module], noting(*mark)))
+        for module, layer in zip(layers_of(stage), layers, strict=True):
+            watching.enter_context(watched([module], layer.note))
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
-    return [
-        _OfLayer((live[1] - live[0]) / chunk.num_tokens, (layer.peak_bytes - layer.begin_bytes) / chunk.num_tokens)
-        for layer, live in marks
-    ]
+    of_token = 1 / chunk.num_tokens
+    return [_OfLayer(layer.kept_bytes * of_token, (layer.peak_bytes - layer.begin_bytes) * of_token) for layer in layers]
 
 
 def _of_unlike_layers(stage: MegatronStage, known: Mapping[str, ModeCosts], least: float) -> dict[str, ModeCosts]:
@@ -282,7 +271,7 @@ def _held(
         layer: modules whose backward is watched for its peak; None for the last layer.
     """
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    last, half = _LastLayer(meter), [0]
+    last, half = _LayerBytes(meter), [0]
     layer = _last_layer(stage) if layer is None else layer
 
     def note(event: str) -> None:
@@ -299,10 +288,11 @@ def _held(
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
-class _LastLayer:
-    """Bytes held while the backward of a stage's last layer runs, which is the first layer in the backward.
+class _LayerBytes:
+    """Bytes that a layer keeps, and that are held while its backward runs.
 
     Attributes:
+        kept_bytes: more live behind its forward than ahead of it.
         runs: number of its modules whose backward runs; two halves overlap, since the input of the second one is the output of
             the first, so both have one gradient.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
@@ -311,12 +301,14 @@ class _LastLayer:
 
     def __init__(self, meter: SavedTensors) -> None:
         self.runs = 0
-        self.begin_bytes = self.peak_bytes = 0
+        self.kept_bytes = self.begin_bytes = self.peak_bytes = 0
         self._meter = meter
 
     def note(self, event: str) -> None:
         """Follow the events of `watched`."""
-        if event == "gradient in":
+        if event in ("in", "out"):
+            self.kept_bytes = self._meter.live_bytes - self.kept_bytes
+        elif event == "gradient in":
             if not self.runs:
                 self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
             self.runs += 1
@@ -400,7 +392,7 @@ def _of_slices(
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
-    last = _LastLayer(meter)
+    last = _LayerBytes(meter)
     with meter, watched(_last_layer(stage) if layer is None else layer, note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.own_inputs import OwnInputs
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
@@ -43,6 +42,9 @@ from megatron_epp.planner.service.worker import Worker
 from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.model.own_inputs import OwnInputs
 
 logger = logging.getLogger(__name__)
 

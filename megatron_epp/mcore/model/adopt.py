@@ -31,7 +31,6 @@ from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
-from megatron_epp.mcore.model.vocabulary_shard import divide_output_layer
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
@@ -139,7 +138,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     if args.epp_loss is not None:
         resolve_name("megatron_epp.mcore.model.value_head:put_head")(model, args)
     if shards_vocabulary(args):
-        divide_output_layer(model, args, vp_stage)
+        resolve_name("megatron_epp.mcore.model.vocabulary_shard:divide_output_layer")(model, args, vp_stage)
     elif args.epp_placement != "looped":
         model_chunks.tie(model, args)
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":

@@ -22,7 +22,6 @@ from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
-from megatron_epp.mcore.model.own_inputs import OwnInputs
 from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
@@ -33,6 +32,7 @@ from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
+    from megatron_epp.mcore.model.own_inputs import OwnInputs
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
