@@ -1,7 +1,7 @@
 """Pictures: a plan and a run of it with its memory, several plans below each other, and the memory of a plan by its items.
 
 Colours are Okabe and Ito's (distinguishable with every kind of colour blindness). The hue shows the operation; the shade shows
-whether a chunk holds whole short sequences (light) or a slice of a long one (dark, one shade per sequence).
+whether a chunk holds whole short sequences (light) or a slice of a long one (dark).
 matplotlib is imported only when a picture is drawn (``pip install "megatron-epp[viz]"``).
 """
 
@@ -54,12 +54,8 @@ _MANY_SECONDS = 10
 """Seconds of an iteration from which its time axis is in seconds."""
 _ROOMY_PIXELS = 10
 """Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
-_BATCHED = 0.4
-"""Strength of the colour of chunks of whole sequences."""
-_SLICED = (1.0, 0.8, 0.9)
-"""Strengths of the colours of chunks with slices, used in turn for the long sequences."""
-_ODD = 0.86
-"""Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
+_WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0
+"""Strength of the colours of chunks of whole sequences, and of chunks with a slice."""
 _MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
 _STATIC = ("#3B3B3B", "#5A5A5A", "#7A7A7A", "#989898", "#B5B5B5", "#CECECE", "#E2E2E2")
 """Greys of static items, in their order."""
@@ -334,12 +330,8 @@ class Shades:
     """Colour of every action of a plan: hue by operation, strength by the kind of chunk."""
 
     def __init__(self, plan: Plan) -> None:
-        slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
-        self._sliced = list(dict.fromkeys(s.sequence for s in slices if s is not None))
-        turn = {sequence: i % len(_SLICED) for i, sequence in enumerate(self._sliced)}
-        base = [_BATCHED if s is None else _SLICED[turn[s.sequence]] for s in slices]
-        self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
-        self._has_batched = any(s is None for s in slices)
+        sliced = [chunk.slice_of(plan.lengths) is not None for chunk in plan.chunks]
+        self._strength = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]
 
     def strength(self, chunk: int) -> float:
         """Strength of the colours of a chunk's actions, for `tint`."""
@@ -350,8 +342,8 @@ class Shades:
 
     def kinds(self) -> list[tuple[float, str]]:
         """Strength and meaning of the kinds of chunks that the plan has."""
-        kinds = [(_SLICED[0], "slice of a long sequence")] * bool(self._sliced)
-        return kinds + [(_BATCHED, "whole sequences")] * self._has_batched
+        texts = {_SLICE_STRENGTH: "slice of a long sequence", _WHOLE_STRENGTH: "whole sequences"}
+        return [(strength, text) for strength, text in texts.items() if strength in self._strength]
 
 
 def tint(colour: str, strength: float) -> str:
