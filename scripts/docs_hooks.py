@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site (mkdocs.yml): the README is its first page, and code blocks lose the words for tests."""
+"""Hooks of the documentation's site (mkdocs.yml): the README is its first page, code blocks lose the words for tests, and links stay inside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ _MARKED_FENCE = re.compile(r"^(\s*```\w+) \w+$", re.MULTILINE)
 """First line of a code block with a word behind its language, which marks it for tests."""
 _ELSEWHERE = re.compile(r"\[([^\]]*)\]\((?!docs/|https?:|#)[^)]*\)")
 """Links to files of the repository that are not pages."""
+
+
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
+"""Links of a page to files of the repository outside `docs`, which the site does not have."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -28,5 +32,5 @@ def first_page() -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Remove the words behind the languages of code blocks, which only tests read."""
-    return _MARKED_FENCE.sub(r"\1", markdown)
+    """Remove the words behind the languages of code blocks, which only tests read, and links that lead out of the site."""
+    return _OUTSIDE.sub(r"\1", _MARKED_FENCE.sub(r"\1", markdown))

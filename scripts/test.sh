@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the linters, the type checker and the default set of tests: all but those marked slow or callers. Does its own set-up.
 #   bash scripts/test.sh                      what CI runs
-#   bash scripts/test.sh -m fast              for while you write; see docs/testing.md
+#   bash scripts/test.sh -m fast              for while you write; see tests/README.md
 #   bash scripts/test.sh -m slow              campaigns and long matrices
 #   bash scripts/test.sh -m callers           real frameworks, each if `bash scripts/callers.sh NAME` has installed it
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest

@@ -1,1 +1,1 @@
-"""Tests of megatron_epp, by what they need; see `docs/testing.md`."""
+"""Tests of megatron_epp, by what they need; see `tests/README.md`."""

@@ -19,7 +19,7 @@ from megatron_epp.mcore.arguments.parser import add_epp_args
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*DOCS, ROOT / "README.md", ROOT / "patches" / "README.md"]
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "patches/README.md"))]
 WITH_COMMANDS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "scripts").glob("train.*"))]
 LAPTOP = "laptop"
 """Mark of a shell block that runs here. The others need a GPU, a cluster, or time."""
@@ -84,7 +84,7 @@ def anywhere(tmp_path_factory):
             page,
             body,
             id=f"{page.stem}: {body.splitlines()[0]}",
-            marks=() if page.stem == "getting-started" and not _is_long(body) else pytest.mark.slow,
+            marks=() if page.stem == "first-hour" and not _is_long(body) else pytest.mark.slow,
         )
         for page, body in RUNNABLE
     ],

@@ -254,7 +254,7 @@ def test_what_a_loss_asks_for_must_go_together(name):
 
 
 def test_the_loss_that_the_documentation_writes_is_one():
-    page = (Path(__file__).parents[2] / "docs" / "your-own-loss.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "your-loop.md").read_text()
     found = {}
     exec(re.search(r"```python\n(from dataclasses.*?)```", page, re.DOTALL)[1], found)
     loss = found["WeightedLikelihood"]()

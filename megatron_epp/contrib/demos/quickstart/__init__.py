@@ -50,7 +50,7 @@ Next:
   megatron-epp show {folder}/plan.json                    the plan of one iteration, as text
   megatron-epp advise --model llama3-8b --cluster h100x8 --devices 16 --lengths wikipedia --context 131072
                                                           sizes, layout and gain for your model, cluster and lengths
-  docs/getting-started.md                                 your documents, one node, SLURM"""
+  docs/first-hour.md                                      your documents, one node, SLURM"""
 
 
 def add_arguments(parser: Parser) -> None:
