@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site (mkdocs.yml): the README is its first page, code blocks lose the words for tests, and links stay inside."""
+"""Hooks of the documentation's site (mkdocs.yml): its first page is the README, and its links stay inside."""
 
 from __future__ import annotations
 
