@@ -33,11 +33,10 @@ def exported(source: str, checkpoint: str, target: str) -> None:
 
 
 def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
-    """Return logits of tokens from the model that Megatron's flags describe, with the weights that they load."""
+    """Return the logits of tokens, of the model that Megatron's flags describe and that is whole on this rank."""
     from megatron_epp.mcore import entry
 
     entry.prepare()
-    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import argument_utils, arguments, checkpointing, initialize
 
@@ -53,5 +52,5 @@ def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     with torch.no_grad():
         rows = models[0].eval()(ids, torch.arange(length)[None], mask)
-    assert parallel_state.get_pipeline_model_parallel_world_size() == 1
-    return rows[0].tolist()
+    values: list[list[float]] = rows[0].tolist()
+    return values
