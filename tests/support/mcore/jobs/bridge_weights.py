@@ -1,0 +1,56 @@
+"""Jobs of `tests/callers/test_bridge_weights.py`: Megatron-Bridge's conversions from and to folders of Hugging Face."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tests.support.mcore.jobs.training_steps import of_bridge
+
+
+def imported(source: str, target: str) -> None:
+    """Convert a folder of Hugging Face to a checkpoint of Megatron's."""
+    dist.init_process_group("gloo")  # by itself the bridge takes NCCL
+    with of_bridge():
+        from megatron.bridge import AutoBridge
+
+        AutoBridge.import_ckpt(hf_model_id=source, megatron_path=target)
+
+
+def exported(source: str, checkpoint: str, target: str) -> None:
+    """Convert a checkpoint of Megatron's to a folder of Hugging Face.
+
+    Args:
+        source: folder that the checkpoint's model once came from.
+    """
+    with of_bridge():
+        from megatron.bridge import AutoBridge
+
+        AutoBridge.from_hf_pretrained(source).export_ckpt(megatron_path=checkpoint, hf_path=target)
+
+
+def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
+    """Return the logits of tokens, of the model that Megatron's flags describe and that is whole on this rank."""
+    from megatron_epp.mcore import entry
+
+    entry.prepare()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import argument_utils, arguments, checkpointing, initialize
+
+    sys.argv = ["logits", *flags]
+    args = arguments.parse_and_validate_args()
+    initialize.initialize_megatron()
+    config = argument_utils.gpt_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    models = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    checkpointing.load_checkpoint(models, None, None)
+    ids = torch.tensor([tokens])
+    length = ids.shape[1]
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    with torch.no_grad():
+        rows = models[0].eval()(ids, torch.arange(length)[None], mask)
+    values: list[list[float]] = rows[0].tolist()
+    return values
