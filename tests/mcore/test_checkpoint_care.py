@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments import start
-from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, fault_of, settle_folder
+from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, embedding_rows, fault_of, settle_folder
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
 from tests.support.failing_disk import swept
@@ -50,6 +50,17 @@ def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: 
     assert state is not None
     assert state["iteration"] == 4
     assert {"lr_decay_steps", "max_lr"} <= state["opt_param_scheduler"].keys()
+
+
+def test_an_embedding_of_other_rows_is_told_with_the_flag_that_keeps_them(saved: Path, data: str) -> None:
+    rows = embedding_rows(saved)
+    assert rows is not None
+    flags = ("--load", saved, "--finetune", "--padded-vocab-size")
+    larger = trained(data, *flags, rows + 64)
+    assert larger.returncode == 0, larger.output[-5000:]
+    assert f"has {rows} rows and this model {rows + 64}" in larger.output
+    assert f"--padded-vocab-size {rows}" in larger.output
+    assert f"has {rows} rows" not in trained(data, *flags, rows).output
 
 
 @pytest.fixture

@@ -166,9 +166,10 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     """Check a checkpoint's files before they are loaded, if --epp is given; say what to do if it is of another layout."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
-    from megatron_epp.mcore.training.checkpoints import settle, telling_layout
+    from megatron_epp.mcore.training.checkpoints import settle, telling_layout, warn_of_rows
 
     settle(args)
+    warn_of_rows(args)
     with telling_layout(args):
         return original(*rest, **named)
 

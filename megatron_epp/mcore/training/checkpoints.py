@@ -32,6 +32,7 @@ _MOST_DIGITS = 19
 """Number of digits from which on a number in a tracker file is not read as an iteration."""
 INDEX = ".metadata"
 """File of a distributed checkpoint that says in which file, and where in it, each tensor is."""
+_EMBEDDING = "embedding.word_embeddings.weight"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _OF_LAYOUT = re.compile(r"not supported for DistributedOptimizer with sharding type|optimizer\.distributed\.dp_group_idx_")
 """Pattern of errors about optimizer state saved in its layout's gradient buckets: the sharding type, or a tensor's name."""
@@ -87,6 +88,40 @@ def telling_layout(args: Namespace) -> Iterator[None]:
             "which it loads: resume there once and save with --dist-ckpt-optim-fully-reshardable, which keeps it for every "
             f"layout, or begin it anew with --no-load-optim (Megatron: {' '.join(str(error).split())[:300]})"
         ) from error
+
+
+def warn_of_rows(args: Namespace) -> None:
+    """Warn on the first rank if the checkpoint to load has an embedding of other rows than the model.
+
+    Megatron cuts it, or leaves new rows as they were initialised, without a word; all of them count in the loss.
+    """
+    if torch.distributed.get_rank() != 0:
+        return
+    folders = (Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None)
+    folder = next((folder for folder in folders if (folder / TRACKER).is_file()), None)
+    rows = None if folder is None else embedding_rows(folder)
+    if rows is not None and rows != args.padded_vocab_size:
+        logger.warning(
+            "the embedding in %s has %d rows and this model %d: Megatron cuts it, or adds rows that were never trained and "
+            "count in the loss; --padded-vocab-size %d keeps the checkpoint's",
+            folder,
+            rows,
+            args.padded_vocab_size,
+            rows,
+        )
+
+
+def embedding_rows(folder: Path) -> int | None:
+    """Return the rows of the embedding in a folder's newest distributed checkpoint; None where its index does not tell."""
+    try:
+        named = (folder / TRACKER).read_text(encoding="utf-8").strip()
+        checkpoint = folder / ("release" if named == "release" else f"iter_{int(named):07d}")
+        tensors = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception:  # a damaged checkpoint, or one of another format, is Megatron's to refuse
+        return None
+    return next(
+        (tensor.size[0] for key, tensor in tensors.items() if key.endswith(_EMBEDDING) and hasattr(tensor, "size")), None
+    )
 
 
 def settle_folder(folder: Path, *, falls_back: bool) -> None:
