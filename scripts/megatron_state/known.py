@@ -18,27 +18,30 @@ _HEAD = """\
 
 # State that Megatron keeps
 
-Megatron keeps counters, scales, queues and buffers in variables of modules and in attributes of classes and layers. Plans run
-microbatches and slices in another order than the caller's, backwards in another order than forwards, and some layers twice.
-Where recompute adds to a counter again, or a queue takes the order of running for the order of the data, numbers would be wrong
-without an error. This page has all such state of megatron-core 0.18 and 0.19:
+Numbers of a training depend on counters, scales, queues and buffers that Megatron keeps in modules, classes and layers. This
+page says what plans do about each in megatron-core 0.18 and 0.19. Plans run microbatches and slices in another order than the
+caller's, and some layers twice. Without an error a counter would be added to again, or a queue take the order of running for
+the order of the data. State is
 
 - *honoured*: its values, and what follows from them, are those of Megatron's own schedule; the file has the test;
-- *refused*: with these flags a run ends before it begins, and is told which;
-- *harmless*: neither order nor repetition changes a number, for the reason given.
+- *refused*: with these flags a run ends before it begins; or
+- *harmless*: neither order nor repetition changes a number.
 
-`python -m scripts.megatron_state FOLDER...` lists it from the sources of releases, with lines and functions, and with `--new`
-only what this page lacks; a test does the same for three releases. Attributes that a forward of a layer binds anew for itself
-are not on the list.
-
-"""
-_UNREACHED = """
-## Changed outside of forwards and backwards
+`scripts/megatron_state/known.yaml` has the names. `python -m scripts.megatron_state FOLDER...` finds them in the sources of
+releases, with lines and functions, and with `--new` those that the file lacks; a test does so for three releases. Attributes
+that a forward of a layer binds anew for itself are not listed.
 
 """
-_OUTSIDE = """
-## Not looked at
+_HARMLESS = """
+## Harmless to both
 
+"""
+_ELSEWHERE = """
+## Not on the list
+
+State that is changed {changed}.
+
+Parts of `megatron/` that no forward or backward of a training runs: {outside}.
 """
 
 
@@ -78,34 +81,25 @@ def flags(text: str) -> list[str]:
 def page() -> str:
     """Return the whole page."""
     data = known()
-    reached = [(row["keeps"], _names(row), *_columns(row)) for row in data["reached"]]
-    unreached = [(row["changed"], _names(row)) for row in data["unreached"]]
-    outside = [(f"`{name}`", reason) for name, reason in data["outside"].items()]
-    names = "names, behind `megatron.`"
+    states = [(row["keeps"], *_columns(row)) for row in data["reached"]]
+    harmless = [(keeps, both.removeprefix("harmless: ")) for keeps, both, same in states if not same and "harmless" in both]
+    others = [row for row in states if row[0] not in dict(harmless)]
+    changed = "; ".join(row["changed"] for row in data["unreached"])
+    outside = ", ".join(f"`{name}`" for name in data["outside"])
     parts = (
         _HEAD,
-        table(reached, ("what it keeps", names, "plans of documents", "a script's own microbatches")),
-        _UNREACHED,
-        table(unreached, ("changed", names)),
-        _OUTSIDE,
-        table(outside, ("in `megatron/`", "what it is for")),
+        table(others, ("what Megatron keeps", "plans of documents", "a script's own microbatches, if other")),
+        _HARMLESS,
+        table(harmless, ("what Megatron keeps", "why it changes no number")),
+        _ELSEWHERE.format(changed=changed, outside=outside),
     )
     return "".join(parts)
 
 
 def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what is said of both kinds of plans, once where it is the same."""
+    """Return what is said of both kinds of plans; nothing of the second where it is the same."""
     first, second = (said(row, plans) for plans in PLANS)
-    return first, "the same" if first == second else second
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    """Return the names of a row, each module once."""
-    by_module: dict[str, list[str]] = {}
-    for name in (*row.get("names", ()), *row.get("unseen", ())):
-        module, _, inside = name.partition(":")
-        by_module.setdefault(module, []).append(f"`{inside}`")
-    return "; ".join(f"`{module}`: {', '.join(inside)}" for module, inside in by_module.items())
+    return first, "" if first == second else second
 
 
 def table(rows: Iterable[Sequence[str]], titles: Sequence[str]) -> str:
