@@ -158,8 +158,8 @@ _RUNNING = (
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
         "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
         "MLP; or a file with them and the ranks of the stages. even: as many whole layers on each; balanced: ranks take "
-        "equally long for the run's sequences; auto: what takes least time for its first batches, found by planning some of them and "
-        "kept with the checkpoints (default: as Megatron's flags divide layers, which this replaces).",
+        "equally long for the run's sequences; auto: what takes least time for its first batches, found by planning some of "
+        "them and kept with the checkpoints (default: as Megatron's flags divide layers, which this replaces).",
         "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
         "MLP, behind v: or looped: where each of the --stages ranks has several; a file that `plan --layout-out` wrote; even; "
         "balanced: ranks take equally long for sequences like these; or auto: what takes least time for batches like these, "
