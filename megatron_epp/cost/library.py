@@ -212,9 +212,6 @@ def load_costs(name: str) -> Profile | PipelineCosts:
 
     A profile is of layers: its method `costs` makes those of a pipeline, given the layers of every stage.
 
-    Args:
-        name: of a file, or of a shipped profile.
-
     Raises:
         EppError: there is no such file, it is neither a profile nor the costs of a pipeline, or these were learnt from a
             script's own microbatches, which are never sliced.
