@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.cli import main as cli
@@ -11,17 +13,22 @@ from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
-from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
+from megatron_epp.mcore.arguments.table import EVERYDAY
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+TRAINING = "T"
+COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}
+"""Letters of the commands that take settings of the table, in the order of their sections."""
+IN_EVERY_COMMAND = "--debug"
 HEAD = """\
 <!-- Written by scripts/write_flags.py from mcore/arguments/table.py and the commands: change those, and run it again. -->
 
 # Flags
 
-Training takes Megatron's own flags and the flags of the first two tables; in YAML they stand under `epp:` without the prefix
-(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). Everyday flags come first. Commands also take training's names of their
-flags (`--epp-layout` for `--layout`), and older ones.
+A setting has one row here, and its letters say who takes it: T training, P `megatron-epp plan`, C `compare`, A `advise`,
+D `doctor --profile`. Training takes Megatron's flags, too. Commands take each name without `epp-` as well (`--layout`). In
+YAML the flags of training stand under `epp:` without the prefix (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). A
+value in brackets may be left out, which means `on`.
 """
 REFUSED = """\
 ## Megatron's flags that --epp refuses
@@ -33,49 +40,123 @@ NO_EFFECT = """\
 
 A line at start-up names those that are given. It is always so: {implied}. There is nothing for them to do: {idle}.
 """
-Row = tuple[str, str, str]
-TITLES = "flag", "default", "what it does"
+OF_COMMANDS = f"""\
+## Flags of single commands
+
+`megatron-epp plan`, `compare`, `advise` and `doctor --profile` take the settings above, too. Every command takes
+`{IN_EVERY_COMMAND}`, which prints the traceback of an error.
+"""
+DEFAULT = re.compile(r"\s*\(default: (.*)\)$")
+TITLES = "flag", "of", "default", "what it does"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A flag as one parser takes it.
+
+    Attributes:
+        letter: of the command; `TRAINING`.
+        name: spelled with its value.
+        default: what its text says of it, or its value.
+    """
+
+    letter: str
+    name: str
+    default: str
+    text: str
 
 
 def document() -> str:
     """The whole file."""
-    training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
-    everyday = {ROWS[setting].training for setting in EVERYDAY}
-    refused = [(code(row.flag), allowed(row.allowed), row.advice) for row in OF_DOCUMENTS]
-    parts = [
-        HEAD,
-        "## Training\n",
-        table(rows_of(training, lambda action: action.option_strings[0] in everyday)),
-        "More:\n",
-        table(rows_of(training, lambda action: action.option_strings[0] not in everyday)),
-        REFUSED,
-        table(refused, ("flag", "but for", "advice")),
-    ]
-    parts.append(NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)))
-    above: dict[Row, str] = {}
+    uses = settings()
+    more = [setting for setting, of in uses.items() if of[0].letter == TRAINING and setting not in EVERYDAY]
+    others = [setting for setting, of in uses.items() if of[0].letter != TRAINING]
+    parts = [HEAD]
+    for title, chosen in ("Everyday", EVERYDAY), ("More of training", more), ("Of commands alone", others):
+        parts += [f"## {title}\n", table((setting_row(uses[setting]) for setting in chosen), TITLES)]
+    parts += [REFUSED, table(refused(), ("flags", "but for", "advice"))]
+    parts += [NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)), OF_COMMANDS]
+    above: set[tuple[str, ...]] = set()
     for name, parser in commands().items():
-        parts.append(f"## megatron-epp {name}\n")
+        parts.append(f"### megatron-epp {name}\n")
         if name in cli.NAMES:
             short = cli.NAMES[name]
             parts.append(f"Short for `megatron-epp {short.command} --{short.switch}`.\n")
             continue
         parts.append(f"{parser.description}\n")
-        parts += tables_of(parser, above, name)
+        rows = [(use.name, use.default, use.text) for setting, use in uses_of(parser, "") if not setting]
+        if new := [row for row in rows if row not in above]:
+            parts.append(table(new, ("flag", "default", "what it does")))
+        if repeated := [row[0] for row in rows if row in above]:
+            parts.append(f"And, as above: {', '.join(repeated)}.\n")
+        above |= set(rows)
     return "\n".join(parts)
 
 
-def tables_of(parser: Parser, above: dict[Row, str], command: str) -> Iterator[str]:
-    """The flags of a command; those that a command above has are named, not told again."""
-    rows = rows_of(parser)
-    if new := [row for row in rows if row not in above]:
-        yield table(new)
-    if again := [row for row in rows if row in above]:
-        yield f"And, as `megatron-epp {above[again[0]]}` does: {'; '.join(row[0] for row in again)}.\n"
-    above |= dict.fromkeys(new, command)
+def settings() -> dict[str, list[Use]]:
+    """Return the parsers' uses of every setting of the table: of training first, then by command."""
+    parsers: list[tuple[str, argparse.ArgumentParser]] = [(TRAINING, training())]
+    parsers += [(letter, commands()[name]) for name, letter in COMMANDS.items()]
+    uses: dict[str, list[Use]] = {}
+    for letter, parser in parsers:
+        for setting, use in uses_of(parser, letter):
+            if setting:
+                uses.setdefault(setting, []).append(use)
+    return uses
 
 
-def flags_in(flags: Iterable[MegatronFlag]) -> str:
-    return ", ".join(code(flag.flag) for flag in flags)
+def setting_row(uses: Sequence[Use]) -> tuple[str, ...]:
+    """Return the row of a setting: the name and text of its first use, and what differs in later ones."""
+    first, *later = uses
+    defaults: dict[str, str] = {}
+    for use in uses:
+        defaults[use.default] = defaults.get(use.default, "") + use.letter
+    default = "; ".join(text if text == first.default else f"{letters}: {text}" for text, letters in defaults.items() if text)
+    names, text = [first.name], first.text
+    if later and first.letter == TRAINING and later[0].name.split(" ")[0] != first.name.split(" ")[0].replace("epp-", ""):
+        names.append(later[0].name)
+    if later and first.letter == TRAINING and without_flags(later[0].text) != without_flags(text):
+        text += f". In commands: {later[0].text}"
+    return ", ".join(names), "".join(use.letter for use in uses), default, text
+
+
+def refused() -> list[tuple[str, str, str]]:
+    """Return Megatron's flags that are refused, those with the same advice in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in OF_DOCUMENTS:
+        rows.setdefault((allowed(row.allowed), row.advice), []).append(code(row.flag))
+    return [(", ".join(flags), but_for, advice) for (but_for, advice), flags in rows.items()]
+
+
+def uses_of(parser: argparse.ArgumentParser, letter: str) -> Iterator[tuple[str, Use]]:
+    """Yield the flags that a parser lists, with their settings of the table; without one an empty name."""
+    for action in parser._actions:
+        listed = action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+        if listed and IN_EVERY_COMMAND not in action.option_strings:
+            yield getattr(action, "setting", ""), use_of(action, parser, letter)
+
+
+def use_of(action: argparse.Action, parser: argparse.ArgumentParser, letter: str) -> Use:
+    value = parser._get_formatter()._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+    names = action.option_strings or [""]
+    spelled = ", ".join(code(f"{name} {value if name == names[-1] else ''}".strip()) for name in names)
+    required = " (required)" if action.required and action.option_strings else ""
+    text = escaped((action.help or "") % {**vars(action), "prog": parser.prog})
+    text = text if text.endswith("..") else text.removesuffix(".")
+    text = text[:1].upper() + text[1:]
+    if stated := DEFAULT.search(text):
+        return Use(letter, spelled + required, stated[1], text[: stated.start()].removesuffix("."))
+    unsaid = action.default is None or action.default is False or not action.option_strings  # then the help says what happens
+    return Use(letter, spelled + required, "" if unsaid else words(action.default), text)
+
+
+def without_flags(text: str) -> str:
+    """The text as far as it is equal for parsers that name flags in their own ways."""
+    return re.sub(r"--[\w-]+", "--", text)
+
+
+def training() -> argparse.ArgumentParser:
+    return add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
 
 
 def commands() -> dict[str, Parser]:
@@ -83,30 +164,18 @@ def commands() -> dict[str, Parser]:
     return dict(action.choices)
 
 
-def table(rows: Iterable[Row], titles: Row = TITLES) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * 3, *rows))
+def flags_in(flags: Iterable[MegatronFlag]) -> str:
+    return ", ".join(code(flag.flag) for flag in flags)
+
+
+def table(rows: Iterable[Sequence[str]], titles: Sequence[str]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *rows))
 
 
 def allowed(values: Iterable[object]) -> str:
     """Values that a flag may take; empty where it may only be left out."""
     said = (value for value in values if value is not None and value is not False and value != [])
     return ", ".join(code(words(value)) for value in said)
-
-
-def rows_of(parser: argparse.ArgumentParser, takes: Callable[[argparse.Action], bool] = bool) -> list[Row]:
-    """A row per flag that is taken, by default every one."""
-    shown = (action for action in parser._actions if not isinstance(action, argparse._HelpAction) and takes(action))
-    return [row_of(action, parser) for action in shown if action.help != argparse.SUPPRESS]
-
-
-def row_of(action: argparse.Action, parser: argparse.ArgumentParser) -> Row:
-    value = parser._get_formatter()._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
-    names = action.option_strings or [""]
-    spelled = ", ".join(code(f"{name} {value if name == names[-1] else ''}".strip()) for name in names)
-    required = " (required)" if action.required and action.option_strings else ""
-    unsaid = action.default is None or action.default is False or not action.option_strings  # then the help says what happens
-    help_text = (action.help or "") % {**vars(action), "prog": parser.prog}
-    return spelled + required, "" if unsaid else code(words(action.default)), escaped(help_text)
 
 
 def words(value: object) -> str:

@@ -29,7 +29,7 @@ class Distillation:
         reverse: the divergence is ``sum p log(p / q)`` with `p` the model's and `q` the teacher's probabilities, which seeks
             one mode of the teacher; otherwise ``sum q log(q / p)``.
         renormalizes: see above.
-        average: of the batch.
+        average: divisor of the batch's sum.
         temperature: logits are divided by it; the teacher's log-probabilities are given at the same.
     """
 

@@ -152,7 +152,7 @@ class NextToken:
     """Cross entropy of trained tokens, each times the column `weight_column` if there is one.
 
     Attributes:
-        average: of the batch.
+        average: divisor of the batch's sum.
         weight_column: name of a column of weights; None for none.
     """
 

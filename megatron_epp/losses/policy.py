@@ -69,9 +69,9 @@ class ClippedRatio:
         clip_low, clip_high: the ratio counts between ``1 - clip_low`` and ``1 + clip_high``.
         clip_negative: for negative advantages the loss is at most this times the advantage (dual clip, Ye et al. 2020); None
             for no such limit.
-        average: of the batch.
-        kl: estimate of the divergence from the reference policy, one of `KL`; None for none.
-        kl_weight: of the divergence.
+        average: divisor of the batch's sum.
+        kl: estimate of the divergence from the reference policy, ``k1``, ``k2`` or ``k3``; None for none.
+        kl_weight: factor of the divergence.
         has_importance: the loss of every token is multiplied by the column of importance weights.
         entropy_weight: the loss of every token is less this times the entropy of its distribution.
         temperature: at which samples were drawn; logits are divided by it.
@@ -165,7 +165,7 @@ class ClippedValue:
 
     Attributes:
         clip: a value counts between the old one less `clip` and the old one plus `clip`; None for no such limit.
-        average: of the batch.
+        average: divisor of the batch's sum.
     """
 
     name: ClassVar[str] = "value loss"

@@ -46,10 +46,10 @@ __all__ = [
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
-    """Plan one iteration. Equal arguments give equal plans, in every process; not so with the planner "milp" or a budget.
+    """Plan one iteration. Equal arguments give equal plans in every process, but for the planner "milp" and a time budget.
 
     Returns:
-        A plan that `check` finds nothing wrong with, with the simulator's predictions.
+        a plan that `check` finds nothing wrong with, with the simulator's predictions.
 
     Raises:
         InfeasibleError: nothing fits the caps; the message names the smallest cap that would suffice, the remedies name the

@@ -113,11 +113,11 @@ class Options:
         offload: copy activations to the host and back where the costs have a link, and keep keys and values of slices there (KV
             offload).
         kv_offload: with `offload`, use KV offload for slices where memory is short.
-        steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
+        steps: changes that the local search behind the planner tries. Equal numbers give equal plans on every machine.
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
         plan_limit_s: seconds for which the planner "milp" looks for a better plan; None for its default.
-        seed: of a planner's search; recorded in the plan.
+        seed: of the planner's random choices; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
             computes while the other exchanges activations between tensor-parallel ranks.
     """

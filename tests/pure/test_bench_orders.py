@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.bench import CASES, DRAWN, ORDERS, TIE, main
-from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims, with_tables
+from scripts.bench.orders.page import CLAIMS, claims, gallery, with_table
 from tests.support.seeds import some_by_default
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
@@ -24,17 +24,16 @@ def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
 
 
 def test_the_page_of_schedules_has_the_words_of_the_script_that_writes_it():
-    """All but the figures of plans, which take long: their tables are taken from the page, and only their names looked at."""
+    """All but the figures of plans, which take long: their table is taken from the page, and only its names looked at."""
     page = PAGE.read_text()
     planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
-    makespans, *peaks = re.findall(r"(?m)(?:^\|.*\n)+", planned)
-    assert page == with_tables(makespans.rstrip(), "\n".join(peaks).rstrip(), PAGE.with_suffix(".png").name, DRAWN)
+    (makespans,) = re.findall(r"(?m)(?:^\|.*\n)+", planned)
+    assert page == with_table(makespans.rstrip(), PAGE.with_suffix(".png").name, DRAWN)
     cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
     assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
-    for table in (makespans, *peaks):
-        names = re.findall(r"(?m)^\| `(.+?)` \|", table)
-        assert set(names) == set(ORDERS)
-        assert len(names) == len(ORDERS)
+    names = re.findall(r"(?m)^\| `(.+?)` \|", makespans)
+    assert set(names) == set(ORDERS)
+    assert len(names) == len(ORDERS)
 
 
 def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -47,24 +46,8 @@ def test_no_order_is_faster_than_greedy_with_its_placement(tmp_path: Path, capsy
         assert all(0 < row[f"{who}bubble"] < 1 and 0 < row[f"{who}peak_gib"] <= row["cap_gib"] for who in ("", "greedy_"))
     page = tmp_path / "page.md"
     assert main(["--page", str(page), "--rows", str(tmp_path / "rows.json")]) == 0
-    assert bubbles_and_peaks(rows) in page.read_text()
+    assert gallery(rows) in page.read_text()
     assert claims() in page.read_text()
-
-
-def test_the_page_has_bubble_and_peak_of_every_order_by_batch_and_cap():
-    none = {"bubble": None, "peak_gib": None, "greedy_bubble": None, "greedy_peak_gib": None}
-    found = {"bubble": 0.125, "peak_gib": 40.25, "greedy_bubble": 0.1, "greedy_peak_gib": 39.0}
-    rows = [
-        {"batch": "A", "cap_gib": cap, "order": order} | figures
-        for cap, order, figures in [(80, "gpipe", found), (80, "zb-v", none), (40, "gpipe", none), (40, "zb-v", found)]
-    ]
-    assert bubbles_and_peaks(rows).splitlines() == [
-        "| A | 80 GiB | 40 GiB |",
-        "| --- | --- | --- |",
-        "| the default planner | 10.0 %, 39.0 | no plan |",
-        "| `gpipe` | 12.5 %, 40.2 | no plan |",
-        "| `zb-v` | no plan | 12.5 %, 40.2 |",
-    ]
 
 
 def test_random_batches_are_planned_once_and_wins_and_losses_counted(

@@ -43,21 +43,17 @@ PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
 _PLANNING = (
     Flag("epp", "--epp", "", SWITCH, "Plan every iteration from the lengths of its sequences and run the plan."),
     Flag("schedule", "--epp-schedule", choices=("elastic", "stock", "whole", "padded", "packed"), default="elastic").described(
-        "elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
-        "whole sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic)."
+        "elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: a whole "
+        "sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: sequences padded to "
+        "--seq-length; packed: sequences packed up to it (default: elastic)."
     ),
     Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
-        "Who makes the plans (default: greedy): a planner that `megatron-epp schedules` lists, or module:function for one of "
-        "your own.",
-        f"who plans: {PLANNER_NAMES} (default: greedy)",
+        "Who plans: a name that `megatron-epp schedules` lists, or module:function (default: greedy)."
     ),
     Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(
-        "Time for planning a replica's share of a batch, during the iterations before it: what the planner greedy leaves "
-        "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
-        "to rounding. Default: none; then plans are the same in every run.",
-        "time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
-        "machine, unlike with --steps (default: none)",
+        "Time for planning a replica's share of a batch. What the planner greedy leaves of it goes to local search, which gets "
+        "as far as the machine lets it, so a resumed run repeats losses only to rounding (default: none; plans are the same in "
+        "every run)."
     ),
     Flag("plan_limit_s", "", "--plan-limit-seconds", AMOUNT, metavar="S").described(
         "With --planner milp, time for which the solver looks for a better plan (default: 10)."
@@ -71,36 +67,33 @@ _PLANNING = (
 )
 _BATCH = (
     Flag("microbatches", "--epp-microbatches", choices=("plan", "user"), default="plan").described(
-        "plan: documents are cut and packed into chunks by the plan. user: the script's own microbatches run whole, with its "
-        "data, forward step, loss and model; the plan gives their order (default: plan)."
+        "plan: documents are cut and packed into chunks. user: the script's own microbatches run whole, with its data, forward "
+        "step, loss and model; the plan gives their order (default: plan)."
     ),
     Flag("order", "--epp-order", choices=("planned", GIVEN), default="planned").described(
-        "Order of a script's own microbatches, for --epp-microbatches user. planned: whichever is fastest. given: the "
-        "script's, on every stage, forwards as well as backwards, and a layer recomputes for all microbatches or for none: as "
-        "router replay and other queues inside of a model need it (default: planned)."
+        "Order of a script's own microbatches. planned: whichever is fastest. given: the script's, of forwards and backwards "
+        "on every stage, and a layer recomputes for all microbatches or for none; router replay and other queues inside of a "
+        "model need it (default: planned)."
     ),
     Flag("documents", "--epp-documents", "--documents", choices=DOCUMENTS, default="split").described(
-        "What becomes of documents. split: a sequence by itself each; of one longer than --seq-length several sequences of "
-        "that length and one of what is left, each by itself, with positions from 0; each begins with the last label of the "
-        "one before, so that every token of a document but its first is a label exactly once. truncate: what is beyond "
-        "--seq-length is left out, and a warning says how many tokens that are. stream: Megatron's own samples, documents one "
-        "after the other, cut every --seq-length tokens, each sample a sequence (default: split).",
-        "what becomes of documents, as in training: longer ones several sequences, or one that is cut off; or all of them a "
-        "stream that is cut every so many tokens (default: split)",
+        "What becomes of documents. split: each is a sequence, one longer than {context} several with positions from 0, which "
+        "begin with the last label of the one before, so that no label is lost; truncate: what is beyond {context} is left "
+        "out, and a warning counts it; stream: Megatron's own samples, documents one after the other cut every {context} "
+        "tokens (default: split)."
     ),
     Flag("context", "--seq-length", "--context", COUNT, "The most tokens of a sequence (default: the longest length)."),
     Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
         "Sequences of a batch (default: %(default)s)."
     ),
     Flag("batch_tokens", "--epp-batch-tokens", "", COUNT).described(
-        "A batch of training has as many sequences as fit this many tokens, over all replicas: they are taken in their order "
-        "until the next one would exceed it, but at least one for each replica. --global-batch-size then counts the sequences "
-        "of a batch of evaluation only (default: a batch has --global-batch-size sequences)."
+        "Most tokens of a training batch, over all replicas: sequences are taken in order until the next would exceed it, at "
+        "least one per replica. --global-batch-size then counts sequences of evaluation only (default: a batch has "
+        "--global-batch-size sequences)."
     ),
     Flag("samples", "--epp-samples", "", metavar="FILE", takes_several=True).described(
-        "Files of JSONL or Parquet of samples to train on and to evaluate on, in place of --data-path: an object in each line "
-        "or row, with a list `tokens`, a list `trained` of 0 and 1 if not all tokens are trained, and what --epp-loss reads, a "
-        "number for every token as a label or one for all (default: none)."
+        "Files of JSONL or Parquet to train and evaluate on, in place of --data-path. A line or row has a list `tokens`, a "
+        "list `trained` of 0 and 1 if not all tokens are trained, and what --epp-loss reads, a number for every token as a "
+        "label or one for all (default: none)."
     ),
     Flag("loss", "--epp-loss", "", metavar="MODULE:NAME").described(
         "Loss of --epp-samples: one of megatron_epp.losses, as megatron_epp.losses:ClippedRatio, or one of your own "
@@ -110,15 +103,14 @@ _BATCH = (
 )
 _MEMORY = (
     Flag("cap_bytes", "--epp-memory-cap-gb", "--memory-cap-gb --memory-gb", AMOUNT, metavar="GB").described(
-        f"Memory one rank may hold, weights and optimizer included. Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none "
-        "on CPU. On a GPU no more than is left when libraries and communicators are set up, less "
-        f"{SETUP_MARGIN_BYTES >> 30} GiB.",
-        "what one rank may hold, in 2^30 bytes, weights and optimizer included "
+        f"Memory one rank may hold, in 2^30 bytes, weights and optimizer included (default: {100 * DEVICE_SHARE:.0f}%% of the "
+        "device's, none on CPU; on a GPU never more than is left when libraries and communicators are set up, less "
+        f"{SETUP_MARGIN_BYTES >> 30} GiB).",
+        "memory one rank may hold, in 2^30 bytes, weights and optimizer included "
         f"(default: {100 * DEVICE_SHARE:.0f}%% of the --cluster's device memory; no cap without)",
     ),
     Flag("fragmentation_share", "--epp-fragmentation-share", "--fragmentation-share", SHARE, metavar="SHARE").described(
-        "Of what chunks hold, what plans allow for gaps between an allocator's blocks. Default: 0.05 on GPUs, 0 on CPU.",
-        "of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with --rates cpu 0)",
+        "Gaps between an allocator's blocks that plans allow for, as a share of what chunks hold (default: 0.05; 0 on CPU)."
     ),
     Flag("chunk_tokens", "--epp-chunk-tokens", "--chunk-tokens", COUNT, "Most tokens of a chunk (default: no limit)."),
     Flag("slices", "--epp-slices", "--slices", COUNT, "Slices of the longest sequence (default: the planner chooses)."),
@@ -131,14 +123,13 @@ _MEMORY = (
         metavar="auto|N",
         field=lambda value: value if value == AUTO else int(value),
     ).described(
-        "Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
-        "Takes the place of --recompute-granularity and its kin (default: auto).",
-        "layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
+        "Layers per stage that recompute in backward: a number, or auto, as few as the cap allows for each stage and chunk; in "
+        "place of Megatron's --recompute-granularity and its kin (default: auto)."
     ),
     Flag("recompute_modes", "--epp-recompute-modes", "--recompute-modes", choices=("all", "full"), default="all").described(
         "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
-        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
-        "MLP or experts and norms (mlp); full: always all of it (default: all)."
+        "(full), all but core attention (selective; Megatron's runs core attention alone), or its MLP or experts and norms "
+        "(mlp); full: always all of it (default: all)."
     ),
     Flag(
         "offload",
@@ -149,97 +140,86 @@ _MEMORY = (
         alone="on",
         field=lambda value: value == "on",
     ).described(
-        "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
-        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise. auto: on GPUs and with "
-        "--epp-host-memory-gb (default: auto). For the planner greedy and orders of papers; KV offload is chosen by greedy.",
-        "copy activations to host memory between forward and backward where that costs less time than recompute, and use KV "
-        "offload for sliced sequences where the rest does not fit otherwise; auto: with --host-memory-gb (default: auto)",
+        "Copy activations to host memory between forward and backward where that costs less time than recompute, with greedy "
+        "and orders of papers; with greedy use KV offload for sliced sequences where the rest does not fit otherwise. auto: "
+        "with {host_cap_bytes}, and in trainings on GPUs (default: auto)."
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
-        "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
-        "of the job or container allows where that is less, shared by the machine's ranks; the log says which.",
-        "host memory that --offload may take per rank, in 2^30 bytes (default: no limit)",
+        "Host memory that {offload} may take per rank, in 2^30 bytes (default: 80%% of the machine's, or of what the control "
+        "group of the job or container allows, shared by the machine's ranks).",
+        "host memory that {offload} may take per rank, in 2^30 bytes (default: no limit)",
     ),
 )
 _RUNNING = (
     Flag("placement", "--epp-placement", choices=("looped", "v"), default="looped").described(
-        "Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: as in "
-        "Megatron's interleaved pipelines, rank after rank and again from the first; v: in a V, so that of two stages on each "
-        "the first rank has the first and the last (default: looped)."
+        "Where stages go when a rank has several. looped: as in Megatron's interleaved pipelines, rank after rank and again "
+        "from the first; v: of two stages on each rank the first rank has the first and the last (default: looped)."
     ),
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
-        "Layers of every stage, first to last, as ``8,7.5,8.5``, or a file with them and the ranks of the stages. A half means "
-        "that a stage ends with a layer's attention, and the next begins with its MLP. even, balanced: whole layers, as many "
-        "on each stage, or so that ranks take equally long for the run's sequences; auto: what takes least time for the run's "
-        "first batches, found by planning some of them at start-up, for as many stages on a rank as other flags say. What is "
-        "found is kept with the checkpoints, so that a resumed run has it too. Replaces the flags of Megatron that divide "
-        "layers (default: as these say).",
-        "layers of every stage. auto: those with which batches like these take least time, found by planning some of them, "
-        "with several stages on a rank where that is faster; balanced: fewer where the vocabulary's work comes on top, for "
-        "sequences as long as these; a file that `plan --layout-out` wrote; or a list, where 7.5 means that the stage ends "
-        "with a layer's attention, or begins with its MLP, and which v: or looped: begins where each of the --stages ranks has "
-        "several (default: balanced)",
+        "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
+        "MLP; or a file with them and the ranks of the stages. even: as many whole layers on each; balanced: ranks take "
+        "equally long for the run's sequences; auto: what takes least time for its first batches, found by planning some of "
+        "them and kept with the checkpoints (default: as Megatron's flags divide layers, which this replaces).",
+        "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
+        "MLP, behind v: or looped: where each of the --stages ranks has several; a file that `plan --layout-out` wrote; even; "
+        "balanced: ranks take equally long for sequences like these; or auto: what takes least time for batches like these, "
+        "with several stages on a rank where that is faster (default: balanced)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
     ).described(
-        "Divide the output layer over the pipeline ranks, so that the last stage does not wait for the vocabulary: on, off, or "
-        "auto, which does so where plans are faster with it (default: off).",
+        "Divide the output layer over the pipeline ranks, so that the last stage does not wait for the vocabulary. auto: where "
+        "plans are faster with it (default: off).",
     ),
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
-        "Run a backward and the forward behind it in one step where that is faster: each computes while the other exchanges "
-        "activations between tensor-parallel ranks. For the planner greedy."
+        "With the planner greedy, run a backward and the forward behind it in one step where that is faster: each computes "
+        "while the other exchanges activations between tensor-parallel ranks."
     ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|learn|FILE").described(
-        "Where predicted times come from: formulas; the first iterations of training, which are planned by formulas; or a file "
-        "of `megatron-epp profile`, or of a run that has learnt them. Learnt times are kept with the checkpoints, so that a "
-        "resumed run plans alike. With --epp-microbatches user they are always learnt (default: analytic)."
+        "Where predicted times come from. analytic: formulas; learn: the first iterations, which are planned by formulas, as "
+        "always with --epp-microbatches user; or a file of `megatron-epp profile`, or of a run that has learnt them. Learnt "
+        "times are kept with the checkpoints (default: analytic)."
     ),
     Flag("fp32_kv_gradients", "--epp-fp32-kv-gradients", choices=FP32_CHOICES, default=AUTO, alone="on").described(
-        "Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
-        f"so where it has more than {MOST_ROUNDED_SLICES} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes "
-        "twice the memory for them (default: auto)."
+        "Add up the gradients of a sliced sequence's keys and values in fp32, with twice the memory for them: in bf16 and fp16 "
+        f"every slice rounds the sum. auto: where it has more than {MOST_ROUNDED_SLICES} slices (default: auto)."
     ),
     Flag("latents", "--epp-latents", "--latents", choices=(AUTO, "on", "off"), default=AUTO, alone="on").described(
-        "What slices of a model with latent attention (--multi-latent-attention) hand on. on (or no value): latents, of which "
-        "every slice makes the keys and values of its prefix anew, so that little is kept of a sequence; off: keys and values; "
-        "auto: whichever makes faster plans for the first batch and the longest sequence (default: auto).",
-        "what slices of latent attention hand on: latents, or keys and values made of them (default: whichever plans faster)",
+        "What slices of latent attention (--multi-latent-attention) hand on. on: latents, of which every slice makes the keys "
+        "and values of its prefix anew, so that little is kept; off: keys and values; auto: whichever plans faster for the "
+        "first batch and the longest sequence (default: auto)."
     ),
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(
-        "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never "
-        "there at once. The price is one more product with the output layer's weight. Liger's kernel does what is between "
-        "products where it can (megatron-epp doctor tells), else plain torch. 0: as Megatron does. auto (default): blocks of "
-        "1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
-        "tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
-        "auto, blocks where the longest sequence has more than 2 GiB of fp32 logits on a rank)",
+        "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never there at "
+        "once, for one more product with the output layer's weight. Between products Liger's kernel runs where it can. 0: as "
+        "Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest sequence has more than 2 GiB on a rank, else 0 "
+        "(default: auto)."
     ),
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
         "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
-        "on all ranks at once, and not in the iteration, one rank after the other; before the first iteration for all classes "
-        "that contexts up to --seq-length may need. on (or no value), off, or auto, which does so where attention's kernel "
-        "builds plans: cuDNN does, FlashAttention does not (default: auto)."
+        "on all ranks at once; before the first iteration for all classes that contexts up to --seq-length may need. auto: "
+        "where the kernel builds plans, as cuDNN does and FlashAttention does not (default: auto)."
     ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(
-        "End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "
-        "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest."
+        "End the run, naming the action, when an action, message or collective takes longer; while ranks measure costs, for "
+        "every step of the slowest (default: 600)."
     ),
     Flag("save_limit_seconds", "--epp-save-limit-seconds", "", AMOUNT, default=1800.0, metavar="S").described(
-        "End the run when saving a checkpoint takes longer, as where a rank stands still meanwhile (default: 1800)."
+        "End the run when saving a checkpoint takes longer (default: 1800)."
     ),
     Flag("report_dir", "--epp-report-dir", metavar="DIR").described(
         "Write each iteration's planned and measured figures here (default: do not)."
     ),
     Flag("trace", "--epp-trace", "", COUNT, metavar="I", takes_several=True).described(
-        "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
-        "and trace.json for ui.perfetto.dev, measured next to planned, a track for each stream; of several iterations as "
-        "plan-I.json and so on (default: none)."
+        "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, and "
+        "trace.json for ui.perfetto.dev, a track for each stream; of several iterations as plan-I.json and so on (default: "
+        "none)."
     ),
     Flag("checkpoint_fallback", "--epp-checkpoint-fallback", "", SWITCH).described(
         "Where the newest checkpoint of --load is damaged, set it aside with a warning and go on from the one before "
@@ -346,17 +326,17 @@ _COSTS = (
     ),
     Flag("devices", "", "--devices", DEVICES).described(
         "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too, and if ranks of several "
-        "nodes share a layer, a part of their exchanges is slower, as `megatron-epp advise` assumes (default: stages are on "
-        "different nodes, and ranks that share a layer are in one)."
+        "nodes share a layer, a part of their exchanges is slower (default: stages are on different nodes, and ranks that "
+        "share a layer are in one)."
     ),
     Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
-        "Attention kernel, whose published rates on an H100 plans take by length and width of heads, for a --cluster that "
-        "names one (default: the cluster's; cudnn of h100x8 and h200x8)."
+        "Attention kernel, whose published rates on an H100 plans take, for a --cluster that names one (default: the "
+        "cluster's; cudnn of h100x8 and h200x8)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(
-        "Parameters that train, where others are frozen, as next to adapters: only they have gradients and optimizer states, "
-        "and backwards of frozen matrices are one product (default: all)."
+        "Parameters that train, where others are frozen, as next to adapters: only they have gradients and optimizer states "
+        "(default: all)."
     ),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
         "What `megatron-epp profile` wrote, or a training run with learnt costs (default: formulas)."

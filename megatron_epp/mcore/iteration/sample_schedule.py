@@ -140,12 +140,13 @@ class SampleSchedule:
         """Add the gradient of the samples' loss to the model's gradients, and finish these. A collective call of all ranks.
 
         Args:
-            samples: the whole batch, the same on every rank; this package divides it over replicas. Each has ``tokens``,
-                ``trained`` if not all tokens are trained, the columns of the loss: a number for every token as a label, or
-                one for all (`data.samples.TokenSample`); and for a loss over groups its ``group``.
+            samples: the whole batch, the same on every rank; replicas share it. Each has a list ``tokens``; ``trained``, 0 or
+                1 for each, if not all are trained; the columns of the loss, a number for every token as a label or one for
+                all; and for a loss over groups its ``group``.
             last: reduce gradients, and divide them by the tokens or sequences of this call and of those before it with False,
                 as if all were one batch. False only adds; the last call before the optimizer's step is one with True.
-            wants_values: gather the model's values, if the loss reads them.
+            wants_logprobs, wants_values: gather log-probabilities of labels for the report, or the model's values if the loss
+                reads these.
 
         Raises:
             EppError: the model or a sample is not as it must be, there is no plan under the memory cap, the loss of a token is
@@ -405,7 +406,7 @@ def wrap_samples(
         input_columns: names of samples' columns that `inputs` reads, with a row for every token as an input.
         feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
             behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
-        settings: flags of training by their names behind ``--epp-`` (`SETTINGS`): ``memory_cap_gb=60``.
+        settings: flags of training by their names behind ``--epp-``, as ``memory_cap_gb=60``: those of `SETTINGS`.
 
     Raises:
         EppError: there is no such setting, value or loss.

@@ -31,15 +31,15 @@ gloo, and the number of training iterations for one line in the log."""
 
 
 def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
-    """Return a schedule function that plans the caller's microbatches, to call instead of Megatron's.
+    """Return a function to call in place of Megatron's schedule, with the same arguments: it runs microbatches by a plan.
 
     Megatron's parallel state is initialised before its first call, and every rank of the job makes that call.
 
     Args:
-        shape_of: finds the lengths of a microbatch's sequences where no column says them that `microbatch_shapes.shape_of`
-            knows; a `Microbatch` where several rows are not packed.
+        shape_of: returns the lengths of a microbatch's sequences, or a `Microbatch` where its rows are not packed; by default
+            they are read from columns that frameworks use (`microbatch_shapes.shape_of`).
         settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
-            ``order="given"``; and those of `OF_LOOP`.
+            ``order="given"``; and Megatron's ``distributed_timeout_minutes`` (30) and ``log_interval`` (1), in iterations.
 
     Raises:
         EppError: there is no such setting or value, or it needs this package's own data or layers; or a function of the
@@ -87,7 +87,7 @@ _installed: list[patching.Patch] = []
 
 
 def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
-    """Have Megatron's pipeline schedules run microbatches by plans, in a framework that is not changed.
+    """Replace Megatron's pipeline schedules by `wrap`'s function, so that a framework is not changed.
 
     The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
     schedule runs. `uninstall` ends it.
@@ -96,7 +96,7 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
         shape_of, settings: as `wrap` takes them.
 
     Returns:
-        the schedule, whose learnt costs a checkpoint may keep.
+        the function, whose learnt costs a checkpoint may keep.
 
     Raises:
         EppError: as `wrap` does; or plans have been installed already.

@@ -35,7 +35,7 @@ class Examined(NamedTuple):
 
 
 def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
-    """Find the violations of a plan; an empty list if it is sound.
+    """Prove a plan, or find its violations: an empty list proves that it is complete, cannot hang and fits its caps.
 
     The checks build on each other, and each of the following is made only if the checks before it found nothing:
 

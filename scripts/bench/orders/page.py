@@ -66,53 +66,48 @@ HEAD = """\
 
 # Schedules
 
-Every schedule here is a planner: it makes plans in the same language, which the same `check` proves and, but for [a
-few](#planned-not-run), the same runtime runs. `megatron-epp schedules` lists them, `megatron-epp compare --planner all` ranks
-them for your batch, model, cluster and cap, and `--epp-planner NAME` trains with one. Each is a file of less than 200 lines
-in `megatron_epp/contrib/papers/`, most of less than 100, except InfiniPipe, HelixPipe and the exact planner, which are
-folders. Its first lines say what it keeps of its paper and what it changes. [A schedule of your own](your-own-schedule.md) is
-as short as most.
+Each of these schedules is a planner, which trains with `--epp-planner NAME`: the same `check` proves its plans and, but for
+[two](#planned-not-run), the same runtime runs them. `megatron-epp schedules` lists them, `megatron-epp compare --planner all`
+ranks them for your batch, model, cluster and cap. The first lines of its file in `megatron_epp/contrib/papers/` say what a
+schedule keeps of its paper and what it changes. [Yours](your-own-schedule.md) can be as short.
 
 Papers state an order for equal microbatches. Here the microbatches are chunks: whole sequences, slices of long ones, and short
-ones packed. Each schedule is given several chunk tables and the recompute that the memory cap requires, and its fastest plan
-counts.
+ones packed. Each schedule has several chunk tables, the recompute that the cap requires, and its fastest plan counts.
 
 ## Claimed, and here
 
-With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a microbatch take one unit of time each on a rank:
+With {microbatches} equal microbatches on {ranks} ranks, where F, B and W of a microbatch take one unit of time each on a rank,
 bubble is the idle time of a rank in these units, memory the largest number of microbatches whose activations a rank holds. `p`
-are the ranks, `m` the microbatches, `v` = 2 the stages of a rank. The column "here" counts idle time until the last rank ends,
-since the optimizer waits for all ranks. ZB-H2 and ZB-V count it only between the first and last action of each rank ("0 between
-a rank's ends"), so their claim is lower. Counted so, ZB-H2 has none here either, and ZB-V up to 3.5 on the first ranks; until
-the last rank ends it waits no longer than its authors' order. DualPipeV's formulas are those of DualPipe for twice as many
-stages as ranks; there a forward and a backward overlap, which here run one after the other. PipeOffload, SPPO and ChronosPipe
-are without their copies. For HelixPipe half of each pass is attention, so that `t_pre + t_post` of a layer is a quarter; the
-formula is derived from its order. `tests/pure/test_schedules.py` and `tests/contrib` hold the formulas, for other sizes too,
-and what PipeOffload, SPPO and ChronosPipe keep with copies.
+are the ranks, `m` the microbatches, `v` = 2 the stages of a rank.
 
-The last rows are of planners that choose chunks, layouts or orders themselves, with the figures of
-`tests/contrib/test_schedules_of_papers.py`. Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices. ChunkFlow's are of
-the four sequences of its paper, of 4, 2, 1 and 1 units on 4 ranks, where the bubble of 1F1B is 57.1 %. Here the longest
-sequence comes first, which makes the bubble smaller. In the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %,
-since recompute waits for the gradient. OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the
-memory of 1F1B.
+- "Here" counts idle time until the last rank ends, since the optimizer waits for all. ZB-H2 and ZB-V count it between the first
+  and last action of each rank; so counted ZB-H2 has none here either, and ZB-V up to 3.5 on the first ranks.
+- DualPipeV's formulas are those of DualPipe for twice as many stages as ranks, where a forward and a backward overlap; here
+  they run one after the other.
+- PipeOffload, SPPO and ChronosPipe are without their copies.
+- For HelixPipe half of each pass is attention, so `t_pre + t_post` of a layer is a quarter; the formula is derived from its
+  order.
+- Seq1F1B and InfiniPipe cut each microbatch into n = 4 slices.
+- ChunkFlow's are of the four sequences of its paper, on 4 ranks. Here the longest comes first, which makes the bubble
+  smaller; in the paper's order it is 47.8 %, as claimed, and with K = 1 55.6 %, since recompute waits for the gradient.
+- OptPipe's are proven optima of 4 microbatches on 4 ranks, in a V, with half of the memory of 1F1B.
+
+`tests/pure/test_schedules.py` and `tests/contrib` hold these figures, for other sizes too.
 
 """
 
 PLANNED = """\
 ## Planned, not run
 
-Two systems divide work in ways that training does not know. The plan language says them, so that they can be proven, simulated
-and compared; `--epp-planner` refuses them. Figures are by formula, for Llama 3 8B on nodes of 8 H100s.
+Two systems divide work in ways that training does not know. Their plans are proven, simulated and compared, and
+`--epp-planner` refuses them. Figures are by formula, for Llama 3 8B on nodes of 8 H100s.
 
 **HelixPipe** (`helixpipe`, 2507.00394) puts the attention of a layer, which has no weights, on another rank for each
-microbatch: operation `A` and its backward `G` have sites whose actions run on any rank, and messages of their own. Then no
-rank waits for attention while the pipeline fills, and a stage is one layer, so that the bubble grows neither with attention
-nor with the layers of a rank. But all forwards run before all backwards, so a rank keeps its share of every microbatch of the
-batch: that is why it fits none of the caps above. With 16 sequences of 131,072 tokens on 8 pipeline ranks of 8
-tensor-parallel ranks, and 72 GiB, it takes 0.81 times as long as 1F1B and 0.93 times as long as two interleaved stages, all
-with whole sequences (`--slices 1`; bubbles of 16, 36 and 27 %). With slices, greedy takes 0.93 times as long as HelixPipe and
-a third of its memory, so running it would gain nothing here: slices shorten the bubble, too.
+microbatch (operations `A` and `G`). So no rank waits for attention while the pipeline fills. But all forwards run before all
+backwards, and a rank keeps its share of every microbatch: it fits none of the caps above. With 16 sequences of 131,072 tokens
+on 8 pipeline ranks of 8 tensor-parallel ranks, and 72 GiB, it takes 0.81 times as long as 1F1B and 0.93 times as long as two
+interleaved stages, all with whole sequences (`--slices 1`). With slices, greedy takes 0.93 times as long as HelixPipe and a
+third of its memory.
 
 ```bash
 yes 131072 | head -16 > long.txt
@@ -121,14 +116,10 @@ megatron-epp compare --lengths long.txt --model llama3-8b --cluster h100x8 --sta
   --planner interleaved --planner 1f1b-sliced  # and the same with --slices 1
 ```
 
-Running it would take model chunks that begin and end inside attention, handlers of `A` and `G` that attend without a layer,
-links between all pairs of ranks, and checkpoints of blocks that Megatron's own layers can read.
-
-**FlexSP** (`flexsp`, 2412.01523) gives every sequence a context-parallel degree: short ones share few ranks, long ones many, at
-the same time. A chunk has groups of its context-parallel ranks (`ContextGroups`), each with some of its sequences; it
-takes as long as the slowest group, and its bytes are those of the fullest rank. `check` finds groups that overlap, leave a
-sequence out, or are too small for the bytes of their steps. Llama 3 8B on 4 pipeline ranks, sequences of up to 131,072 tokens
-(`python -m scripts.bench.orders.groups`), median of the batches; below 1 groups are faster:
+**FlexSP** (`flexsp`, 2412.01523) gives every sequence a context-parallel degree: short ones share few ranks, long ones many,
+at the same time. A chunk (`ContextGroups`) takes as long as its slowest group, and the bytes of its fullest rank. Llama 3 8B
+on 4 pipeline ranks, sequences of up to 131,072 tokens (`python -m scripts.bench.orders.groups`), median of the batches, over
+the same microbatches shared by all ranks and over greedy; below 1 groups are faster:
 
 | context-parallel ranks | lengths like | over one degree | over greedy |
 | --- | --- | --- | --- |
@@ -142,20 +133,15 @@ sequence out, or are too small for the bytes of their steps. Llama 3 8B on 4 pip
 | 32, four nodes | code | 0.940 | 1.257 |
 | 32, four nodes | chats | 0.989 | 1.170 |
 
-"One degree" are the same microbatches of whole sequences shared by all ranks. Inside a node exchanges are cheap, and groups
-gain at most 1 %; between nodes they save 1 to 10 %. Greedy cuts long sequences into slices, which groups cannot share, and
-that gains more in a pipeline, except for many short sequences over several nodes: there groups would take 4 % off.
-
-Running it would take communicators for every group that occurs, attention that knows the group of each sequence, rows of
-batches divided by group instead of evenly, and a loss that weighs the ranks by their tokens.
+Inside a node exchanges are cheap, and groups gain at most 1 %; between nodes they save 1 to 10 %. Greedy's slices, which groups
+cannot share, gain more, except for many short sequences over several nodes.
 
 """
 LAYOUTS = """\
-AdaPtis (2509.23722) chooses the layers of the stages, their ranks and the order together, from costs of single layers. Planners
-are given layers and ranks, so AdaPtis is not one of them: [`megatron-epp plan --layout auto`](layouts.md) chooses both, and
-plans the best few with the default planner, which chooses order, split weight gradients, recompute and copies. AdaPtis begins
-with a known pipeline and changes one of the three where its bottleneck is; the search here bounds all placements, moves layers
-away from the busiest rank, and plans the best. It assigns stages looped or in a V only, not to any rank.
+AdaPtis (2509.23722) chooses layers, ranks and order together. Planners are given layers and ranks;
+[`megatron-epp plan --layout auto`](memory-and-speed.md#layouts) chooses these, and plans the best few with the default planner.
+AdaPtis changes a known pipeline where its bottleneck is. The search here bounds all placements, looped or in a V, and moves
+layers away from the busiest rank.
 """
 
 
@@ -195,33 +181,6 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
     return table(["schedule", *(f"{batch}, {cap} GiB" for batch, cap in cases)], lines)
 
 
-def bubbles_and_peaks(rows: Sequence[dict[str, Any]]) -> str:
-    """Format a table for every batch: bubble and peak of all orders, with a column for every cap.
-
-    The default planner, with one stage per rank and no options, is the first line.
-    """
-    tables = []
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        own = [row for row in rows if row["batch"] == batch]
-        caps = list(dict.fromkeys(row["cap_gib"] for row in own))
-        lines = {row["order"]: dict.fromkeys(caps, "no plan") for row in own}
-        usual = dict.fromkeys(caps, "no plan")
-        for row in own:
-            if row["bubble"] is not None:
-                lines[row["order"]][row["cap_gib"]] = _bubble_and_peak(row["bubble"], row["peak_gib"])
-            if row["order"] == "gpipe" and row["greedy_bubble"] is not None:  # a plain order of one stage per rank
-                usual[row["cap_gib"]] = _bubble_and_peak(row["greedy_bubble"], row["greedy_peak_gib"])
-        cells = [[f"`{name}`", *by_cap.values()] for name, by_cap in lines.items()]
-        if "gpipe" in lines:
-            cells.insert(0, ["the default planner", *usual.values()])
-        tables.append(table([batch, *(f"{cap} GiB" for cap in caps)], cells))
-    return "\n\n".join(tables)
-
-
-def _bubble_and_peak(bubble: float, peak_gib: float) -> str:
-    return f"{100 * bubble:.1f} %, {peak_gib:.1f}"
-
-
 def picture(path: Path) -> None:
     """Draw every schedule for few microbatches, one below the other."""
     sizes = {name: 4 if name in SLICES else 1 for name in CLAIMS}
@@ -239,17 +198,16 @@ def page(rows: Sequence[dict[str, Any]], drawn: str, batches: Mapping[str, int])
     """Return the whole page.
 
     Args:
-        drawn, batches: as `with_tables` takes them.
+        drawn, batches: as `with_table` takes them.
     """
-    return with_tables(gallery(rows), bubbles_and_peaks(rows), drawn, batches)
+    return with_table(gallery(rows), drawn, batches)
 
 
-def with_tables(makespans: str, peaks: str, drawn: str, batches: Mapping[str, int]) -> str:
-    """Return the whole page around the tables that take hours to plan.
+def with_table(makespans: str, drawn: str, batches: Mapping[str, int]) -> str:
+    """Return the whole page around the table that takes hours to plan.
 
     Args:
         makespans: as `gallery` formats them.
-        peaks: as `bubbles_and_peaks` formats them.
         batches: those that are drawn, with the memory cap in GiB.
     """
     pictures = "\n\n".join(f"![{batch} under {cap} GiB]({drawing(batch)})" for batch, cap in batches.items())
@@ -258,30 +216,23 @@ def with_tables(makespans: str, peaks: str, drawn: str, batches: Mapping[str, in
 {LAYOUTS}
 ## Steps of two actions
 
-STP runs a forward and a backward of one stage in one step (`7F5+7B4` in a plan), or a forward and a weight gradient, or two
-forwards: while one of the two exchanges activations between tensor-parallel ranks, the other computes. Its memory above is
-that with weight gradients split off, whose inputs count; with whole backwards it is `(3 p + 1) / 2` = 12.5.
-
-A plan counts for such a step the larger of the first action's exchange and the second one's compute, plus the larger of the
-second one's exchange and the first one's compute. Recompute counts as compute. Memory counts both actions at once, and the
-working memory of both.
+STP runs two actions of one rank in one step (`7F5+7B4` in a plan): a forward with a backward, a weight gradient or another
+forward. While one exchanges activations between tensor-parallel ranks, the other computes. A plan counts for such a step the
+larger of the first one's exchange and the second one's compute, plus the larger of the second one's exchange and the first
+one's compute, and both memories at once. STP's memory above is with weight gradients split off, whose inputs count; with
+whole backwards it is `(3 p + 1) / 2` = 12.5.
 
 In training the two actions have a thread each and take turns: one launches work until it has begun an exchange, then the other
-does. So parts of a forward's layers alternate on the compute stream with parts of a backward's, and every exchange is
-overlapped with the other action. It has been run with Megatron's own layers on CPUs, where gradients equal those of Megatron's
-schedule; not yet with Transformer Engine's layers or on GPUs, where the gain is to be measured. With sequence parallelism the
-gathers ahead of a linear layer are not overlapped, since their buffer is shared by all layers.
+does. With sequence parallelism the gathers ahead of a linear layer are not overlapped, since all layers share their buffer.
+[What has run on a GPU, and what has not](first-hour.md#what-has-run-on-a-gpu).
 
-With `--overlap-exchanges` (`--epp-overlap-exchanges`) the default planner has such steps, too: in its fastest orders it joins
-neighbouring actions where that is faster, backwards or weight gradients with forwards, and forwards with each other. On paper,
-Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under 80 GiB take 19 % less time so (16 % with weight gradients split off),
-512 like Wikipedia's and one of 64K under 40 GiB 15 % less; with TP 4 it is 5 to 7 %, with TP 2 1 to 2 %. The ratios below
-compare STP with that, at its own placement, where STP needs 3 % more time; with one stage per rank, where every backward is
-followed by a forward, the default planner needs 9 % less time than STP at TP 8.
+With `--overlap-exchanges` (`--epp-overlap-exchanges`) the default planner joins neighbouring actions where that is faster. On
+paper, Llama 3 8B on 8 ranks of TP 8, 64 sequences of 8K under 80 GiB take 19 % less time so, 512 like Wikipedia's and one of
+64K under 40 GiB 15 % less; with TP 4 it is 5 to 7 %, with TP 2 1 to 2 %. Below STP is compared with that at its own
+placement, where it needs 3 % more time; with one stage per rank the default planner needs 9 % less time than STP at TP 8.
 
-In some trainings the two actions run one after the other, and the simulated time is too short: with experts,
-`--hidden-dropout`, `--tp-comm-overlap` and `--timing-log-level 2`, for which rank 0 logs the reason; with KV offload; and with
-a script's own microbatches. Without tensor parallelism there is nothing to overlap. Activations are not offloaded.
+The two actions run one after the other, and the simulated time is too short, with experts, `--hidden-dropout`,
+`--tp-comm-overlap`, `--timing-log-level 2`, KV offload, or a script's own microbatches. Activations are not offloaded.
 
 ## In a picture
 
@@ -294,41 +245,39 @@ colour of the first. Weight gradients, where they are actions of their own, are 
 ## On three batches
 
 `python -m scripts.bench.orders`: Llama 3 8B on 8 ranks, on paper. Makespan over that of the default planner with the same
-placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Columns are batch and memory
-cap per rank: "64 x 8K" are 64 sequences of 8,192 tokens, "512 Wikipedia, one of 64K" are 512 sequences with lengths drawn like
-Wikipedia's and one of 64K tokens, "1M and 500 tiny" (context parallel size 2) are one of 1M tokens and 500 short ones. "TP 8"
-is with tensor parallel size 8, whose exchange STP hides, and the default planner where it is compared with STP. "no plan":
-the schedule does not fit under the cap, whatever is recomputed, or has too few chunks. SlimPipe cuts every sequence that is as
-long as the longest into at least as many slices as there are ranks, however short: in the first four columns they have 1,024
-tokens, a fifth of whose forward is fixed time, and with TP 8 the host takes longer to launch a pass than the device to run it.
-`interleaved, 4` has four stages per rank, `interleaved` two. Bold: the fastest plans of the column, within 0.5 %; which of
-them is faster than another in the same column the ratios do not say, as their placements differ. [How it
-compares](comparison.md#against-the-best-there-is) has zero-bubble schedules and greedy against proven optima, which are what
-OptPipe looks for.
+placement, cap and options (for HelixPipe with one stage per rank): above 1 the schedule is slower. Bold are the fastest plans
+of a column, within 0.5 %; other ratios of a column do not compare, as placements differ. Columns are batch and memory cap per
+rank:
+
+- "64 x 8K": 64 sequences of 8,192 tokens; "TP 8" with tensor parallel size 8, whose exchange STP hides, and the default planner
+  where it is compared with STP;
+- "512 Wikipedia, one of 64K": 512 sequences with lengths drawn like Wikipedia's and one of 64K tokens;
+- "1M and 500 tiny": one of 1M tokens and 500 short ones, context parallel size 2;
+- "no plan": it does not fit under the cap, whatever is recomputed, or has too few chunks.
+
+`interleaved, 4` has four stages per rank, `interleaved` two. SlimPipe cuts every sequence as long as the longest into at least
+as many slices as there are ranks: of 8K ones slices have 1,024 tokens, a fifth of whose forward is fixed time.
+[Figures](comparison.md#against-the-best-there-is) has greedy against proven optima, which are what OptPipe looks for.
 
 {makespans}
 
-Bubble, the idle share of all ranks until the last one ends, and peak of the fullest rank in GiB, weights and optimizer
-included, by batch and cap. A small bubble is no fast plan where recompute fills it.
-
-{peaks}
-
-The same plans in pictures, under the middle cap, the fastest first, and without those that take half as long again. Titles have
-makespan, bubble, recompute and peak.
+The same plans under the middle cap, the fastest first, without those that take half as long again. Titles have makespan,
+bubble, recompute and peak of the fullest rank. A small bubble is no fast plan where recompute fills it.
 
 {pictures}
 
 {PLANNED}## Tables of other systems
 
-`megatron-epp check` reads the tables of `torch.distributed.pipelining` (`table.csv`: a row per rank, cells such as `0F3`,
-`7I0`, `4W2`, `(0F7;7B3)OVERLAP_F_B`), those that AMD's Primus logs (`Rank 0: (F|0|0),(SF|0|0),…`), and those that the
-zero-bubble fork of Megatron prints (`f0 sf0 b0 w0` with communication, `F0.1 BW0.1` or `F0-1 BW0-1` without), and proves them
-like plans: every forward and backward is there once, nothing runs before what it needs, the order of sends matches that of
-receives, and there is no deadlock, even with a GPU's in-order hardware queues. It prints the bubble if F, B and W take
-equally long, and the largest number of microbatches in flight on a rank. Copies and recompute are left out. Sends and receives
-that a table of torch has (`0SEND_F1`, `1RECV_F1`) are proven as they stand: none is missing, each is after what it sends and
-before what needs it, both ends agree on the order, and no rank waits for another for ever on one hardware queue. In the other
-tables messages follow from the order of the passes. Torch's older notation, with `B` next to `W` for the part of a backward
-without weight gradients and `BW` for a whole one, is read too. Other lines before and after the rows of zero-bubble and Primus
-are skipped. Where two stages of a rank may be looped or a V, the table does not say which; it is the one with fewer violations.
+`megatron-epp check` proves tables of other systems like plans: nothing is missing or runs before what it needs, sends and
+receives match, and there is no deadlock, even with a GPU's in-order hardware queues. It reads those of
+
+- `torch.distributed.pipelining` (`table.csv`: a row per rank, cells such as `0F3`, `7I0`, `4W2`, `(0F7;7B3)OVERLAP_F_B`; `B`
+  next to `W`, and `BW` for a whole backward, in its older notation), whose sends and receives (`0SEND_F1`, `1RECV_F1`) are
+  proven as they stand;
+- AMD's Primus (`Rank 0: (F|0|0),(SF|0|0),…`); and
+- the zero-bubble fork of Megatron (`f0 sf0 b0 w0` with communication, `F0.1 BW0.1` or `F0-1 BW0-1` without).
+
+In the last two messages follow from the order of the passes. It prints the bubble if F, B and W take equally long, and the most
+microbatches in flight on a rank. Copies, recompute and other lines are left out. Where a table may be looped or a V, it is the
+one with fewer violations.
 """
