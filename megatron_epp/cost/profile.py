@@ -34,10 +34,11 @@ from megatron_epp.cost.blocks import (
     check_part,
     check_within,
 )
+from megatron_epp.cost.device import on_device
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts, on_device
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes, VocabularyShards
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
@@ -93,7 +94,7 @@ class Profile:
         host_sharing: consecutive devices that share that link.
         context_exchange_us: see `PipelineCosts`.
         shards: what shards of the output layer hold; None in a file from before it was recorded.
-        exchange_bytes_per_token: see `on_device`.
+        exchange_bytes_per_token: see `PipelineCosts`.
         origin: machine, versions, date, shape, residuals.
     """
 

@@ -834,12 +834,13 @@ FLEX: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --moe-token-dispatcher-type flex",
     },
 }
-"""Cases that stock trains with `alltoall`; the first is in the default set."""
+"""Cases that stock trains with `alltoall`; the first is in the default set, and the first two have long rows, too."""
 
 
 def _flex() -> list[Row]:
     first, *others = _of_layers("experts by", FLEX)
-    return [first, *(replace(row, is_slow=True) for row in others)]
+    long = [replace(row, name=f"{row.name}, {LONG}", iterations=LONG, batch=BATCH) for row in (first, others[0])]
+    return [first, *(replace(row, is_slow=True) for row in (*others, *long))]
 
 
 # ---- parts that do not train -----------------------------------------------------------------------------------------
