@@ -82,6 +82,7 @@ class Profile:
         attention: the part of a layer up to the MLP's norm.
         prediction: a depth of multi-token prediction without its logits.
         predictions: how many depths there are, on the last stage.
+        cached_predictions: keys and values of these, which all attend, in numbers of the mean layer's; 0: one for each.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
         handed_bytes: that a layer hands on to the next slice alone, in the mean of the layers.
@@ -108,6 +109,7 @@ class Profile:
     dense_layers: tuple[int, ...] = ()
     prediction: ModelPart = ModelPart()
     predictions: int = 0
+    cached_predictions: int = 0
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     kv_heads: int = 1
@@ -297,7 +299,7 @@ class Profile:
         received = _block(INPUT, self.embedding if first else ModelPart())
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
         if depths:
-            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=depths))
+            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=self.cached_predictions or depths))
         head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
         handed_bytes = self.handed_bytes * sum(block.count for block in blocks if block.kv is not None)
         if handed_bytes:

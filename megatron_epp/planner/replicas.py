@@ -166,7 +166,7 @@ class Replicas:
 
 
 def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
-    """Return every replica's tables with the times of the slowest at each stage and chunk, and room for the largest exchange."""
+    """Return every replica's tables with the times of the slowest at each stage and chunk, and room for the largest chunk."""
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in ("hops", "message_us")}
