@@ -205,8 +205,8 @@ class PipelineCosts:
             mode, keeps_kv = self._known_mode(stage, name)
             per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, mode, keeps_kv)
             whole[RECOMPUTE_MODE_ITEMS[name]] = count * keeps_kv * own.layers.kept_bytes(work)
-        if work.span_work is not None and stage == 0:  # no decision recomputes what encoders keep
-            whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_work
+        if work.span_kept is not None and stage == 0:  # no decision recomputes what encoders keep
+            whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_kept
         for block in (*own.ends, *own.inner):
             per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
