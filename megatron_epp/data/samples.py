@@ -289,7 +289,7 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         raise EppError(f"{what} must be a dict of start and tokens, with work, kept and payload if there are any{named}")
     try:
         start, tokens = operator.index(fields["start"]), operator.index(fields["tokens"])
-        kept = float(fields.get("kept", work := float(fields.get("work", 0.0))))
+        kept_tokens = float(fields.get("kept", work := float(fields.get("work", 0.0))))
     except (KeyError, TypeError, ValueError):
         raise EppError(f"{what} needs start and tokens, two integers, and work and kept as numbers") from None
     if start < 0 or tokens < 1 or start + tokens > num_inputs:
@@ -299,9 +299,9 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         )
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
-    if not 0 <= kept < math.inf:
-        raise EppError(f"{what}: kept is {kept}; it is the number of tokens of which one layer keeps as much")
-    return TokenSpan(start, start + tokens, work, kept)
+    if not 0 <= kept_tokens < math.inf:
+        raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
+    return TokenSpan(start, start + tokens, work, kept_tokens)
 
 
 def _input_column(record: Mapping[str, Any], name: str, num_tokens: int, what: str) -> np.ndarray:

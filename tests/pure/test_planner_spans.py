@@ -97,8 +97,10 @@ def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
         before, after = getattr(bare, name), getattr(full, name)
         assert after[0] == pytest.approx([time + us * own for time, own in zip(before[0], work, strict=True)])
         assert after[1:] == before[1:]
-    kept = [costs.stages[0].layers.bytes_per_token * own / 2 for own in work]
-    assert full.activation[0] == pytest.approx([held + own for held, own in zip(bare.activation[0], kept, strict=True)], abs=2)
+    kept_bytes = [costs.stages[0].layers.bytes_per_token * own / 2 for own in work]
+    assert full.activation[0] == pytest.approx(
+        [held + own for held, own in zip(bare.activation[0], kept_bytes, strict=True)], abs=2
+    )
     assert [*map(list, full.activation[1:])] == [*map(list, bare.activation[1:])]
     assert lower_bound_us(full) > lower_bound_us(bare)
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us
