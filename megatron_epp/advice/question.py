@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
-from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of
+from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of, whole_pattern
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
@@ -134,7 +134,7 @@ class Configuration:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
             flags["expert_tensor_parallel_size"] = self.expert_tensor
-        if pattern := pattern_of(model):  # says which stage has which layers
+        if pattern := whole_pattern(model):  # says which stage has which layers
             flags["hybrid_layer_pattern"] = staged_pattern(pattern, [*map(int, self.layers)])
             return flags | {"use_distributed_optimizer": True}
         if any(count % 1 for count in self.layers):

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_epp.cli.planning_flags import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts, Profile
-from megatron_epp.cost.library import balanced_layers, even_layers, pattern_of
+from megatron_epp.cost.library import balanced_layers, even_layers, pattern_of, whole_pattern
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
@@ -126,7 +126,7 @@ def chosen_layout(
     """
     source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
     text, ranks, flags = args.layout, pipeline_ranks(args), flags_of(args)
-    of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=pattern_of(flags))
+    of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=whole_pattern(flags))
     if isinstance(source, PipelineCosts):
         return replace(of_model, layout=_of_stages(args, source, ranks))
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):

@@ -2,9 +2,10 @@
 
 from megatron_epp.cost.analytic import analytic_costs, analytic_profile
 from megatron_epp.cost.blocks import BlockCosts, StageCosts
+from megatron_epp.cost.device import on_device
 from megatron_epp.cost.hardware import CPU, H100, H100_NODE, Rates
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts, on_device
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.cost.profile import ModelPart, Profile

@@ -74,6 +74,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         head=_head(shape, rates),
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
         predictions=shape.predictions,
+        cached_predictions=math.ceil(shape.predictions / attends) if attends else 0,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=attends * (1 - shape.window_share) * shape.kv_bytes_per_token,
         handed_bytes=attends * shape.window_share * shape.window * shape.kv_bytes_per_token + states,

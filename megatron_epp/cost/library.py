@@ -457,8 +457,12 @@ def state_space(flags: Mapping[str, Any]) -> StateSpace:
 
 def pattern_of(flags: Mapping[str, Any]) -> str:
     """Return the pattern of a hybrid model's layers, without stages and multi-token prediction; empty for a GPT."""
-    pattern = str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "")
-    return pattern.partition("/")[0].replace("|", "")
+    return whole_pattern(flags).partition("/")[0]
+
+
+def whole_pattern(flags: Mapping[str, Any]) -> str:
+    """Return the pattern of a hybrid model's layers, without stages; empty for a GPT."""
+    return str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "").replace("|", "")
 
 
 def all_but_every(frequency: Any, count: int) -> list[bool]:

@@ -20,6 +20,7 @@ WEIGHT_INPUTS = "kept for weight gradients"
 FRAGMENTATION = "fragmentation allowance"
 LOSS_BLOCK = "block of the loss"
 WORKING = "layer that runs: gradients, workspace"
+EXCHANGE = "buffer of the exchange with experts"
 MESSAGES = "messages in flight"
 
 DYNAMIC = (

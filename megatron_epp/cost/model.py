@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.blocks import ATTENTION, CODEC, HEAD, LAYER, MLP, PREDICTION, BlockCosts, StageCosts, check_stage
+from megatron_epp.cost.blocks import CODEC, HEAD, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
-    FRAGMENTATION_SHARE,
     INPUTS,
     LAYERS,
     LOSS_BLOCK,
@@ -61,6 +60,8 @@ class PipelineCosts:
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
         context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up
             to all of them, in a forward, and again in a backward; empty if unknown.
+        exchange_bytes_per_token: of the buffer by which ranks that share experts exchange a chunk. It stays as large as the
+            largest chunk of all these ranks needs; 0 where its size does not follow from chunks.
     """
 
     name: str
@@ -76,6 +77,7 @@ class PipelineCosts:
     message_bytes_per_token: float = 0.0
     vocabulary: VocabularyShards | None = None
     context_exchange_us: tuple[float, ...] = ()
+    exchange_bytes_per_token: float = 0.0
 
     @property
     def num_layers(self) -> tuple[int, ...]:
@@ -203,8 +205,8 @@ class PipelineCosts:
             mode, keeps_kv = self._known_mode(stage, name)
             per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, mode, keeps_kv)
             whole[RECOMPUTE_MODE_ITEMS[name]] = count * keeps_kv * own.layers.kept_bytes(work)
-        if work.span_work is not None and stage == 0:  # no decision recomputes what encoders keep
-            whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_work
+        if work.span_kept is not None and stage == 0:  # no decision recomputes what encoders keep
+            whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_kept
         for block in (*own.ends, *own.inner):
             per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
@@ -334,6 +336,10 @@ class PipelineCosts:
         most = [block.running_bytes(work) for block in self.stages[stage].blocks]
         return {WORKING: self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *most]))}
 
+    def exchange_bytes(self, work: ChunkWork) -> IntColumn:
+        """Bytes of the buffer that experts need to exchange a chunk."""
+        return self._whole_bytes(self.exchange_bytes_per_token * work.tokens)
+
     def message_bytes(self, work: ChunkWork) -> IntColumn:
         """Device memory of a chunk's activation, or its gradient, between stages."""
         return self._whole_bytes(self.message_bytes_per_token * work.tokens)
@@ -368,35 +374,3 @@ class PipelineCosts:
 def _check(costs: PipelineCosts) -> None:
     for number, stage in enumerate(costs.stages):
         check_stage(stage, f"stages[{number}]")
-
-
-def on_device(
-    costs: PipelineCosts,
-    fragmentation_share: float | None = None,
-    *,
-    buffers: Sequence[int] | None = None,
-    exchange_bytes_per_token: float = 0.0,
-) -> PipelineCosts:
-    """Add the device memory that is used in addition to the tensors that autograd keeps.
-
-    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
-
-    Args:
-        costs: costs that count kept tensors only.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None for
-            `FRAGMENTATION_SHARE`.
-        buffers: bytes of each stage, see `Static`; None as in the costs.
-        exchange_bytes_per_token: of the buffer by which ranks that share experts exchange a chunk, where its size follows from
-            the largest chunk. It is counted while a layer runs, though it stays.
-    """
-    stages = []
-    for number, stage in enumerate(costs.stages):
-        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
-        running = (stage.layers,) if stage.num_layers else stage.inner
-        working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
-        working += exchange_bytes_per_token
-        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
-    share = FRAGMENTATION_SHARE if fragmentation_share is None else fragmentation_share
-    per_token = costs.hidden_bytes_per_token
-    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

@@ -34,10 +34,11 @@ from megatron_epp.cost.blocks import (
     check_part,
     check_within,
 )
+from megatron_epp.cost.device import on_device
 from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts, on_device
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes, VocabularyShards
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
@@ -81,6 +82,7 @@ class Profile:
         attention: the part of a layer up to the MLP's norm.
         prediction: a depth of multi-token prediction without its logits.
         predictions: how many depths there are, on the last stage.
+        cached_predictions: keys and values of these, which all attend, in numbers of the mean layer's; 0: one for each.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
         handed_bytes: that a layer hands on to the next slice alone, in the mean of the layers.
@@ -93,7 +95,7 @@ class Profile:
         host_sharing: consecutive devices that share that link.
         context_exchange_us: see `PipelineCosts`.
         shards: what shards of the output layer hold; None in a file from before it was recorded.
-        exchange_bytes_per_token: see `on_device`.
+        exchange_bytes_per_token: see `PipelineCosts`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -107,6 +109,7 @@ class Profile:
     dense_layers: tuple[int, ...] = ()
     prediction: ModelPart = ModelPart()
     predictions: int = 0
+    cached_predictions: int = 0
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     kv_heads: int = 1
@@ -296,7 +299,7 @@ class Profile:
         received = _block(INPUT, self.embedding if first else ModelPart())
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
         if depths:
-            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=depths))
+            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=self.cached_predictions or depths))
         head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
         handed_bytes = self.handed_bytes * sum(block.count for block in blocks if block.kv is not None)
         if handed_bytes:

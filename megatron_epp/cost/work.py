@@ -35,11 +35,13 @@ class TokenSpan(NamedTuple):
 
     Attributes:
         work: what the first stage does for them besides its layers, as the number of tokens that takes as long in one layer.
+        kept: what that keeps from forward to backward, as the number of tokens of which one layer keeps as much.
     """
 
     start: int
     end: int
     work: float = 0.0
+    kept: float = 0.0
 
 
 Spans = tuple[TokenSpan, ...]
@@ -166,7 +168,7 @@ class ChunkWork:
             sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         num_slices: of that sequence; zero without a slice.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
-        span_work: work of the spans that a chunk holds (`TokenSpan`); None without any.
+        span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any.
     """
 
     tokens: IntColumn
@@ -179,6 +181,7 @@ class ChunkWork:
     num_slices: IntColumn
     trained: TimeColumn | None = None
     span_work: TimeColumn | None = None
+    span_kept: TimeColumn | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -238,12 +241,17 @@ def work_of(
         num_slices=np.array([0 if part is None else slices_of[part.sequence] for part in slices], dtype=np.int64),
         trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
         span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
+        span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,
     )
 
 
 def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
     """Work of the spans that a chunk holds."""
     return sum(span_work(spans[at], start, end) for at, start, end in chunk.segments)
+
+
+def _span_kept_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
+    return sum(span.kept for at, start, end in chunk.segments for span in spans[at] if start <= span.start < end)
 
 
 def _trained_of(chunk: Chunk, lengths: Sequence[int], trained: Sequence[TrainedParts]) -> float:

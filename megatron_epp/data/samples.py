@@ -284,13 +284,14 @@ def _spans(
 
 
 def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
-    if not isinstance(fields, Mapping) or (unknown := fields.keys() - {"start", "tokens", "work", "payload"}):
+    if not isinstance(fields, Mapping) or (unknown := fields.keys() - {"start", "tokens", "work", "kept", "payload"}):
         named = "" if not isinstance(fields, Mapping) else f"; it has {', '.join(map(str, unknown))}"
-        raise EppError(f"{what} must be a dict of start and tokens, with work and payload if there are any{named}")
+        raise EppError(f"{what} must be a dict of start and tokens, with work, kept and payload if there are any{named}")
     try:
-        start, tokens, work = operator.index(fields["start"]), operator.index(fields["tokens"]), float(fields.get("work", 0.0))
+        start, tokens = operator.index(fields["start"]), operator.index(fields["tokens"])
+        kept_tokens = float(fields.get("kept", work := float(fields.get("work", 0.0))))
     except (KeyError, TypeError, ValueError):
-        raise EppError(f"{what} needs start and tokens, two integers, and work as a number") from None
+        raise EppError(f"{what} needs start and tokens, two integers, and work and kept as numbers") from None
     if start < 0 or tokens < 1 or start + tokens > num_inputs:
         raise EppError(
             f"{what} has tokens {start} to {start + tokens}, and the sample has inputs 0 to {num_inputs}; a last token "
@@ -298,7 +299,9 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         )
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
-    return TokenSpan(start, start + tokens, work)
+    if not 0 <= kept_tokens < math.inf:
+        raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
+    return TokenSpan(start, start + tokens, work, kept_tokens)
 
 
 def _input_column(record: Mapping[str, Any], name: str, num_tokens: int, what: str) -> np.ndarray:

@@ -166,19 +166,21 @@ class Replicas:
 
 
 def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
-    """Return every replica's tables with the times of the slowest at each stage and chunk."""
+    """Return every replica's tables with the times of the slowest at each stage and chunk, and room for the largest chunk."""
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in ("hops", "message_us")}
     added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
     room = tuple(map(max, *(own.shard_room for own in tables)))
+    exchanges = tuple(map(max, *(own.exchange_room for own in tables)))
     together = list(zip(*(own.passes for own in tables), strict=True))  # by stage
     slowed = {passes: _slowest(passes) for passes in dict.fromkeys(together)}
     slowest = []
     for number, own in enumerate(tables):
-        static = tuple(map(sum, zip(own.static, room, map(neg, own.shard_room), strict=True)))
+        more = room, exchanges, map(neg, own.shard_room), map(neg, own.exchange_room)
+        static = tuple(map(sum, zip(own.static, *more, strict=True)))
         as_slow = own.with_passes([slowed[passes][number] for passes in together])
-        slowest.append(replace(as_slow, **common, added=added, shard_room=room, static=static))
+        slowest.append(replace(as_slow, **common, added=added, shard_room=room, exchange_room=exchanges, static=static))
     return tuple(slowest)
 
 

@@ -37,10 +37,11 @@ class Tables:
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
-            pass, `message_room` and `shard_room`.
+            pass, `message_room`, `shard_room` and `exchange_room`.
         message_bytes: of each chunk's message, ``[chunk]``.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
         shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`; part of `static`.
+        exchange_room: bytes of each rank for the exchange of its largest chunk with experts; part of `static`.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
@@ -69,6 +70,7 @@ class Tables:
     message_bytes: tuple[int, ...]
     message_room: tuple[int, ...]
     shard_room: tuple[int, ...]
+    exchange_room: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
     host_latency_us: float
@@ -260,7 +262,7 @@ def tabulate(
     added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
     shards = shard_room(added, trains) or (0,) * problem.num_ranks
-    room = message_room(problem, message_bytes)
+    room, exchanges = message_room(problem, message_bytes), (int(costs.exchange_bytes(work).max()),) * problem.num_ranks
     placement = problem.placement
     stages_of = tuple(tuple(s for s in range(problem.num_stages) if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
@@ -269,12 +271,13 @@ def tabulate(
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
         static=tuple(
-            sum(static_items(own, work, costs).values(), more + shard)
-            for own, more, shard in zip(stages_of, room, shards, strict=True)
+            sum(static_items(own, work, costs).values(), sum(more))
+            for own, *more in zip(stages_of, room, shards, exchanges, strict=True)
         ),
         message_bytes=tuple(message_bytes),
         message_room=room,
         shard_room=shards,
+        exchange_room=exchanges,
         rank_of=placement,
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),

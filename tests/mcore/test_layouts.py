@@ -54,6 +54,8 @@ def test_chunks_take_the_segments_of_their_stages() -> None:
     assert placed_pattern("*-*|-|*|-*-", Placement("v", 2, 2)) == "*-*|-|-*-|*"
     with pytest.raises(EppError, match=r"--epp-placement v needs .* has 2 stages of 4"):
         placed_pattern("*-|*-", Placement("v", 2, 2))
+    with pytest.raises(EppError, match="on its own last stage"):
+        placed_pattern("*-|-|*|-*-/*-", Placement("v", 2, 2))
 
 
 @pytest.mark.slow

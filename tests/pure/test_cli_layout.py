@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.cli.main import _parser, main
 from megatron_epp.cost.library import load_flags
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
 from tests.support.seeds import some_by_default
@@ -150,6 +150,7 @@ def test_a_layout_that_does_not_fit_is_refused_in_one_line(argv, message, layout
 
 
 def test_stages_of_a_hybrid_model_are_its_pattern_and_have_whole_layers(capsys):
+    assert staged_pattern("M*-E/*E/*E", [3, 1]) == "M*-|E/*E/*E"
     command = ["plan", "--model", "nemotron-3-nano", "--lengths", "3000,200", "--layout"]
     assert main([*command, "27,25"]) == 0
     pattern = load_flags("nemotron-3-nano")["hybrid_layer_pattern"]

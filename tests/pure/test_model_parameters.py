@@ -145,6 +145,20 @@ def test_kinds_of_layers_multi_token_prediction_are_costs_of_the_last_stage():
     assert more > 2 * layer.count * 18 * 64 * 64  # its layers, and a copy of the embedding
 
 
+@pytest.mark.parametrize(("name", "pattern"), [("qwen3-next-80b-a3b", None), ("nemotron-3-nano", "/*E/*E")])
+def test_predictions_attend_in_models_of_which_few_layers_do(name: str, pattern: str | None):
+    flags = load_flags(name) | {"mtp_num_layers": 2}
+    if pattern:
+        flags |= {"hybrid_layer_pattern": flags["hybrid_layer_pattern"] + pattern}
+    check_formulas(flags)
+    shape = shape_of(flags)
+    *_, prediction, _ = analytic_costs(shape, H100, [shape.num_layers]).stages[0].blocks
+    assert prediction.kind == PREDICTION
+    assert prediction.kv is not None
+    held = prediction.count * prediction.kv.bytes_per_token
+    assert 2 * shape.kv_bytes_per_token <= held < 2 * shape.kv_bytes_per_token + prediction.kv.bytes_per_token
+
+
 def test_latents_with_shared_heads_are_refused():
     with pytest.raises(EppError, match="latent attention makes keys and values for every head"):
         shape_of(load_flags("moonlight-16b-a3b") | {"group_query_attention": True, "num_query_groups": 2})

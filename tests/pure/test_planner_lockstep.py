@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
+from megatron_epp.cost import memory as item
 from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_lockstep, simulate
 from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -89,6 +90,23 @@ def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
     assert any(again.selective for row in plans[0].recompute for again in row)
     assert plans[0].recompute == plans[1].recompute
+
+
+@pytest.mark.parametrize("batches", [ROUGH, ((3000,), (40, 30))])
+def test_all_have_room_to_exchange_the_largest_chunk_of_any_from_start_to_end(batches):
+    """The buffer is one of all ranks that share experts, and stays."""
+    costs = replace(COSTS, exchange_bytes_per_token=10.0)
+    plans, bare = (plan_lockstep(problems(*batches), each, Options()) for each in (costs, COSTS))
+    largest = [max(map(made.padded_tokens, range(len(made.chunks)))) for made in plans]
+    assert largest[0] != largest[1]
+    for made, without in zip(plans, bare, strict=True):
+        assert [ours - theirs for ours, theirs in zip(made.static_bytes, without.static_bytes, strict=True)] == [
+            10 * max(largest)
+        ] * 2
+        assert [own[item.EXCHANGE] for own in memory_breakdown(made, costs).static] == [10 * max(largest)] * 2
+    cap = max(max(made.predicted.peak_bytes) for made in plans) - 5 * max(largest)
+    capped = plan_lockstep(problems(*batches, cap_bytes=cap), costs, Options())
+    assert all(max(made.predicted.peak_bytes) <= cap for made in capped)
 
 
 def test_being_in_step_costs_little_where_work_is_shared_evenly():

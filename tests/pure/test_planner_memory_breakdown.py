@@ -52,7 +52,8 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
     bare = PipelineCosts(
         "random", tuple(stage(s == stages - 1) for s in range(stages)), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005
     )
-    return on_device(bare, draw.choice([0.0, 0.07]), buffers=[draw.randint(0, 99)] * stages)
+    share, buffers = draw.choice([0.0, 0.07]), [draw.randint(0, 99)] * stages
+    return on_device(bare, share, buffers=buffers, exchange_bytes_per_token=1.5 * (stages % 2))
 
 
 @functools.cache
@@ -104,6 +105,7 @@ def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_somet
     seen = {name for breakdown in breakdowns for name in breakdown.items}
     expected = {*item.DYNAMIC} - {item.KV_OFFLOAD, item.STATES} | {
         item.WORKING,
+        item.EXCHANGE,
         item.MESSAGES,
         item.LOSS_BLOCK,
         "weights",

@@ -35,7 +35,7 @@ def with_spans(lengths=LENGTHS, seed=3, work=1.0, most=900):
     for length in lengths:
         spans, at = [], random_.randrange(40)
         while (end := at + random_.randrange(1, most)) < length:
-            spans.append(TokenSpan(at, end, work * (end - at)))
+            spans.append(TokenSpan(at, end, work * (end - at), 0.5 * work * (end - at)))
             at = end + random_.choice((0, 1, 5, 200))
         every.append(tuple(spans))
     return tuple(every)
@@ -97,7 +97,10 @@ def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
         before, after = getattr(bare, name), getattr(full, name)
         assert after[0] == pytest.approx([time + us * own for time, own in zip(before[0], work, strict=True)])
         assert after[1:] == before[1:]
-    assert sum(full.activation[0]) > sum(bare.activation[0])
+    kept_bytes = [costs.stages[0].layers.bytes_per_token * own / 2 for own in work]
+    assert full.activation[0] == pytest.approx(
+        [held + own for held, own in zip(bare.activation[0], kept_bytes, strict=True)], abs=2
+    )
     assert [*map(list, full.activation[1:])] == [*map(list, bare.activation[1:])]
     assert lower_bound_us(full) > lower_bound_us(bare)
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us

@@ -285,7 +285,6 @@ def vocabulary_problems(args: Namespace) -> Iterator[str]:
 
 REFUSED_LAYERS = {
     "D": "sparse attention (DSA)",
-    "/": "multi-token prediction",
 }
 """Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 

@@ -204,11 +204,13 @@ def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
 
 
 def _reserve(run: SlicedRun, batch: GlobalBatch) -> None:
-    """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less."""
-    assert batch.plan is not None
-    largest = max(batch.plan.padded_tokens(chunk) for chunk in range(len(batch.plan.chunks)))
+    """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less, or too much."""
+    plan = batch.plan
+    assert plan is not None
+    largest = max(plan.padded_tokens(chunk) for chunk in range(len(plan.chunks)))
+    spare_bytes = plan.cap_bytes[run.rank] - plan.predicted.peak_bytes[run.rank]
     with run.watching("waits for the largest chunk of ranks that share experts"):
-        run.exchange_buffer.reserve(largest // token_shards(run.args))
+        run.exchange_buffer.reserve(largest // token_shards(run.args), spare_bytes)
 
 
 def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_epp.mcore.arguments.layout import (
+    AHEAD,
     BETWEEN_STAGES,
     LAYOUT_FLAG,
     SEARCHED,
@@ -208,8 +209,13 @@ def placed_pattern(pattern: str, placement: Placement) -> str:
     """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement.
 
     Raises:
-        EppError: it does not have a segment for every stage.
+        EppError: it does not have a segment for every stage, or has multi-token prediction.
     """
+    if AHEAD in pattern:
+        raise EppError(
+            f"Megatron builds the multi-token prediction of --hybrid-layer-pattern {pattern} on its own last stage, which has "
+            f"another rank with --epp-placement {placement.kind}: leave one of them out"
+        )
     segments = pattern.split(BETWEEN_STAGES)
     if len(segments) != placement.num_stages:
         raise EppError(

@@ -37,23 +37,26 @@ class ExchangeBuffer:
         token = torch.empty(1, config.moe_latent_size or config.hidden_size, dtype=config.params_dtype, device="meta")
         fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
 
-    def reserve(self, num_tokens: int) -> None:
-        """Allocate a larger buffer ahead of an iteration that needs one. A collective call of the ranks that exchange.
+    def reserve(self, num_tokens: int, spare_bytes: int) -> None:
+        """Allocate the buffer ahead of an iteration that needs a larger one, or whose plan has no room for the larger one of an
+        earlier iteration. A collective call of the ranks that exchange.
 
         In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
         the smaller one.
 
         Args:
             num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
+            spare_bytes: of this rank's cap that its plan, which counts such a buffer, never fills.
         """
         manager = self._managers["hybridep"]
         from megatron.core.transformer.moe import fused_a2a
 
-        config, most = manager.config, torch.tensor([num_tokens], device=self._device)
+        config, most = manager.config, torch.tensor([num_tokens, -spare_bytes], device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, manager.group)
-        num_tokens = int(most.item())
+        num_tokens, spare_bytes = int(most[0]), -int(most[1])
         num_tokens += -num_tokens % fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT
-        if num_tokens <= self._num_tokens:
+        token_bytes = manager.group.size() * (config.moe_latent_size or config.hidden_size) * config.params_dtype.itemsize
+        if 0 <= (self._num_tokens - num_tokens) * token_bytes <= spare_bytes:
             return
         self._num_tokens = num_tokens
         fused_a2a.reset_hybrid_ep_buffer()  # ahead of its successor, so that both are never there at once

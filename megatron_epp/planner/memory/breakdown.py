@@ -38,12 +38,14 @@ def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     *dynamic, lost = item.DYNAMIC
     texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
     more = sorted({name for stage in stages for items in stage.kept_items for name in items}.difference(item.DYNAMIC))
+    messages = plan.message_bytes or (0,) * plan.num_ranks
+    static = [static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size} for rank, size in enumerate(messages)]
+    if costs.exchange_bytes_per_token:  # of the largest chunk of all replicas, of which the plan has one
+        for items, size in zip(static, plan.static_bytes, strict=True):
+            items[item.EXCHANGE] = size - sum(items.values())
     return MemoryBreakdown(
         simulate(plan),
-        tuple(
-            static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size}
-            for rank, size in enumerate(plan.message_bytes or (0,) * plan.num_ranks)
-        ),
+        tuple(static),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
         (*dynamic, *more, *texts, lost),

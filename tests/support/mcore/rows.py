@@ -659,6 +659,11 @@ DELTA: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
     },
+    "layers of a GPT, multi-token prediction": {
+        "cell": {"pp": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1",
+    },
 }
 _MAMBA = (
     f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
@@ -681,6 +686,40 @@ MAMBA: dict[str, dict[str, Any]] = {
         "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern ME*E",
     },
 }
+
+
+HYBRID_PREDICTIONS: dict[str, dict[str, Any]] = {
+    "states, two depths": {
+        "cell": {"pp": 2, "split": True},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-GM/*M-/*M- --mtp-use-repeated-layer",
+    },
+    "two depths": {
+        "cell": {"pp": 2},
+        "plan": "--epp-slices 7 --epp-loss-block-tokens 5",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-M/G*/G*",
+    },
+    "experts, tensor and sequence parallel": {
+        "cell": {"tp": 2, "sp": True, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3",
+        "both": f"{_MAMBA} --hybrid-layer-pattern ME*E/*E",
+    },
+    "context parallel": {
+        "cell": {"pp": 2, "cp": 2},
+        "plan": "--epp-slices 3",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-|*-/*-",
+        "optimizer": OVERLAPPED,
+    },
+}
+"""The first is in the default set, and has a long row, too."""
+
+
+def _hybrid_predictions() -> list[Row]:
+    check = functools.partial(_check_predictions, 3)
+    rows = _of_layers("hybrid model, multi-token prediction", HYBRID_PREDICTIONS)
+    first, *others = [replace(row, check=check) for row in rows]
+    long = replace(first, name=f"{first.name}, {LONG}", iterations=LONG, batch=BATCH)
+    return [first, *(replace(row, is_slow=True) for row in (*others, long))]
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -834,12 +873,13 @@ FLEX: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --moe-token-dispatcher-type flex",
     },
 }
-"""Cases that stock trains with `alltoall`; the first is in the default set."""
+"""Cases that stock trains with `alltoall`; the first is in the default set, and the first two have long rows, too."""
 
 
 def _flex() -> list[Row]:
     first, *others = _of_layers("experts by", FLEX)
-    return [first, *(replace(row, is_slow=True) for row in others)]
+    long = [replace(row, name=f"{row.name}, {LONG}", iterations=LONG, batch=BATCH) for row in (first, others[0])]
+    return [first, *(replace(row, is_slow=True) for row in (*others, *long))]
 
 
 # ---- parts that do not train -----------------------------------------------------------------------------------------
@@ -928,6 +968,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("gated delta nets", DELTA),
     *_of_layers("Mamba-2", MAMBA),
+    *_hybrid_predictions(),
     *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),
     *_long_of_layers(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+from megatron_epp.mcore.arguments.layout import AHEAD
 
 if TYPE_CHECKING:
     from megatron_epp.runtime.context import ChunkContext
@@ -42,17 +43,21 @@ def run_chunks(model: Any, types: tuple[type, ...], forward: Callable[[Any, int,
 
     Args:
         types: of the modules, and no subclasses: these may compute something else.
-        forward: from a module, a number that no other module of the model has, hidden states ``[tokens, 1, hidden]`` and the
-            chunk's context to what the module's forward returns.
+        forward: from a module, a number that no other module of the model has, nor this one at another depth of multi-token
+            prediction, hidden states ``[tokens, 1, hidden]`` and the chunk's context to what the module's forward returns.
     """
-    for number, module in enumerate(model.modules()):
+    modules = [*model.modules()]
+    repeated = {part for block in modules if getattr(block, "mtp_use_repeated_layer", False) for part in block.modules()}
+    for number, module in enumerate(modules):
         if type(module) in types:
-            module.forward = functools.partial(_of_chunk, module, number, forward, module.forward)
+            stride = len(modules) * (module in repeated)
+            module.forward = functools.partial(_of_chunk, module, number, stride, forward, module.forward)
 
 
 def _of_chunk(
     module: Any,
     number: int,
+    stride: int,
     forward: Callable[[Any, int, Any, ChunkContext], Any],
     original: Callable[..., Any],
     hidden_states: Any,
@@ -63,6 +68,7 @@ def _of_chunk(
     from megatron_epp.mcore.model.core_attention import ChunkParams
 
     if isinstance(packed_seq_params, ChunkParams):
+        number += stride and stride * (packed_seq_params.ahead.depth - 1)
         return forward(module, number, hidden_states, packed_seq_params.context)
     return original(hidden_states, *rest, packed_seq_params=packed_seq_params, **named)
 
@@ -113,7 +119,8 @@ def _prediction_problems(args: argparse.Namespace) -> Iterator[str]:
 
 PREDICTION = LayerKind(
     name="multi-token prediction",
-    carries="keys and values of its attention",
+    carries="what its layers do",
+    symbol=AHEAD,
     flags=(MegatronFlag("--mtp-detach-heads", advice="leave it out: it was never tried with slices"),),
     problems=_prediction_problems,
 )

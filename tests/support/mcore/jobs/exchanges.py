@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 
-def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return what is allocated with each dispatcher for chunks of so many tokens, by iteration and rank."""
+def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what each dispatcher allocates for chunks of so many tokens and so many spare bytes, by iteration and rank."""
     from megatron.core import mpu
     from megatron.core.transformer.moe import fused_a2a
 
@@ -33,8 +33,8 @@ def buffers(sizes: Sequence[Sequence[int]]) -> dict[str, Any]:
         fused_a2a._buffer = None
         hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")], cpu), []
         hybrid.allocate()
-        for tokens in sizes:
-            hybrid.reserve(tokens[dist.get_rank()])
+        for tokens, spare_bytes in zip(sizes, spare, strict=True):
+            hybrid.reserve(tokens[dist.get_rank()], spare_bytes[dist.get_rank()])
             made.append(fused_a2a._hybrid_ep_buffer)
         of_hybrid = {
             "sizes": [buffer.most for buffer in made],

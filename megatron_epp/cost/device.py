@@ -1,0 +1,44 @@
+"""Device memory that is used in addition to the tensors that autograd keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP, PREDICTION
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.cost.model import PipelineCosts
+
+
+def on_device(
+    costs: PipelineCosts,
+    fragmentation_share: float | None = None,
+    *,
+    buffers: Sequence[int] | None = None,
+    exchange_bytes_per_token: float = 0.0,
+) -> PipelineCosts:
+    """Add the device memory that is used in addition to the tensors that autograd keeps.
+
+    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
+
+    Args:
+        costs: costs that count kept tensors only.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None for
+            `FRAGMENTATION_SHARE`.
+        buffers: bytes of each stage, see `Static`; None as in the costs.
+        exchange_bytes_per_token: see `PipelineCosts`.
+    """
+    stages = []
+    for number, stage in enumerate(costs.stages):
+        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
+        running = (stage.layers,) if stage.num_layers else stage.inner
+        working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
+        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
+    return replace(
+        costs,
+        stages=tuple(stages),
+        fragmentation_share=FRAGMENTATION_SHARE if fragmentation_share is None else fragmentation_share,
+        message_bytes_per_token=costs.hidden_bytes_per_token,
+        exchange_bytes_per_token=exchange_bytes_per_token,
+    )
