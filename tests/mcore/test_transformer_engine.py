@@ -19,9 +19,10 @@ from tests.support.mcore.jobs.samples import LENGTHS
 from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
 from tests.support.mcore.parity_figures import check_closeness
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
+from tests.support.mcore.script_rows import ScriptRow
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS
+from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS, SCRIPT_ROWS
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -45,6 +46,11 @@ def matrix(ranks: None, request: pytest.FixtureRequest, tmp_path_factory: pytest
 @pytest.mark.parametrize("row", parameters(ROWS))
 def test_its_layers_train_as_under_the_stock_schedule(matrix: Matrix, row: Row) -> None:
     matrix.check(row)
+
+
+@pytest.mark.parametrize("script", parameters(SCRIPT_ROWS))
+def test_a_scripts_own_microbatches_train_on_its_layers(ranks: None, script: ScriptRow) -> None:
+    script.check()
 
 
 @pytest.mark.slow  # imports Megatron once more
