@@ -185,13 +185,14 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     caches = _caches(stage)
     for kind, own in caches.items():
         costs = costs.changed(kind, cached_share=sum(own) / max(1, len(own)))
-    kept = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
-    costs = costs.changed(INPUT, bytes_per_token=kept + few.cache * _most_taken_off(caches[LAYER]))
+    of_input = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
+    costs = costs.changed(INPUT, bytes_per_token=of_input + few.cache * _most_taken_off(caches[LAYER]))
+    received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)  # that of formulas is of the mean layer
     if not few.hands_over:
-        return costs
+        return replace(costs, blocks=(received, *rest))
     states = _states(stage)
-    costs = costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
-    received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)
+    costs = replace(costs, blocks=(received, *rest)).changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
+    received, *rest = costs.blocks
     handover = BlockCosts(kind=HANDOVER, state_bytes=states.handed_over, state_tokens=stage.kv_cache.handover.most_rows)
     return replace(costs, blocks=(received, handover, *rest))
 
