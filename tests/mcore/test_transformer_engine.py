@@ -126,7 +126,7 @@ LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped product
 OF_TWO_KINDS = {"gated delta nets": 0.8, "gated delta nets and experts, tensor and sequence parallel": 0.9}
 """What is kept over what is planned, where a stage has layers of two kinds.
 
-Costs know one layer, counted so that a stage keeps no more whichever of its layers recompute (`memory_probe._of_unlike_layers`).
+Costs know one layer, counted so that a stage keeps no more, however many of its layers recompute: the two are far apart.
 """
 
 

@@ -191,10 +191,9 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     if not few.hands_over:
         return replace(costs, blocks=(received, *rest))
     states = _states(stage)
-    costs = replace(costs, blocks=(received, *rest)).changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
-    received, *rest = costs.blocks
     handover = BlockCosts(kind=HANDOVER, state_bytes=states.handed_over, state_tokens=stage.kv_cache.handover.most_rows)
-    return replace(costs, blocks=(received, handover, *rest))
+    costs = replace(costs, blocks=(received, handover, *rest))
+    return costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
 
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
