@@ -132,9 +132,9 @@ OF_TWO_KINDS = {
 }
 """What is kept over what is planned, where layers are of two kinds.
 
-Costs know one layer, counted so that a stage keeps no more, however many of its layers recompute: the two are far apart. Experts by
-grouped products are counted too high besides (`LESS_THAN_PLANNED`). Why stages of one kind each, there and back, keep less than
-planned is not known.
+Costs know one layer, counted so that a stage keeps no more, however many of its layers recompute: the two are far apart.
+Experts by grouped products are counted too high besides (`LESS_THAN_PLANNED`). Why stages of one kind each, there and back,
+keep less than planned is not known.
 """
 
 
