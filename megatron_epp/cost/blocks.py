@@ -95,6 +95,7 @@ class BlockCosts(PartCosts):
             the stage's end: both take as long as a layer, keep as much and recompute together, but backward comes to that
             attention first and to the MLP last, so these bytes go later than a layer's.
         kv: keys and values that one caches; None without attention.
+        cached_share: share of the layers that cache any, where others have a window or a state instead.
         state_bytes: handed on to the next slice alone: held from a slice's forward to its backward, first the state and from
             the next slice's backward on its gradient.
         state_tokens: tokens of a sequence from which on the state has these bytes, as of a window; fewer have a part of them.
@@ -109,6 +110,7 @@ class BlockCosts(PartCosts):
     working_bytes_per_token: float = 0.0
     first_mlp_bytes_per_token: float = 0.0
     kv: KVBytes | None = None
+    cached_share: float = 1.0
     state_bytes: float = 0.0
     state_tokens: int = 0
     tail_bytes: float = 0.0
@@ -142,16 +144,20 @@ class BlockCosts(PartCosts):
         return states + np.where(work.sliced & ~work.first, self.tail_bytes, 0.0)
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of the gradient of the whole sequence's keys and values, of one."""
+        """Bytes of the gradient of the whole sequence's keys and values, of one that caches any."""
         return np.zeros(len(work.tokens)) if self.kv is None else self.kv.gradient_per_token(work) * work.cache_tokens
 
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
         """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
         full, attended = self._peaks_per_token(mode, split)
-        in_cache, prefix = self._in_cache(work), self.prefix_bytes(work)
-        gradient = np.where(work.last, self.kv_gradient_bytes(work), 0.0)
-        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
-        comes, prefixes = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
+        cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work)
+        gradient = np.where(work.last, self.cached_share * self.kv_gradient_bytes(work), 0.0)
+        late = (attended - cached) * work.tokens + gradient + prefix
+        # Where layers are unlike, one that caches nothing may be the last that a backward comes to: all gradients are there.
+        is_unlike = self.cached_share < 1
+        early = full * work.tokens + gradient if is_unlike else (full - cached) * work.tokens
+        comes = gradient if is_unlike else np.where(late > early, gradient, 0.0)
+        prefixes = np.where(late > early, prefix, 0.0)
         return np.maximum(early, late), comes, prefixes
 
     def passing_bytes(self, work: ChunkWork) -> TimeColumn:
@@ -161,8 +167,14 @@ class BlockCosts(PartCosts):
         deferred = self.input_bytes_per_token if self.weight_bytes_per_token else 0.0
         return deferred * work.tokens + self.prefix_bytes(work)
 
-    def _in_cache(self, work: ChunkWork) -> TimeColumn:
-        return np.where(work.sliced, 0.0 if self.kv is None else self.kv.bytes_per_token, 0.0)
+    @property
+    def num_cached(self) -> float:
+        """Number of them that cache keys and values."""
+        return 0.0 if self.kv is None else self.count * self.cached_share
+
+    def _in_cache(self, work: ChunkWork, share: float | None = None) -> TimeColumn:
+        share = self.cached_share if share is None else share
+        return np.where(work.sliced, 0.0 if self.kv is None else share * self.kv.bytes_per_token, 0.0)
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`); 0 if memory of passes is not counted."""
@@ -241,8 +253,13 @@ class StageCosts:
 
     @property
     def num_cached_layers(self) -> int:
-        """Number of layers whose keys and values the stage caches: layers whose attention it has."""
+        """Number of layers of which the stage caches keys and values of all or of some: layers whose attention it has."""
         return sum(block.count for block in self.blocks if block.kv is not None)
+
+    @property
+    def num_caches(self) -> float:
+        """Number of layers whose keys and values the stage caches."""
+        return sum(block.num_cached for block in self.blocks)
 
     @property
     def kv(self) -> KVBytes:
@@ -292,7 +309,7 @@ class StageCosts:
         """Return the stage with backwards that compute no gradient, for which forwards keep only caches of slices."""
         blocks = []
         for block in self.blocks:
-            cached = 0.0 if block.kv is None else block.kv.bytes_per_token
+            cached = 0.0 if block.kv is None else block.cached_share * block.kv.bytes_per_token
             modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, cached))
             sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), cached)
             nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)

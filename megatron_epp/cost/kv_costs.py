@@ -22,7 +22,7 @@ from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_clas
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Keys and values of one layer, or latents of which attention makes them.
+    """Keys and values of one layer that caches them, or latents of which attention makes them.
 
     Attributes:
         bytes_per_token: of both, or of the latents.
@@ -119,7 +119,7 @@ CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
 
 def kv_offload_costs(
     cached: KVBytes,
-    layers: int,
+    layers: float,
     passes: tuple[LinearTime, LinearTime],
     work: ChunkWork,
     copy_us: CopyTime,
@@ -137,7 +137,7 @@ def kv_offload_costs(
     rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
     has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
 
-    def beyond(streamed_us: TimeColumn, per_pair_us: float, layers: int) -> TimeColumn:
+    def beyond(streamed_us: TimeColumn, per_pair_us: float, layers: float) -> TimeColumn:
         return np.where(work.sliced, np.maximum(streamed_us - layers * per_pair_us * work.pairs, 0.0), 0.0)
 
     in_us, out_us = has_earlier * copy_us(kv, before), copy_us(kv, work.tokens)

@@ -238,7 +238,7 @@ class PipelineCosts:
         by `size_classes`.
         """
         costs = self.stages[stage]
-        return self._whole_bytes(costs.num_cached_layers * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
+        return self._whole_bytes(costs.num_caches * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
 
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
@@ -253,14 +253,14 @@ class PipelineCosts:
 
         own = self.stages[stage]
         passes = own.layers.forward, own.layers.backward
-        return kv_offload_costs(own.kv, own.num_cached_layers, passes, work, copy_us, self.fragmentation_share)
+        return kv_offload_costs(own.kv, own.num_caches, passes, work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
         layer by layer in the backward of the last slice.
         """
         own = self.stages[stage]
-        return self._whole_bytes(own.num_cached_layers * (own.kv.gradient_per_token(work) * work.cache_tokens))
+        return self._whole_bytes(own.num_caches * (own.kv.gradient_per_token(work) * work.cache_tokens))
 
     def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
@@ -285,7 +285,7 @@ class PipelineCosts:
         attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
         """
         own = self.stages[stage]
-        every = sum((block.count * block.kv_gradient_bytes(work) for block in own.inner), 0.0 * work.tokens)
+        every = sum((block.num_cached * block.kv_gradient_bytes(work) for block in own.inner), 0.0 * work.tokens)
         gradient = np.where(work.last, every, 0.0)
         of_mlp = own.layers.input_bytes_per_token if own.layers.first_mlp_bytes_per_token else 0.0
         return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}

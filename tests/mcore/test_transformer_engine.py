@@ -19,9 +19,10 @@ from tests.support.mcore.jobs.samples import LENGTHS
 from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
 from tests.support.mcore.parity_figures import check_closeness
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
+from tests.support.mcore.script_rows import ScriptRow
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS
+from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS, SCRIPT_ROWS
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -45,6 +46,11 @@ def matrix(ranks: None, request: pytest.FixtureRequest, tmp_path_factory: pytest
 @pytest.mark.parametrize("row", parameters(ROWS))
 def test_its_layers_train_as_under_the_stock_schedule(matrix: Matrix, row: Row) -> None:
     matrix.check(row)
+
+
+@pytest.mark.parametrize("script", parameters(SCRIPT_ROWS))
+def test_a_scripts_own_microbatches_train_on_its_layers(ranks: None, script: ScriptRow) -> None:
+    script.check()
 
 
 @pytest.mark.slow  # imports Megatron once more
@@ -117,8 +123,19 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}
 """Rows of which plans count up to a tenth more than is kept, whosever layers they are."""
-OF_TWO_KINDS = {"gated delta nets": 0.8}
-"""What is kept over what is planned, where layers are of two kinds: plans count the mean, and of two each is far from it."""
+OF_TWO_KINDS = {
+    "gated delta nets": 0.8,
+    "gated delta nets and experts, tensor and sequence parallel": 0.9,
+    "gated delta nets there and back, weights apart": 0.95,
+    "windows and sinks, tensor and sequence parallel": 0.93,
+    "windows and sinks, experts": 0.84,
+}
+"""What is kept over what is planned, where layers are of two kinds.
+
+Costs know one layer, counted so that a stage keeps no more, however many of its layers recompute: the two are far apart.
+Experts by grouped products are counted too high besides (`LESS_THAN_PLANNED`). Why stages of one kind each, there and back,
+keep less than planned is not known.
+"""
 
 
 def _kept_of_planned(row: Row, flags: list[str], folder: Path) -> list[float]:

@@ -64,6 +64,21 @@ def test_work_follows_the_chunk_table():
     assert work.last.tolist() == [False, True, False]
 
 
+def test_where_some_layers_cache_the_cache_has_theirs_and_a_layer_without_one_keeps_its_own():
+    """Two of four layers cache 32 bytes of a token, as much as all four with 16."""
+    work = work_of(TABLE, LENGTHS)
+    all_of_them = STAGE.changed(LAYER, count=4, full_bytes_per_token=140.0, attended_bytes_per_token=130.0)
+    two = all_of_them.changed(LAYER, cached_share=0.5, kv=replace(STAGE.kv, bytes_per_token=32.0))
+    whole, half = (replace(COSTS, stages=(stage,)) for stage in (all_of_them, two))
+    assert half.cache_bytes(0, work).tolist() == whole.cache_bytes(0, work).tolist()
+    assert half.gradient_bytes(0, work).tolist() == whole.gradient_bytes(0, work).tolist()
+    assert half.activation_bytes(0, work).tolist() == whole.activation_bytes(0, work).tolist()
+    first, last, unsliced = (half.layer_peak_bytes(0, work).num_bytes - whole.layer_peak_bytes(0, work).num_bytes).tolist()
+    assert first == 6 * 16  # a layer that caches nothing keeps its own
+    assert last == 140 * 7 - (130 - 16) * 7  # the same, when the gradients of all layers are there
+    assert unsliced == 0
+
+
 def test_the_cache_of_a_sequence_holds_its_slices_and_what_rides_with_the_tail():
     assert work_of(TABLE, LENGTHS).cache_tokens.tolist() == [13, 13, 0]
     assert work_of(TABLE, LENGTHS, token_multiple=4).cache_tokens.tolist() == [16, 16, 0]

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
 from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
+from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import FULL, MODES
@@ -181,13 +182,43 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         many_gradient_bytes_per_token=many.gradient,
     )
     costs = costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
+    caches = _caches(stage)
+    for kind, own in caches.items():
+        costs = costs.changed(kind, cached_share=sum(own) / max(1, len(own)))
+    of_input = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
+    costs = costs.changed(INPUT, bytes_per_token=of_input + few.cache * _most_taken_off(caches[LAYER]))
+    received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)  # that of formulas is of the mean layer
     if not few.hands_over:
-        return costs
+        return replace(costs, blocks=(received, *rest))
     states = _states(stage)
-    costs = costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
-    received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)
     handover = BlockCosts(kind=HANDOVER, state_bytes=states.handed_over, state_tokens=stage.kv_cache.handover.most_rows)
-    return replace(costs, blocks=(received, handover, *rest))
+    costs = replace(costs, blocks=(received, handover, *rest))
+    return costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
+
+
+def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
+    """Return which layers cache keys and values, by kind of block: those with a window or a state hand on what they have."""
+    half, mlp = _half(stage), _ends(stage)[:1]
+    layers = [layer for layer in layers_of(stage) if layer not in half and layer not in mlp]
+    return {
+        LAYER: [_num_cached(layer) > 0 for layer in layers],
+        ATTENTION: [_num_cached(layer) > 0 for layer in half],
+        PREDICTION: [_num_cached(stage.language_model) > _num_cached(stage.decoder)] * stage.depths,
+    }
+
+
+def _num_cached(module: torch.nn.Module) -> int:
+    """Return the number of attentions whose keys and values are cached."""
+    return sum(isinstance(part, RelayAttention) and part.window is None for part in module.modules())
+
+
+def _most_taken_off(caches: Sequence[bool]) -> float:
+    """Return by how many layers' keys and values a stage would be counted too low that takes the mean of its layers for each.
+
+    What is in caches is taken off layers that keep everything, the last ones of a stage: these may have less than the mean.
+    """
+    mean = sum(caches) / max(1, len(caches))
+    return max((mean * (len(caches) - at) - sum(caches[at:]) for at in range(len(caches))), default=0.0)
 
 
 def _first_mlp(stage: MegatronStage) -> float:
@@ -242,11 +273,17 @@ def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
     return [layers[0], layers[-1]] if cut is not None and cut.begins_with_mlp and cut.ends_with_attention else []
 
 
-def _last_layer(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither."""
+def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
+    """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither.
+
+    Args:
+        that_caches: keys and values, if any does.
+    """
     ends = _ends(stage)
     halves = [*_half(stage), *ends]
-    return [layer for layer in layers_of(stage) if layer not in halves][-1:] or ends
+    whole = [layer for layer in layers_of(stage) if layer not in halves]
+    caching = [layer for layer in whole if _num_cached(layer)] if that_caches else []
+    return caching[-1:] or whole[-1:] or ends
 
 
 def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
@@ -370,7 +407,7 @@ def _of_slices(
 
     Args:
         keep_weights: True to split the weight gradient off.
-        layer: modules whose backward is watched; None for the last layer.
+        layer: modules whose backward is watched; None for the last layer that caches keys and values.
         num_slices: number of slices that the sequence is declared to have.
     """
     (segment,) = bytes_chunk(stage).segments
@@ -393,7 +430,7 @@ def _of_slices(
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     last = _LayerBytes(meter)
-    with meter, watched(_last_layer(stage) if layer is None else layer, note):
+    with meter, watched(_last_layer(stage, that_caches=True) if layer is None else layer, note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
@@ -406,14 +443,9 @@ def _of_slices(
         if keep_weights:
             stage.weight(0)
         backward(stage, *runs.pop())
-    of_layer = (stage.num_layers + _has_attention_half(stage) + stage.depths) * 2 * tokens
+    of_layer = max(1, sum(map(sum, _caches(stage).values()))) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
     return _Slices(cache, gradient_bytes / of_layer, most / tokens, hands_over)
-
-
-def _has_attention_half(stage: MegatronStage) -> bool:
-    cut = stage.cut_layers
-    return cut is not None and cut.ends_with_attention and not cut.begins_with_mlp
 
 
 def message_bytes(stage: MegatronStage) -> float:

@@ -84,7 +84,8 @@ class RelayAttention(torch.nn.Module):
             softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
             if config.softmax_type == "learnable":
                 softmax_offset = torch.nn.Parameter(softmax_offset)
-                if config.perform_initialization:
+                # Transformer Engine's sinks begin at zero, and draw no random numbers.
+                if config.perform_initialization and config.transformer_impl == "local":
                     config.init_method(softmax_offset)
         self.softmax_offset = softmax_offset
 

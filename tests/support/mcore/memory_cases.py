@@ -76,6 +76,8 @@ MORE = {
     2: {
         "as the planner likes": GROUPED,
         "windows shorter than slices": f"{GROUPED} --window-size 20,0 --epp-slices 7",
+        "the first of two layers without a window, one recomputes": f"{GROUPED} --num-layers 4 --window-size 20,0 "
+        "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
         "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
         "whole": f"{GPT2} --epp-planner 1f1b",
         "seven slices": f"{GROUPED} --epp-slices 7",

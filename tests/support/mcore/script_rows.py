@@ -160,8 +160,30 @@ def _script_rows() -> list[ScriptRow]:
 
 
 _FLEX = f"{SGD} {ROPE} {EXPERTS.replace('alltoall', 'flex')} {LAYOUTS['expert parallel'][1]} --moe-flex-dispatcher-backend"
+SINKS = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type"
+_DELTA = (
+    "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4 --swiglu --disable-bias-linear"
+)
+_OF_LAYERS = {
+    "learnable sinks": ("4 stages on 2 ranks", f"{SINKS} learnable"),
+    "sinks of zero, experts": ("expert parallel", f"{SINKS} off-by-one {EXPERTS}"),
+    "gated delta nets": ("2 stages", f"{_DELTA} --hybrid-layer-pattern G-*|-G-G"),
+    "gated delta nets, experts": ("expert parallel", f"{_DELTA} {EXPERTS} --hybrid-layer-pattern GE|*E"),
+}
+"""Layout and flags. Those of sinks have Megatron's own attention."""
 SCRIPT_ROWS = (
     *_script_rows(),
+    *(
+        ScriptRow(
+            name=name,
+            num_processes=(sizes := LAYOUTS[layout])[0],
+            flags=f"{SGD} {ROPE} {own} {sizes[1]}",
+            iterations=5,
+            is_slow="experts" in name,
+        )
+        for name, (layout, own) in _OF_LAYERS.items()
+    ),
     *(
         ScriptRow(name=f"experts by {backend}", num_processes=4, flags=f"{_FLEX} {backend}", iterations=5, is_slow=True)
         for backend in ("deepep", "hybridep")

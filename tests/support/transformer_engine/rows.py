@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.mcore.matrix import Row, case
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
 from tests.support.mcore.rows import LATENT, OVERLAPPED, kinds_of, plans_of, splits_weights
+from tests.support.mcore.script_rows import LAYOUTS, ROPE, ScriptRow
 
 ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
 FP8 = "--fp8-format hybrid --fp8-recipe"
@@ -23,6 +24,8 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
+ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
+WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT: dict[str, dict[str, Any]] = {
     "slices, some recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
     "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},
@@ -45,6 +48,12 @@ BY_DEFAULT: dict[str, dict[str, Any]] = {
         "plan": f"{CAPPED} --epp-offload --epp-latents on",
         "both": LATENT,
         "batch": 8,
+    },
+    "windows and sinks, looped, some recompute": {
+        "cell": {"pp": 2, "virtual": 2},
+        "model": "llama",
+        "plan": "--epp-slices 5 --epp-recompute 1",
+        "both": f"{WINDOWS} 2 --softmax-type learnable",
     },
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -117,6 +126,31 @@ MORE: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": f"{DELTA} {GROUPED} --attention-output-gate",
     },
+    "windows and sinks there and back, weights apart": {
+        "cell": BACK | {"split": True},
+        "model": "grouped",
+        "plan": "--epp-slices 4",
+        "both": f"{WINDOWS} 3 --softmax-type learnable",
+    },
+    "windows and sinks, tensor and sequence parallel": {
+        "cell": SHARED,
+        "model": "llama",
+        "plan": "--epp-slices 7",
+        "both": f"{WINDOWS} [0,1,1,0] --softmax-type learnable",
+    },
+    "windows and sinks, experts": {
+        "cell": EXPERTS,
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": f"{WINDOWS} 2 --softmax-type off-by-one {GROUPED}",
+        "optimizer": OVERLAPPED,
+    },
+    "windows and sinks, context parallel": {
+        "cell": {"cp": 2},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": f"{WINDOWS} 2 --softmax-type learnable",
+    },
     "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
 }
 """In the set `slow`, by themselves."""
@@ -140,6 +174,18 @@ def _rows() -> Iterator[Row]:
 
 
 ROWS = tuple(_rows())
+SCRIPT_ROWS = tuple(
+    ScriptRow(
+        name=name, num_processes=2, flags=f"{ADAM} {ROPE} {ENGINE} {LAYOUTS[layout][1]} {own}", iterations=5, is_slow=number > 0
+    )
+    for number, (name, (layout, own)) in enumerate(
+        {
+            "windows and sinks": ("4 stages on 2 ranks", f"{WINDOWS} 2 --softmax-type learnable"),
+            "gated delta nets": ("2 stages", f"{DELTA} --swiglu"),
+        }.items()
+    )
+)
+"""Of a script's own microbatches."""
 
 
 def optimizer() -> str:
