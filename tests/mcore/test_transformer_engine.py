@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from tests.support.mcore.parity_figures import check_closeness
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS
+from tests.support.transformer_engine.rows import BACK, ENGINE, EXPERTS, FP8, GROUPED, ROWS, SHARED
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -79,20 +81,35 @@ WHOLE = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
 APART = {"weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient"}
 SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
 OF_128 = "--seq-length 128 --max-position-embeddings 128"
-IN_FP8: dict[str, tuple[str, str, int, dict[str, str]]] = {
-    "mxfp8": ("MXFP8Quantizer", "mxfp8", 8, WHOLE | APART | SLICES),
-    "tensorwise": ("Float8CurrentScalingQuantizer", "tensorwise --first-last-layers-bf16", 8, WHOLE),
-    "tensorwise, one sequence": ("Float8CurrentScalingQuantizer", "tensorwise", 1, APART),
-    "blockwise": ("Float8BlockQuantizer", f"blockwise {OF_128}", 8, WHOLE | APART),
+LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
+WIDE = f"--hidden-size 64 {OF_128}"
+OFFLOAD = {"offload, weights apart": "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-offload --epp-split-weight-gradient"}
+IN_FP8: dict[str, dict[str, Any]] = {
+    "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | APART | SLICES},
+    "tensor and sequence parallel": {"recipe": "mxfp8", "both": WIDE, "cell": SHARED, "batch": 16, "plans": LONGER},
+    "experts": {"recipe": "mxfp8", "both": GROUPED, "cell": EXPERTS, "plans": SLICES},
+    "tensorwise": {"recipe": "tensorwise", "both": "--first-last-layers-bf16", "plans": WHOLE},
+    "tensorwise, one sequence": {"recipe": "tensorwise", "batch": 1, "plans": APART},
+    "tensorwise, tensor and sequence parallel": {"recipe": "tensorwise", "cell": SHARED, "plans": WHOLE},
+    "tensorwise, context parallel": {"recipe": "tensorwise", "cell": {"cp": 2, "pp": 2}, "plans": WHOLE},
+    "tensorwise, experts": {"recipe": "tensorwise", "both": GROUPED, "cell": EXPERTS, "plans": WHOLE},
+    "tensorwise, 20 iterations": {"recipe": "tensorwise", "iterations": 20, "plans": WHOLE},
+    "blockwise": {"recipe": "blockwise", "both": OF_128, "plans": WHOLE | APART},
+    "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": {"cp": 2, "pp": 2}, "batch": 16, "plans": LONGER},
+    "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
+    "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
+    "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
+    "20 iterations": {"recipe": "mxfp8", "iterations": 20, "plans": SLICES},
 }
-"""Class that casts, recipe with more flags, sequences of a batch, and plans.
+"""Recipes, with more flags, sequences of a batch, and plans.
 
 Scales of mxfp8 and blockwise are powers of two here, so other chunks, of slices or packs, change no value but the smallest.
 Tensorwise scales are of a chunk, so chunks are those of Megatron's schedule: with a planner that packs, of one sequence.
 """
+QUANTIZERS = {"mxfp8": "MXFP8Quantizer", "tensorwise": "Float8CurrentScalingQuantizer", "blockwise": "Float8BlockQuantizer"}
 
 
-@some_by_default("name", [*IN_FP8], 1)
+@some_by_default("name", [*IN_FP8], 2)
 def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_schedule(
     ranks: None, name: str, tmp_path: Path
 ) -> None:
@@ -100,18 +117,26 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
 
     Weights are cast anew after the optimizer's step, and what runs again is cast as before, or a run is far from the others.
     """
-    quantizer, recipe, batch, plans = IN_FP8[name]
-    runs = {}
-    for kind, plan in {"stock": "--epp-schedule whole", **plans}.items():
-        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe}")
-        row = Row(name=kind, case=own, check=lambda *_: None, batch=batch)
-        runs[kind] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
-    assert all(casts[quantizer] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
-    for kind, plan in plans.items():
+    given = IN_FP8[name]
+    both, cell = f"{ENGINE} {FP8} {given['recipe']} {given.get('both', '')}", given.get("cell", {"pp": 2})
+    runs, saved = {}, tmp_path / "saved"
+    for kind, plan in {"stock": "--epp-schedule whole", **given["plans"]}.items():
+        own = case(cell, "llama", plan, both=both)
+        if kind == "stock":
+            own = replace(own, cell=replace(own.stock, cp=own.cell.cp))  # whose ranks have scales of their own
+        sizes = {"iterations": given.get("iterations", 2), "batch": given.get("batch", 8)}
+        row = Row(name=kind, case=own, check=lambda *_: None, **sizes)
+        flags = [*own.elastic_flags(row.common(tmp_path)), *(["--load", str(saved), "--finetune"] if own.loads else [])]
+        runs[kind] = train(row.num_processes, flags, saved if kind == "stock" else None)
+    quantizer, num_processes = QUANTIZERS[given["recipe"]], case(cell, "llama", "").cell.num_processes
+    assert all(casts[quantizer] for casts in worker.call(num_processes, "tests.support.transformer_engine.rows:casts_by"))
+    for kind, plan in given["plans"].items():
         figures = compare(runs["stock"], runs[kind])
         check_closeness(figures, "RelayAttention")
         assert splits_weights(figures) == ("split-weight" in plan)
-        assert any(one["recompute"] != ["none"] for one in plans_of(figures)) == ("recompute" in plan)
+        plans = plans_of(figures)
+        assert any(one["recompute"] != ["none"] for one in plans) == ("recompute" in plan)
+        assert any(one["copies"] for one in plans) == ("offload" in plan)
         assert ("split" in kinds_of(figures)) == (kind == "slices")
 
 
