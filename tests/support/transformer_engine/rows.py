@@ -160,10 +160,10 @@ def kept_casts() -> int:
     """Return the bytes of the casts of weights that this rank's layers hold."""
     import gc
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from megatron_epp.mcore.model.stage import CASTS
 
     layers = (layer for layer in gc.get_objects() if isinstance(layer, nn.Module))
     casts = [cast for layer in layers for cast in getattr(layer, CASTS, {}).values()]
-    return sum(part.nbytes for cast in casts for part in cast.get_data_tensors() if part is not None)
+    return sum(part.nbytes for cast in casts for part in vars(cast).values() if isinstance(part, Tensor))
