@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
@@ -84,6 +85,8 @@ OF_128 = "--seq-length 128 --max-position-embeddings 128"
 LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
 WIDE = f"--hidden-size 64 {OF_128}"
 OFFLOAD = {"offload, weights apart": "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-offload --epp-split-weight-gradient"}
+PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
+CONTEXT = {"cp": 2, "pp": 2}
 IN_FP8: dict[str, dict[str, Any]] = {
     "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | APART | SLICES},
     "tensor and sequence parallel": {"recipe": "mxfp8", "both": WIDE, "cell": SHARED, "batch": 16, "plans": LONGER},
@@ -91,17 +94,17 @@ IN_FP8: dict[str, dict[str, Any]] = {
     "tensorwise": {"recipe": "tensorwise", "both": "--first-last-layers-bf16", "plans": WHOLE},
     "tensorwise, one sequence": {"recipe": "tensorwise", "batch": 1, "plans": APART},
     "tensorwise, tensor and sequence parallel": {"recipe": "tensorwise", "cell": SHARED, "plans": WHOLE},
-    "tensorwise, context parallel": {"recipe": "tensorwise", "cell": {"cp": 2, "pp": 2}, "plans": WHOLE},
-    "tensorwise, experts": {"recipe": "tensorwise", "both": GROUPED, "cell": EXPERTS, "plans": WHOLE},
+    "tensorwise, context parallel": {"recipe": "tensorwise", "cell": CONTEXT, "stock": CONTEXT, "plans": WHOLE},
+    "tensorwise, experts": {"recipe": "tensorwise", "both": GROUPED, "cell": EXPERTS, "batch": 2, "plans": PACKS},
     "tensorwise, 20 iterations": {"recipe": "tensorwise", "iterations": 20, "plans": WHOLE},
     "blockwise": {"recipe": "blockwise", "both": OF_128, "plans": WHOLE | APART},
-    "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": {"cp": 2, "pp": 2}, "batch": 16, "plans": LONGER},
+    "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": CONTEXT, "batch": 16, "plans": LONGER},
     "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
     "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
     "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
     "20 iterations": {"recipe": "mxfp8", "iterations": 20, "plans": SLICES},
 }
-"""Recipes, with more flags, sequences of a batch, and plans.
+"""Recipes, with more flags, sequences of a batch, plans, and another cell for Megatron's schedule, as ranks have own scales.
 
 Scales of mxfp8 and blockwise are powers of two here, so other chunks, of slices or packs, change no value but the smallest.
 Tensorwise scales are of a chunk, so chunks are those of Megatron's schedule: with a planner that packs, of one sequence.
@@ -123,7 +126,7 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
     for kind, plan in {"stock": "--epp-schedule whole", **given["plans"]}.items():
         own = case(cell, "llama", plan, both=both)
         if kind == "stock":
-            own = replace(own, cell=replace(own.stock, cp=own.cell.cp))  # whose ranks have scales of their own
+            own = replace(own, cell=Cell(**given["stock"]) if "stock" in given else own.stock)
         sizes = {"iterations": given.get("iterations", 2), "batch": given.get("batch", 8)}
         row = Row(name=kind, case=own, check=lambda *_: None, **sizes)
         flags = [*own.elastic_flags(row.common(tmp_path)), *(["--load", str(saved), "--finetune"] if own.loads else [])]
