@@ -556,8 +556,8 @@ class ModelShape:
         What a layer of Megatron keeps is compared with this on CPU, tensor by tensor, with what kernels keep on a GPU in the
         place of torch's norms, rotation and attention.
         """
-        kept = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
-        return kept - self.saved_bytes_per_token
+        num_bytes = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
+        return num_bytes - self.saved_bytes_per_token
 
     @property
     def saved_bytes_per_token(self) -> float:
@@ -611,8 +611,8 @@ class ModelShape:
         """Bytes of `layer_bytes_per_token` that memory moves, and of the outputs of experts, which nothing keeps. The
         statistics of norms of residual width are left out, as too few. A cast, by rows and columns, has as many as its tensor.
         """
-        kept = self.layer_bytes_per_token + self.saved_bytes_per_token
-        return kept + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
+        uncast = self.layer_bytes_per_token + self.saved_bytes_per_token
+        return uncast + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
 
     @property
     def attention_moved_bytes_per_token(self) -> float:

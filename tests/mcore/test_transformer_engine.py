@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.cost import ModelShape
+from megatron_epp.cost.casts import RECIPES
 from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
@@ -84,7 +86,9 @@ SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
 OF_128 = "--seq-length 128 --max-position-embeddings 128"
 LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
 WIDE = f"--hidden-size 64 {OF_128}"
-OFFLOAD = {"offload, weights apart": "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-offload --epp-split-weight-gradient"}
+OFFLOAD = {
+    "offload, weights apart": "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-offload --epp-recompute auto --epp-split-weight-gradient"
+}
 PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
 CONTEXT = {"cp": 2, "pp": 2}
 IN_FP8: dict[str, dict[str, Any]] = {
@@ -96,7 +100,7 @@ IN_FP8: dict[str, dict[str, Any]] = {
     "tensorwise, tensor and sequence parallel": {"recipe": "tensorwise", "cell": SHARED, "plans": WHOLE},
     "tensorwise, context parallel": {"recipe": "tensorwise", "cell": CONTEXT, "stock": CONTEXT, "plans": WHOLE},
     "tensorwise, experts": {"recipe": "tensorwise", "both": GROUPED, "cell": EXPERTS, "batch": 2, "plans": PACKS},
-    "tensorwise, 20 iterations": {"recipe": "tensorwise", "iterations": 20, "plans": WHOLE},
+    "tensorwise, 20 iterations": {"recipe": "tensorwise", "iterations": 20, "batch": 1, "plans": APART},
     "blockwise": {"recipe": "blockwise", "both": OF_128, "plans": WHOLE | APART},
     "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": CONTEXT, "batch": 16, "plans": LONGER},
     "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
@@ -141,6 +145,35 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
         assert any(one["recompute"] != ["none"] for one in plans) == ("recompute" in plan)
         assert any(one["copies"] for one in plans) == ("offload" in plan)
         assert ("split" in kinds_of(figures)) == (kind == "slices")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_casts_have_the_bytes_that_formulas_count(ranks: None, name: str) -> None:
+    """But for the scale of a whole tensor, 4 bytes."""
+    rows, columns, casts = 256, 512, RECIPES[name]
+    for sizes in worker.call(2, "tests.support.transformer_engine.rows:bytes_of_casts", name=name, shape=[rows, columns]):
+        for size, counted in zip(sizes, (casts.weight_bytes, casts.input_bytes), strict=True):
+            assert size - rows * columns * counted == 4 * (name == "tensorwise")
+
+
+@pytest.mark.slow  # four trainings
+def test_layers_in_fp8_keep_less_by_what_formulas_count(ranks: None, tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4}
+    peaks = {}
+    for name in ("", *RECIPES):
+        wide = f"--hidden-size 128 --ffn-hidden-size 512 {OF_128} --epp-documents stream"  # so no chunk is padded
+        both = f"{ENGINE} {wide} {f'{FP8} {name}' if name else ''}"
+        own = case({"pp": 2}, "llama", "--epp-planner 1f1b --epp-recompute 0", both=both)
+        row = Row(name=name, case=own, check=lambda *_: None, iterations=1)
+        folder = tmp_path / name / "report"
+        measured = ["--epp-measure-memory", "--epp-report-dir", str(folder)]
+        train(row.num_processes, [*own.elastic_flags(row.common(tmp_path)), *measured])
+        (line,) = map(json.loads, (folder / "iterations.jsonl").read_text().splitlines())
+        peaks[name] = line["peak_activation_bytes"][-1]  # of one chunk, on the last stage
+        assert line["planned_peak_activation_bytes"][-1] == pytest.approx(peaks[name], rel=0.03)
+    for name, casts in RECIPES.items():
+        shape = ModelShape(**sizes, vocab_size=96, bytes_per_value=4, casts=casts)
+        assert peaks[""] - peaks[name] == pytest.approx(2 * 128 * shape.saved_bytes_per_token, rel=0.03)
 
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}
