@@ -86,9 +86,8 @@ SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
 OF_128 = "--seq-length 128 --max-position-embeddings 128"
 LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
 WIDE = f"--hidden-size 64 {OF_128}"
-OFFLOAD = {
-    "offload, weights apart": "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-offload --epp-recompute auto --epp-split-weight-gradient"
-}
+LITTLE = "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-recompute auto"
+OFFLOAD = {"offload, weights apart": f"{LITTLE} --epp-offload --epp-split-weight-gradient"}
 PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
 CONTEXT = {"cp": 2, "pp": 2}
 IN_FP8: dict[str, dict[str, Any]] = {

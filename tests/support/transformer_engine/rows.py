@@ -158,7 +158,7 @@ def casts_by() -> dict[str, int]:
 
 
 def bytes_of_casts(name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the bytes of a weight's casts, and of what a linear layer keeps of an input, as Transformer Engine lays them out."""
+    """Return the bytes of a weight's casts, and of what a linear layer keeps of an input, in Transformer Engine."""
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.quantization import RecipeState
 
