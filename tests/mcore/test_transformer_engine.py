@@ -105,7 +105,6 @@ IN_FP8: dict[str, dict[str, Any]] = {
     "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
     "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
     "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
-    "20 iterations": {"recipe": "mxfp8", "iterations": 20, "plans": SLICES},
 }
 """Recipes, with more flags, sequences of a batch, plans, and another cell for Megatron's schedule, as ranks have own scales.
 
