@@ -11,7 +11,7 @@ from megatron_epp.plan import EppError, Remedy
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What a recipe asks of a tensor's rows, and the bytes of its casts, scales included.
+    """Rows that a recipe needs, and the bytes of its casts, scales included.
 
     Attributes:
         rows: multiple of rows that a rank's part of a tensor needs. Of recipes with blocks it is a block's length, as

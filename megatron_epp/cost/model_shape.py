@@ -566,14 +566,14 @@ class ModelShape:
 
     @property
     def _attention_saved_bytes_per_token(self) -> float:
-        """Of the input of the first projection. The last one keeps attention's output, which attention itself needs uncast; so
+        """Bytes saved of the input of the first projection. The last one keeps attention's output, which attention itself needs uncast; so
         does latent attention with its input, of which it makes two latents.
         """
         return 0.0 if self.latent_rank is not None else self._saved(self.hidden_bytes_per_token)
 
     @property
     def _mlp_saved_bytes_per_token(self) -> float:
-        """Of the inputs of both projections. Experts count as without casts, since each one's rows are padded."""
+        """Bytes saved of the inputs of both projections. Experts count as without casts, since each one's rows are padded."""
         inside = self.ffn_hidden_size * self.bytes_per_value / self.ranks
         return 0.0 if self.num_experts is not None else self._saved(self.hidden_bytes_per_token + inside)
 
