@@ -566,8 +566,8 @@ class ModelShape:
 
     @property
     def _attention_saved_bytes_per_token(self) -> float:
-        """Bytes saved of the input of the first projection. The last one keeps attention's output, which attention itself needs uncast; so
-        does latent attention with its input, of which it makes two latents.
+        """Bytes saved of the input of the first projection. The last one keeps attention's output, which attention itself needs
+        uncast; so does latent attention with its input, of which it makes two latents.
         """
         return 0.0 if self.latent_rank is not None else self._saved(self.hidden_bytes_per_token)
 
