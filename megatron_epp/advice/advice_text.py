@@ -10,6 +10,7 @@ from typing import Any
 from megatron_epp.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.advice.judge import Judged, Parts
 from megatron_epp.advice.question import Question
+from megatron_epp.cost.casts import recipe_of
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.report.text import format_us, table
@@ -22,7 +23,7 @@ _LINES = 6
 _NEAR = 0.1
 """Share by which plain 1F1B may be slower than the best configuration and still be called close."""
 _NOT_SUBTRACTED = (
-    "Both are in the type of the weights, not in FP8, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
+    "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
     "worth to a training that has them is not subtracted."
 )
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
@@ -31,6 +32,7 @@ _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 def as_text(advice: Advice, show: int, everything: bool) -> str:
     """Format the advice: the input, the best configurations, a comparison with plain 1F1B, and the reasons against others."""
     best, question = advice.best[0], advice.question
+    products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
     tried = len(advice.best) + len(advice.slower)
     fits = f"{tried} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
     parts = [
@@ -42,7 +44,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
             "weights, of which training may hide a part. Waiting is for the slowest replica."
         ),
         _wrapped(_plain_text(advice)),
-        _wrapped(_NOT_SUBTRACTED),
+        _wrapped(_NOT_SUBTRACTED.format(products=products)),
     ]
     limit = None if everything else _LINES
     others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
+from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of, whole_pattern
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
@@ -218,10 +219,15 @@ class Question:
         optimizer = OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes)
         return profile.costs_on_device(config.stages, optimizer, config.data)
 
+    def token_multiple(self, config: Configuration) -> int:
+        """Multiple to which chunks are padded, as in training."""
+        casts = casts_of(self.flags)
+        return config.ranks * (1 if casts is None else casts.rows)
+
     def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
         """Planning problem of one iteration of one replica."""
         caps = (self.cap_bytes,) * config.pipeline
-        return Problem(lengths, config.rank_of, caps, token_multiple=config.tensor * config.context)
+        return Problem(lengths, config.rank_of, caps, token_multiple=self.token_multiple(config))
 
     def problem_of(self, config: Configuration, share: Iterable[int]) -> Problem:
         """Planning problem of the replica that has the sequences at these positions of the batch."""

@@ -20,6 +20,7 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_OF_FP8 = ("fp8_format", "fp8_recipe")
 _EXAMPLES = {
     "train_iters": 1000,
     "lr": 1e-4,
@@ -39,10 +40,10 @@ _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 
 def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
     """Megatron's flags for the configuration, the optimizer and the batch, with underscores."""
-    optimizer = {name: question.flags[name] for name in OPTIMIZER_FLAGS if name in question.flags}
+    names = (*OPTIMIZER_FLAGS, *_OF_FP8)
     return (
         config.settings(question.flags)
-        | optimizer
+        | {name: question.flags[name] for name in names if name in question.flags}
         | {
             "micro_batch_size": 1,
             "global_batch_size": len(question.lengths),

@@ -19,6 +19,7 @@ from megatron_epp.advice.question import Configuration, Question, Sharing
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.planning_flags import (
+    FP8_FLAGS,
     OPTIMIZER_FLAGS,
     SHAPE_FLAGS,
     add_optimizer,
@@ -78,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
     add(batch, "documents", "global_batch_size")
     add(batch, "seed", help="seed of the draw (default: 0)")
     add_shape(model := parser.add_argument_group("model", "(default: an 8B model)"))
-    add(model, "latents", default=None)
+    add(model, *FP8_FLAGS, "latents", default=None)
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:
@@ -156,7 +157,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     lengths = [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
-    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *OPTIMIZER_FLAGS, "trained_parameters")]
+    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *FP8_FLAGS, *OPTIMIZER_FLAGS, "trained_parameters")]
     flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
     flags |= {
         "context": question.context,
@@ -171,7 +172,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "expert_tensor_parallel": config.settings(question.flags).get("expert_tensor_parallel_size"),
         "sequence_parallel": config.tensor > 1,
         "data_parallel": config.data,
-        "token_multiple": config.tensor * config.context,
+        "token_multiple": question.token_multiple(config),
         "vocab_parallel": "on" if config.shards_vocabulary else None,
         "latents": config.latents or question.flags.get("epp_latents"),
         "offload": "on" if question.options.offload else None,

@@ -12,6 +12,7 @@ from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
 from megatron_epp.cost.analytic import profile_for
+from megatron_epp.cost.casts import recipe_of
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -28,7 +29,7 @@ from megatron_epp.cost.model_shape import ALLTOALL
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.cost.parameters import parameters_of, summary
 from megatron_epp.mcore.arguments.parser import add, names_of
-from megatron_epp.mcore.arguments.table import OPTIMIZER, ROWS, SHAPE
+from megatron_epp.mcore.arguments.table import FP8, OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
@@ -41,6 +42,8 @@ SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
 """Settings of the flags that `add_shape` adds."""
 OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
 """Settings of the flags that `add_optimizer` adds."""
+FP8_FLAGS = tuple(row.setting for row in FP8)
+"""Settings of the flags of casts to FP8."""
 _SHARING = (
     "tensor_parallel",
     "sequence_parallel",
@@ -79,6 +82,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     )
     add(costs, "costs_file")
     add_model(costs)
+    add(costs, *FP8_FLAGS)
     add(costs, "latents", default=None)
     add(costs, "cluster", "attention_kernel", "devices", "rates", "data_parallel")
     add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, as in training"))
@@ -104,7 +108,7 @@ def add_optimizer(group: argparse._ArgumentGroup) -> None:
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
-    rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens", "latents")]
+    rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, *FP8_FLAGS, "loss_block_tokens", "latents")]
     values = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
     values |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
     values |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
@@ -210,7 +214,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
             raise EppError(f"--costs {args.costs} has costs of stages as they have trained: leave --trained-parameters out")
         return stored, sum(stored.num_layers)
     with naming_file(f"--costs {args.costs}"), of_model(args):
-        if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1:
+        if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1 or recipe_of(flags):
             stored = profile_for(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
         return stored, layers_of(flags) if args.layers or args.model else stored.num_layers

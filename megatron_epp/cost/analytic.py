@@ -93,7 +93,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=ShardBytes.of(shape),
-        exchange_bytes_per_token=shape.exchange_bytes_per_token,
+        exchange_bytes_per_token=shape.running_bytes_per_token,
+        cast_bytes=_cast_bytes(shape),
     )
 
 
@@ -103,7 +104,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
 
     Args:
-        shape, rates: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned.
+        shape, rates: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned, with the
+            bytes of casts of weights to FP8.
 
     Raises:
         EppError: the profile is of a model with experts in other layers.
@@ -113,6 +115,7 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
+    measured = replace(measured, cast_bytes=_cast_bytes(shape))
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us
@@ -132,6 +135,10 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in there}
     of_latents = {name: getattr(formula, name) for name in _OF_LATENTS}
     return replace(measured, **parts | of_latents)
+
+
+def _cast_bytes(shape: ModelShape) -> float:
+    return 0.0 if shape.casts is None else shape.casts.weight_bytes
 
 
 _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
@@ -176,7 +183,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """
     overhead = LinearTime(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
-    linear = _linear(shape.parameters_per_token / shape.ranks, rates)
+    linear = _layer_products(shape, shape.parameters_per_token, rates)
     exchange = exchange_line(shape.exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.moved_bytes_per_token / rates.memory_bytes)
     attention_forward, attention_backward = _mixing(shape, rates)
@@ -211,7 +218,7 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
     token ahead, a layer, and three norms.
     """
     layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
-    linear, hidden = _linear(parameters / shape.ranks, rates), shape.hidden_bytes_per_token
+    linear, hidden = _layer_products(shape, parameters, rates), shape.hidden_bytes_per_token
     moved = LinearTime(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
     return ModelPart(
         forward=layer.forward + linear + moved,
@@ -227,7 +234,7 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
-    overhead, linear = LinearTime(rates.layer_overhead_us / 2), _linear(shape.attention_parameters / shape.ranks, rates)
+    overhead, linear = LinearTime(rates.layer_overhead_us / 2), _layer_products(shape, shape.attention_parameters, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
@@ -286,7 +293,7 @@ def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> Model
 
 def _mlp_again(shape: ModelShape, rates: Rates) -> LinearTime:
     """Time of recomputing the forward of a layer's MLP and norms."""
-    linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
+    linear = _layer_products(shape, shape.mlp_parameters_per_token, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)
     moved = LinearTime(rates.layer_overhead_us / 2, MICROSECONDS * moved_bytes / rates.memory_bytes)
@@ -327,6 +334,11 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
             shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
         ),
     )
+
+
+def _layer_products(shape: ModelShape, parameters_per_token: float, rates: Rates) -> LinearTime:
+    """Time of the matrix products of a layer's parts, of whose parameters its ranks have a part each."""
+    return _linear(parameters_per_token / (shape.ranks * (rates.fp8_speedup if shape.casts else 1.0)), rates)
 
 
 def _linear(parameters_per_token: float, rates: Rates) -> LinearTime:

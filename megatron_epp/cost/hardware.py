@@ -15,6 +15,7 @@ class Rates:
     Attributes:
         name: for the plan's record.
         linear_flops: per second in the matrix products with weights.
+        fp8_speedup: of those of layers in FP8 over these, casts included; 1 without such products, or if unknown.
         attention_forward_flops: per second in attention, counting only the pairs inside the mask.
         attention_backward_flops: the same, backward.
         memory_bytes: per second moved by norms, activations and residual additions.
@@ -51,6 +52,7 @@ class Rates:
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
     host_sharing: int = 1
+    fp8_speedup: float = 1.0
 
     def attention_speed(self, channels: float) -> Speed:
         """Rates of attention for heads of so many channels."""
@@ -74,15 +76,18 @@ H100 = Rates(
     exchange_bytes=300e9,
     host_latency_us=20.0,
     host_bytes=40e9,
+    fp8_speedup=1.6,
 )
 """An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host.
 
-Peaks are from NVIDIA's datasheet of the H100 SXM; the shares of them that a training sustains are assumed:
-989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 % where no kernel is named, between the 35 % of
-FlashAttention-2 and the 75 % of FlashAttention-3 (published rates: `megatron_epp/cost/attention.py`; the shipped clusters of
-H100 and H200 name cuDNN); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s
-of PCIe each way, 63 %. Latencies, the overhead of a layer and the half-saturation of matrix products are assumed too.
-`megatron-epp profile` measures all of them but memory and the exchange.
+Peaks are from NVIDIA's datasheet of the H100 SXM; the shares of them that a training sustains are assumed: 989 TFLOP/s in dense
+bf16, of which linear layers have 61 %; attention 45 and 40 % where no kernel is named, between the 35 % of FlashAttention-2 and
+the 75 % of FlashAttention-3 (published rates: `megatron_epp/cost/attention.py`; the shipped clusters of H100 and H200 name
+cuDNN); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s of PCIe each way,
+63 %. In dense FP8 the peak is twice that of bf16, 1,979 TFLOP/s; by these rates, casts take 4 to 24 % of the time of a product
+with 28,672 to 4,096 outputs, and products are assumed to have nine tenths of bf16's share. Latencies, the overhead of a layer
+and the half-saturation of matrix products are assumed too. `megatron-epp profile` measures all of them but memory and the
+exchange.
 """
 
 H100_NODE = replace(H100, launch_forward_us=600.0, launch_backward_us=850.0)

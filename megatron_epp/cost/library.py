@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
+from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
@@ -200,7 +201,7 @@ def load_cluster(name: str) -> Cluster:
         raise EppError(f"{path}: unknown {names}; known are {', '.join(there)}")
     numbers = {}
     for key, value in entries.items():
-        divides = key.endswith(("_flops", "_bytes")) and key != "host_bytes"  # the link to the host may be absent
+        divides = key.endswith(("_flops", "_bytes", "_speedup")) and key != "host_bytes"  # the link to the host may be absent
         numbers[key] = _number(path, key, value, 1.0 if divides else 0.0, MOST_RATE)
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, attention_kernel=kernel, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
@@ -312,6 +313,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         dense_ffn_hidden_size=ffn if dense or "-" in pattern else 0,
         predictions=some("mtp_num_layers"),
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
+        casts=casts_of(flags),
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),
         context_parallel=context_ranks,

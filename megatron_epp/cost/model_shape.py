@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_epp.cost.casts import Casts
 from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.sizing import shared_heads
 
@@ -183,6 +184,7 @@ class ModelShape:
         dense_ffn_hidden_size: width inside that MLP, or inside that of a hybrid model with experts.
         predictions: depths of multi-token prediction.
         bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
+        casts: of linear layers to FP8; None where they multiply in the type of the weights.
         tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
         context_parallel: ranks that share the tokens (the heads, inside attention).
@@ -229,6 +231,7 @@ class ModelShape:
     dense_ffn_hidden_size: int = 0
     predictions: int = 0
     bytes_per_value: int = 2
+    casts: Casts | None = None
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     context_parallel: int = 1
@@ -553,7 +556,37 @@ class ModelShape:
         What a layer of Megatron keeps is compared with this on CPU, tensor by tensor, with what kernels keep on a GPU in the
         place of torch's norms, rotation and attention.
         """
-        return 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
+        num_bytes = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
+        return num_bytes - self.saved_bytes_per_token
+
+    @property
+    def saved_bytes_per_token(self) -> float:
+        """Bytes that a layer keeps less in FP8, where casts of the inputs of linear layers take the place of these."""
+        return self._attention_saved_bytes_per_token + self._mlp_saved_bytes_per_token
+
+    @property
+    def _attention_saved_bytes_per_token(self) -> float:
+        """Bytes saved of the input of the first projection. The last one keeps attention's output, which attention itself needs
+        uncast; so does latent attention with its input, of which it makes two latents.
+        """
+        return 0.0 if self.latent_rank is not None else self._saved(self.hidden_bytes_per_token)
+
+    @property
+    def _mlp_saved_bytes_per_token(self) -> float:
+        """Bytes saved of the inputs of both projections. Experts count as without casts, since each one's rows are padded."""
+        inside = self.ffn_hidden_size * self.bytes_per_value / self.ranks
+        return 0.0 if self.num_experts is not None else self._saved(self.hidden_bytes_per_token + inside)
+
+    def _saved(self, num_bytes: float) -> float:
+        return 0.0 if self.casts is None else num_bytes * (1 - self.casts.input_bytes / self.bytes_per_value)
+
+    @property
+    def running_bytes_per_token(self) -> float:
+        """Bytes that a layer holds while it runs besides as much as it keeps, see `on_device`: a buffer, and in FP8 what casts
+        have saved, since its gradients are as large as without.
+        """
+        dense = 0.0 if self.dense is None else self.dense.saved_bytes_per_token
+        return self.exchange_bytes_per_token + max(self.saved_bytes_per_token, dense)
 
     @property
     def mixer_bytes_per_token(self) -> float:
@@ -576,19 +609,21 @@ class ModelShape:
     @property
     def moved_bytes_per_token(self) -> float:
         """Bytes of `layer_bytes_per_token` that memory moves, and of the outputs of experts, which nothing keeps. The
-        statistics of norms of residual width are left out, as too few.
+        statistics of norms of residual width are left out, as too few. A cast, by rows and columns, has as many as its tensor.
         """
-        return self.layer_bytes_per_token + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
+        uncast = self.layer_bytes_per_token + self.saved_bytes_per_token
+        return uncast + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
 
     @property
     def attention_moved_bytes_per_token(self) -> float:
         """Bytes of `moved_bytes_per_token` for attention with its norm and projections."""
-        return self.attended_bytes_per_token - self._statistics_bytes_per_token
+        return self.attended_bytes_per_token + self._attention_saved_bytes_per_token - self._statistics_bytes_per_token
 
     @property
     def attended_bytes_per_token(self) -> float:
         """Bytes of `layer_bytes_per_token` held after attention's backward: without the MLP and its norm's input and output."""
-        return self.layer_bytes_per_token - self.mlp_bytes_per_token - self._normed_bytes_per_token
+        mlp = self.mlp_bytes_per_token - self._mlp_saved_bytes_per_token
+        return self.layer_bytes_per_token - mlp - self._normed_bytes_per_token
 
     @property
     def weight_bytes_per_token(self) -> float:

@@ -96,6 +96,7 @@ class Profile:
         context_exchange_us: see `PipelineCosts`.
         shards: what shards of the output layer hold; None in a file from before it was recorded.
         exchange_bytes_per_token: see `PipelineCosts`.
+        cast_bytes: of the casts to FP8 of a parameter of a layer.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -129,6 +130,7 @@ class Profile:
     context_exchange_us: tuple[float, ...] = ()
     shards: ShardBytes | None = None
     exchange_bytes_per_token: float = 0.0
+    cast_bytes: float = 0.0
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -296,6 +298,7 @@ class Profile:
             static = held.static(of_stage)
         else:
             static = Static.of(inside + others, held, self.weight_bytes)
+        static = replace(static, weights=static.weights + int(inside * self.cast_bytes))
         received = _block(INPUT, self.embedding if first else ModelPart())
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
         if depths:

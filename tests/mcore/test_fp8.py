@@ -14,21 +14,22 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
+from megatron_epp.cost.casts import RECIPES
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.fp8 import ROWS, problems, row_multiple
+from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
 from megatron_epp.mcore.model.weight_gradients import _tensors_of
 from megatron_epp.plan import EppError
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_recipes_without_state_are_taken_and_pad_chunks_to_the_rows_that_megatron_asks_for(name: str) -> None:
     for recipe in (name, Fp8Recipe(name)):  # of flags, and of a model's configuration
         settings = Namespace(fp8="hybrid", fp8_recipe=recipe)
         assert [*problems(settings, Door.ALL)] == []
-        assert row_multiple(settings) == ROWS[name]
-    assert ROWS[name] % get_fp8_align_size(Fp8Recipe(name)) == 0
+        assert row_multiple(settings) == RECIPES[name].rows
+    assert RECIPES[name].rows % get_fp8_align_size(Fp8Recipe(name)) == 0
 
 
 def test_recipes_that_keep_something_between_chunks_are_refused_with_the_reason() -> None:

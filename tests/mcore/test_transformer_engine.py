@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_epp.cost import ModelShape
+from megatron_epp.cost.casts import RECIPES
+from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
@@ -22,7 +27,7 @@ from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 from tests.support.mcore.script_rows import ScriptRow
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import ENGINE, FP8, ROWS, SCRIPT_ROWS
+from tests.support.transformer_engine.rows import BACK, ENGINE, EXPERTS, FP8, GROUPED, ROWS, SCRIPT_ROWS, SHARED
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -85,20 +90,37 @@ WHOLE = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
 APART = {"weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient"}
 SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
 OF_128 = "--seq-length 128 --max-position-embeddings 128"
-IN_FP8: dict[str, tuple[str, str, int, dict[str, str]]] = {
-    "mxfp8": ("MXFP8Quantizer", "mxfp8", 8, WHOLE | APART | SLICES),
-    "tensorwise": ("Float8CurrentScalingQuantizer", "tensorwise --first-last-layers-bf16", 8, WHOLE),
-    "tensorwise, one sequence": ("Float8CurrentScalingQuantizer", "tensorwise", 1, APART),
-    "blockwise": ("Float8BlockQuantizer", f"blockwise {OF_128}", 8, WHOLE | APART),
+LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
+WIDE = f"--hidden-size 64 {OF_128}"
+LITTLE = "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-recompute auto"
+OFFLOAD = {"slices, offload, weights apart": f"{LITTLE} --epp-offload --epp-split-weight-gradient"}
+PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
+CONTEXT = {"cp": 2, "pp": 2}
+IN_FP8: dict[str, dict[str, Any]] = {
+    "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | APART | SLICES},
+    "tensor and sequence parallel": {"recipe": "mxfp8", "both": WIDE, "cell": SHARED, "batch": 16, "plans": LONGER},
+    "experts": {"recipe": "mxfp8", "both": GROUPED, "cell": EXPERTS, "plans": SLICES},
+    "tensorwise": {"recipe": "tensorwise", "both": "--first-last-layers-bf16", "plans": WHOLE},
+    "tensorwise, one sequence": {"recipe": "tensorwise", "batch": 1, "plans": APART},
+    "tensorwise, tensor and sequence parallel": {"recipe": "tensorwise", "cell": SHARED, "plans": WHOLE},
+    "tensorwise, context parallel": {"recipe": "tensorwise", "cell": CONTEXT, "stock": CONTEXT, "plans": WHOLE},
+    "tensorwise, experts": {"recipe": "tensorwise", "both": GROUPED, "cell": EXPERTS, "batch": 2, "plans": PACKS},
+    "tensorwise, 20 iterations": {"recipe": "tensorwise", "iterations": 20, "batch": 1, "plans": APART},
+    "blockwise": {"recipe": "blockwise", "both": OF_128, "plans": WHOLE | APART},
+    "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": CONTEXT, "batch": 16, "plans": LONGER},
+    "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
+    "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
+    "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
 }
-"""Class that casts, recipe with more flags, sequences of a batch, and plans.
+"""Recipes, with more flags, sequences of a batch, plans, and another cell for Megatron's schedule, as ranks have own scales.
 
 Scales of mxfp8 and blockwise are powers of two here, so other chunks, of slices or packs, change no value but the smallest.
 Tensorwise scales are of a chunk, so chunks are those of Megatron's schedule: with a planner that packs, of one sequence.
 """
+QUANTIZERS = {"mxfp8": "MXFP8Quantizer", "tensorwise": "Float8CurrentScalingQuantizer", "blockwise": "Float8BlockQuantizer"}
 
 
-@some_by_default("name", [*IN_FP8], 1)
+@some_by_default("name", [*IN_FP8], 2)
 def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_schedule(
     ranks: None, name: str, tmp_path: Path
 ) -> None:
@@ -106,19 +128,56 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
 
     Weights are cast anew after the optimizer's step, and what runs again is cast as before, or a run is far from the others.
     """
-    quantizer, recipe, batch, plans = IN_FP8[name]
-    runs = {}
-    for kind, plan in {"stock": "--epp-schedule whole", **plans}.items():
-        own = case({"pp": 2}, "llama", plan, both=f"{ENGINE} {FP8} {recipe}")
-        row = Row(name=kind, case=own, check=lambda *_: None, batch=batch)
-        runs[kind] = train(row.num_processes, own.elastic_flags(row.common(tmp_path)))
-    assert all(casts[quantizer] for casts in worker.call(2, "tests.support.transformer_engine.rows:casts_by"))
-    for kind, plan in plans.items():
+    given = IN_FP8[name]
+    both, cell = f"{ENGINE} {FP8} {given['recipe']} {given.get('both', '')}", given.get("cell", {"pp": 2})
+    runs, saved = {}, tmp_path / "saved"
+    for kind, plan in {"stock": "--epp-schedule whole", **given["plans"]}.items():
+        own = case(cell, "llama", plan, both=both)
+        if kind == "stock":
+            own = replace(own, cell=Cell(**given["stock"]) if "stock" in given else own.stock)
+        sizes = {"iterations": given.get("iterations", 2), "batch": given.get("batch", 8)}
+        row = Row(name=kind, case=own, check=lambda *_: None, **sizes)
+        flags = [*own.elastic_flags(row.common(tmp_path)), *(["--load", str(saved), "--finetune"] if own.loads else [])]
+        runs[kind] = train(row.num_processes, flags, saved if kind == "stock" else None)
+    quantizer, num_processes = QUANTIZERS[given["recipe"]], case(cell, "llama", "").cell.num_processes
+    assert all(casts[quantizer] for casts in worker.call(num_processes, "tests.support.transformer_engine.rows:casts_by"))
+    for kind, plan in given["plans"].items():
         figures = compare(runs["stock"], runs[kind])
         check_closeness(figures, "RelayAttention")
         assert splits_weights(figures) == ("split-weight" in plan)
-        assert any(one["recompute"] != ["none"] for one in plans_of(figures)) == ("recompute" in plan)
-        assert ("split" in kinds_of(figures)) == (kind == "slices")
+        plans = plans_of(figures)
+        assert any(one["recompute"] != ["none"] for one in plans) == ("recompute" in plan)
+        assert any(one["copies"] for one in plans) == ("offload" in plan)
+        assert ("split" in kinds_of(figures)) == ("slices" in kind)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_casts_have_the_bytes_that_formulas_count(ranks: None, name: str) -> None:
+    """But for the scale of a whole tensor, 4 bytes."""
+    rows, columns, casts = 512, 512, RECIPES[name]
+    for sizes in worker.call(2, "tests.support.transformer_engine.rows:bytes_of_casts", name=name, shape=[rows, columns]):
+        for size, counted in zip(sizes, (casts.weight_bytes, casts.input_bytes), strict=True):
+            assert size - rows * columns * counted == 4 * (name == "tensorwise")
+
+
+@pytest.mark.slow  # four trainings
+def test_layers_in_fp8_keep_less_by_what_formulas_count(ranks: None, tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4}
+    peaks = {}
+    for name in ("", *RECIPES):
+        wide = f"--hidden-size 128 --ffn-hidden-size 512 {OF_128} --epp-documents stream"  # so no chunk is padded
+        both = f"{ENGINE} {wide} {f'{FP8} {name}' if name else ''}"
+        own = case({"pp": 2}, "llama", "--epp-planner 1f1b --epp-recompute 0", both=both)
+        row = Row(name=name, case=own, check=lambda *_: None, iterations=1)
+        folder = tmp_path / name / "report"
+        measured = ["--epp-measure-memory", "--epp-report-dir", str(folder)]
+        train(row.num_processes, [*own.elastic_flags(row.common(tmp_path)), *measured])
+        (line,) = map(json.loads, (folder / "iterations.jsonl").read_text().splitlines())
+        peaks[name] = line["peak_activation_bytes"][-1]  # of one chunk, on the last stage
+        assert line["planned_peak_activation_bytes"][-1] == pytest.approx(peaks[name], rel=0.03)
+    for name, casts in RECIPES.items():
+        shape = ModelShape(**sizes, vocab_size=96, bytes_per_value=4, casts=casts)
+        assert peaks[""] - peaks[name] == pytest.approx(2 * 128 * shape.saved_bytes_per_token, rel=0.03)
 
 
 LESS_THAN_PLANNED = {"weights apart, half layers", "experts with grouped products", "multi-token prediction"}

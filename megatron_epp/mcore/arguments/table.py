@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_epp.cost.attention import KERNELS
+from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.model_shape import DISPATCHERS
@@ -283,6 +284,15 @@ SHAPE = (
     ),
 )
 """Flags of a model's shape."""
+FP8 = (
+    Flag("fp8_format", "--fp8-format", "--fp8-format", choices=("e4m3", "hybrid")).described(
+        "Linear layers multiply in FP8, in training by Transformer Engine (default: in the type of the weights)."
+    ),
+    Flag("fp8_recipe", "--fp8-recipe", "--fp8-recipe", choices=tuple(RECIPES)).described(
+        "How FP8 is scaled; needed with --fp8-format, since Megatron's default, delayed, does not go with plans."
+    ),
+)
+"""Flags of Megatron that cast linear layers to FP8."""
 _DTYPES = tuple(DTYPE_BYTES)
 OPTIMIZER = (
     Flag("optimizer", "--optimizer", "--optimizer", choices=KINDS).described(
@@ -344,7 +354,7 @@ _COSTS = (
 )
 _DATA = tuple(Flag(name, flag_of(name)) for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
-TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *OPTIMIZER, *_COSTS, *_DATA)
+TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *FP8, *OPTIMIZER, *_COSTS, *_DATA)
 
 EVERYDAY = (
     "epp",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
-from megatron_epp.mcore.arguments.fp8 import recipe
+from megatron_epp.cost.casts import casts_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
@@ -206,15 +206,18 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
-    held = static.weights + int(copied * optimizer.weight) + (_cast_bytes(stage) if recipe(args) else 0)
+    held = static.weights + int(copied * optimizer.weight) + _cast_bytes(args, stage)
     gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
 
 
-def _cast_bytes(stage: MegatronStage) -> int:
-    """Bytes of the casts of matrices to FP8, which Transformer Engine's layers keep by rows and by columns."""
+def _cast_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """Bytes of the casts of matrices to FP8 that Transformer Engine's layers keep."""
+    if (casts := casts_of(vars(args))) is None:
+        return 0
     modules = (module for module in stage.decoder.modules() if hasattr(module, CASTS))
-    return sum(2 * weight.numel() for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 2)
+    weights = (weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 2)
+    return int(casts.weight_bytes * sum(weight.numel() for weight in weights))
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

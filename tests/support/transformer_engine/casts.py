@@ -30,11 +30,21 @@ def cast(x: Tensor, quantizer: Any, out: Any = None) -> Any:
     casts_by[kind] += 1
     parts = (_tensorwise if kind == _TENSORWISE else _by_blocks)(x.detach(), quantizer)
     if out is None:
-        context = quantizer.create_metadata(x.shape, dtype=x.dtype)
-        return context["cls"].__tensor_unflatten__(parts, context, x.shape, None)
+        return _made_of(parts, quantizer, x.shape, x.dtype)
     for name, part in parts.items():
         getattr(out, name).copy_(part)
     return out
+
+
+def empty(quantizer: Any, shape: torch.Size, kind: torch.dtype) -> Any:
+    """Return a tensor for casts that others have made, such as those that ranks gather."""
+    parts = {name: torch.empty(size, dtype=of) for name, (size, of) in quantizer.inner_tensor_specs(shape).items()}
+    return _made_of(parts, quantizer, shape, kind)
+
+
+def _made_of(parts: dict[str, Tensor], quantizer: Any, shape: torch.Size, kind: torch.dtype) -> Any:
+    context = quantizer.create_metadata(shape, dtype=kind)
+    return context["cls"].__tensor_unflatten__(parts, context, shape, None)
 
 
 def values(x: Any, along_tokens: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.transformer_engine.casts import cast, values
+from tests.support.transformer_engine.casts import cast, empty, values
 
 NAME = "transformer_engine_torch"
 
@@ -200,6 +200,21 @@ def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
 
 def split_quantize(x: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
     return [cast(part, quantizer) for part, quantizer in zip(x.split(list(sizes)), quantizers, strict=True)]
+
+
+def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], kind: torch.dtype, *_: Any) -> Any:
+    return empty(quantizer, torch.Size(shape), kind)
+
+
+def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: Sequence[int], padded: Sequence[int]) -> None:
+    """Write an expert's rows each to the head of its rows in `out`, and zeros behind them, or cut these off again."""
+    for rows, into in zip(x.split(list(sizes)), out.split(list(padded)), strict=True):
+        count = min(len(rows), len(into))
+        into[:count].copy_(rows[:count])
+        into[count:].zero_()
+
+
+fused_multi_row_unpadding = fused_multi_row_padding
 
 
 def fp8_transpose(data: Tensor, kind: Any, out: Tensor | None = None) -> Tensor:

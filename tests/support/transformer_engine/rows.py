@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +201,18 @@ def casts_by() -> dict[str, int]:
     from tests.support.transformer_engine import casts
 
     return dict(casts.casts_by)
+
+
+def bytes_of_casts(name: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes of a weight's casts, and of what a linear layer keeps of an input, in Transformer Engine."""
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    of = {"tensorwise": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling, "mxfp8": recipe.MXFP8BlockScaling}
+    quantizers = RecipeState.create(of[name](), mode="forward", num_quantizers=3).make_quantizers()
+    inputs, weight = quantizers[:2]
+    inputs.set_usage(rowwise=False, columnwise=True)
+    weight.set_usage(rowwise=True, columnwise=True)
+    specs = (quantizer.inner_tensor_specs(tuple(shape)).values() for quantizer in (weight, inputs))
+    in_weight, in_input = (sum(math.prod(size) * kind.itemsize for size, kind in parts) for parts in specs)
+    return in_weight, in_input
