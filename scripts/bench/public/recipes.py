@@ -10,8 +10,9 @@ import numpy as np
 
 from megatron_epp.advice.question import Configuration
 from megatron_epp.cost.library import load_flags
+from megatron_epp.cost.optimizer import TRAINED_SHARE
 from scripts.bench.public.rows import TRUNK_405B
-from scripts.bench.rl.rules import Rule, decreasing, nemo_rl, padded, slime, verl
+from scripts.bench.rl.rules import Rule, decreasing, padded, slime, verl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Recipe:
         recomputes_all: every layer is recomputed; otherwise none is.
         dispatcher: of experts.
         optimizer: Megatron's flags of its optimizer.
+        trained_share: share of the parameters that train.
         offload: it copies activations to host memory.
         measured_s: of an update or a step, where published.
         measured: what that is, in words.
@@ -81,6 +83,7 @@ class Recipe:
     recomputes_all: bool = False
     dispatcher: str = "alltoall"
     optimizer: tuple[str, ...] = ()
+    trained_share: float = 1.0
     offload: bool = False
     measured_s: float | None = None
     measured: str = ""
@@ -91,32 +94,38 @@ class Recipe:
     @property
     def flags(self) -> dict[str, Any]:
         """Megatron's flags of the model and its optimizer."""
-        flags = load_flags(self.model) | dict.fromkeys(self.optimizer, True)
+        flags = load_flags(self.model) | dict.fromkeys(self.optimizer, True) | {TRAINED_SHARE: self.trained_share}
         if self.dispatcher != "alltoall":
             flags |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": self.dispatcher}
         return flags
 
 
 _BRIDGE: dict[str, Any] = {"repository": "NVIDIA-NeMo/Megatron-Bridge", "commit": "067f987df03b"}
+_SWIFT: dict[str, Any] = {"repository": "modelscope/ms-swift"}
 _SLIME: dict[str, Any] = {"repository": "THUDM/slime", "commit": "624b824a898a"}
 _NEMO_RL: dict[str, Any] = {"repository": "NVIDIA-NeMo/RL", "commit": "7ea279abfbeb"}
 _VERL: dict[str, Any] = {"repository": "ISEEKYAN/verl_megatron_practice", "commit": "dfd811adc3e4"}
+_LORA_32 = 46 * 32 * (4096 + (96 + 2 * 8) * 128 + 96 * 128 + 4096)
+"""Parameters of adapters of rank 32 for the projections before and after attention in GLM-4.5-Air."""
 _HOST_OPTIMIZER = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 
 RECIPES = (
     Recipe(
-        **_BRIDGE,
-        name="8b-sft",
-        title="Bridge, Qwen3-8B SFT, packed to 2,048",
-        file="examples/model_verification_cards/qwen3-8b/card.yaml",
-        model="qwen3-8b",
+        **_SWIFT,
+        name="7b-sft",
+        title="ms-swift, Qwen2.5-7B SFT, packed to 32K",
+        file="examples/megatron/long_text.sh",
+        commit="15898feefaab",
+        model="qwen2.5-7b",
         devices=4,
-        config=Configuration(4, 1, 1, 1, layers=(36,)),
-        lengths=Drawn(median=400, spread=0.9, longest=2048, remark="Tulu 3, packed; its lengths are not published"),
-        sequences=100,
-        budget=2048,
-        measured_s=7.42,
-        measured="step; its card says that it is not tuned",
+        config=Configuration(4, 1, 1, 1, layers=(28,)),
+        lengths=Drawn(median=6000, spread=0.8, longest=32768, remark="LongWriter-6k, packed; its lengths are not published"),
+        sequences=23,
+        budget=32768,
+        recomputes_all=True,
+        measured_s=23.0,
+        measured="step",
+        cluster="a100x8",
     ),
     Recipe(
         **_BRIDGE,
@@ -210,16 +219,21 @@ RECIPES = (
         dispatcher="deepep",
     ),
     Recipe(
-        **_BRIDGE,
+        **_SWIFT,
         name="glm-air",
-        title="Bridge, GLM-4.5-Air pretraining",
-        file="src/megatron/bridge/recipes/glm/h100/glm45.py",
+        title="ms-swift, GLM-4.5-Air LoRA, packed to 8,192",
+        file="examples/megatron/lora/glm4_5_106b.sh",
+        commit="7b55a0c1507e",
         model="glm-4.5-air",
-        devices=32,
-        config=Configuration(1, 1, 4, 8, expert=8, layers=(11, 12, 12, 11)),
-        lengths=Drawn(longest=4096, remark="rows of 4,096"),
-        sequences=2048,
-        budget=4096,
+        devices=4,
+        config=Configuration(4, 1, 1, 1, expert=4, layers=(46,)),
+        lengths=Drawn(median=700, spread=0.7, longest=8192, remark="chats, packed; their lengths are not published"),
+        sequences=145,
+        budget=8192,
+        recomputes_all=True,
+        trained_share=_LORA_32 / 106.9e9,
+        measured_s=40.0,
+        measured="step, on GPUs of 80 GB that it does not name",
         lost="overlap of shared experts",
     ),
     Recipe(
