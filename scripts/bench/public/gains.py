@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.judge import Judged, exactly
@@ -109,7 +110,7 @@ def as_shipped(recipe: Recipe, rule: Rule, budget: int) -> Time:
     most = max(asked.lengths) if rule is padded else budget
     shares = balanced(asked.lengths, config.data)
     replicas = [rule(share, most) for share in shares]
-    groups = [_together([replicas[number] for number in group]) for group in config.lockstep_groups]
+    groups = [together([replicas[number] for number in group]) for group in config.lockstep_groups]
     planned = _in_its_schedule(recipe, asked, max(groups, key=_work), most)
     seconds = recipe.steps * (planned.predicted.makespan_us + asked.reduction_us(config)) / MICROSECONDS
     return Time(seconds=seconds, peak_bytes=max(planned.predicted.peak_bytes), sizes=sizes_of(config))
@@ -119,7 +120,7 @@ def _work(rows: Rows) -> int:
     return sum(work(length) for row in rows for length in row)
 
 
-def _together(replicas: Sequence[Rows]) -> Rows:
+def together(replicas: Sequence[Rows]) -> Rows:
     """Return the longest of the microbatches that replicas which share experts run at the same time: all wait for it."""
     return [max(rows, key=lambda row: sum(map(work, row))) for rows in zip_longest(*replicas, fillvalue=())]
 
@@ -163,6 +164,18 @@ def _time_of(recipe: Recipe, judged: Judged) -> Time:
     return Time(seconds=seconds, peak_bytes=judged.peak_bytes, sizes=sizes_of(judged.config))
 
 
+def as_json(gain: Gain) -> dict[str, Any]:
+    """Return a gain's figures, and where its recipe is."""
+    recipe = gain.recipe
+    figures = {name: (time := getattr(gain, name)) and asdict(time) for name in ("shipped", "packed", "same", "advised")}
+    source = {"repository": recipe.repository, "file": recipe.file, "commit": recipe.commit}
+    sizes = {"devices": recipe.devices, "sequences": recipe.sequences, "tokens": gain.tokens, "steps": recipe.steps}
+    times = {"times_same": gain.times(gain.same), "times_advised": gain.times(gain.advised)}
+    return (
+        {"name": recipe.name, "source": source, "measured_s": recipe.measured_s, "lost": recipe.lost} | sizes | figures | times
+    )
+
+
 def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
     """Yield a table of recipes, and what each differs in from plans."""
     header = ("", "recipe", "measured", "as shipped", "best packing", "our plans", "faster", "advise", "faster", "its sizes")
@@ -178,8 +191,13 @@ def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
     yield from table(header, lines, left=(0, 1, 9))
     for gain in gains:
         recipe = gain.recipe
-        peaks = [f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in (gain.shipped, gain.packed, gain.same, gain.advised)]
-        words = [f"{recipe.repository} {recipe.file} ({recipe.commit})", f"{recipe.sequences:,} sequences, {gain.tokens:,} tokens"]
+        peaks = [
+            f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in (gain.shipped, gain.packed, gain.same, gain.advised)
+        ]
+        words = [
+            f"{recipe.repository} {recipe.file} ({recipe.commit})",
+            f"{recipe.sequences:,} sequences, {gain.tokens:,} tokens",
+        ]
         words += [recipe.lengths.remark, *([recipe.measured] if recipe.measured else [])]
         words += [f"peaks {', '.join(peaks)} of {gain.cap_bytes / 2**30:.0f} GiB"]
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)

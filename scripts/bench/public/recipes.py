@@ -180,7 +180,9 @@ RECIPES = (
         model="qwen2.5-32b",
         devices=32,
         config=Configuration(8, 1, 2, 2, layers=(32, 32)),
-        lengths=Drawn(median=1190, spread=0.9, longest=22528, remark="up to 2K + 20K; the published mean is 1,544 without prompts"),
+        lengths=Drawn(
+            median=1190, spread=0.9, longest=22528, remark="up to 2K + 20K; the published mean is 1,544 without prompts"
+        ),
         sequences=512,
         steps=16,
         rule=verl,
@@ -212,11 +214,14 @@ RECIPES = (
         model="moonlight-16b-a3b",
         devices=32,
         config=Configuration(1, 1, 4, 8, expert=4, layers=(7, 7, 7, 6)),
-        lengths=Drawn(median=600, spread=0.7, longest=8192, remark="OpenMathInstruct-2, up to 8K; its lengths are not published"),
+        lengths=Drawn(
+            median=600, spread=0.7, longest=8192, remark="OpenMathInstruct-2, up to 8K; its lengths are not published"
+        ),
         sequences=512,
         rule=padded,
         budget=8192,
         dispatcher="deepep",
+        fixed=(("expert", 4),),
     ),
     Recipe(
         **_SWIFT,
