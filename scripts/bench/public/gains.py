@@ -190,15 +190,12 @@ def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
         lines.append([*cells, gain.advised.sizes if gain.advised else ""])
     yield from table(header, lines, left=(0, 1, 9))
     for gain in gains:
-        recipe = gain.recipe
-        peaks = [
-            f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in (gain.shipped, gain.packed, gain.same, gain.advised)
-        ]
-        words = [
-            f"{recipe.repository} {recipe.file} ({recipe.commit})",
-            f"{recipe.sequences:,} sequences, {gain.tokens:,} tokens",
-        ]
-        words += [recipe.lengths.remark, *([recipe.measured] if recipe.measured else [])]
-        words += [f"peaks {', '.join(peaks)} of {gain.cap_bytes / 2**30:.0f} GiB"]
+        recipe, times = gain.recipe, (gain.shipped, gain.packed, gain.same, gain.advised)
+        peaks = ", ".join(f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in times)
+        words = [f"{recipe.repository} {recipe.file} ({recipe.commit})"]
+        words += [f"{recipe.sequences:,} sequences, {gain.tokens:,} tokens", recipe.lengths.remark]
+        words += [recipe.measured] * bool(recipe.measured)
+        words += [f"peaks {peaks} of {gain.cap_bytes / 2**30:.0f} GiB"]
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
+        words += [f"advise keeps {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"

@@ -1,4 +1,4 @@
-"""Public recipes of training: a model, devices, sizes, schedule and recompute as they ship, and lengths as published or alike."""
+"""Public recipes of training: model, devices, sizes, schedule and recompute as they ship, and lengths as published or alike."""
 
 from __future__ import annotations
 
@@ -180,9 +180,7 @@ RECIPES = (
         model="qwen2.5-32b",
         devices=32,
         config=Configuration(8, 1, 2, 2, layers=(32, 32)),
-        lengths=Drawn(
-            median=1190, spread=0.9, longest=22528, remark="up to 2K + 20K; the published mean is 1,544 without prompts"
-        ),
+        lengths=Drawn(median=1190, spread=0.9, longest=22528, remark="up to 2K + 20K; published mean 1,544 without prompts"),
         sequences=512,
         steps=16,
         rule=verl,
@@ -205,6 +203,7 @@ RECIPES = (
         dispatcher="deepep",
         measured_s=39.0,
         measured="update",
+        fixed=(("tensor", 1), ("context", 1), ("expert", 8)),
     ),
     Recipe(
         **_NEMO_RL,
@@ -214,9 +213,7 @@ RECIPES = (
         model="moonlight-16b-a3b",
         devices=32,
         config=Configuration(1, 1, 4, 8, expert=4, layers=(7, 7, 7, 6)),
-        lengths=Drawn(
-            median=600, spread=0.7, longest=8192, remark="OpenMathInstruct-2, up to 8K; its lengths are not published"
-        ),
+        lengths=Drawn(median=600, spread=0.7, longest=8192, remark="OpenMathInstruct-2; its lengths are not published"),
         sequences=512,
         rule=padded,
         budget=8192,
@@ -256,6 +253,7 @@ RECIPES = (
         recomputes_all=True,
         dispatcher="deepep",
         optimizer=_HOST_OPTIMIZER,
+        fixed=(("tensor", 8),),
     ),
     Recipe(
         repository="arXiv 2407.21783",
@@ -272,6 +270,7 @@ RECIPES = (
         measured_s=10.9,
         measured="step",
         lost="keys and values are gathered there, heads exchanged here",
+        fixed=(("tensor", 8), ("context", 16)),
     ),
     Recipe(
         repository="huggingface/trl",
