@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from scripts.bench.public.gains import as_json, gain_of, rows_of
 from scripts.bench.public.recipes import RECIPES
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("part", choices=("steps", "recipes"), help="what is compared")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f"recipes: {', '.join(NAMES)}")
     parser.add_argument("--no-advice", action="store_true", help="do not search sizes for recipes")
+    parser.add_argument("--jobs", type=int, default=2, help="recipes that are compared at a time (default: 2)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON, a line for each row")
     args = parser.parse_args(argv)
     if args.part == "steps":
@@ -43,8 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             figures = {"planned_s": step.planned_s, "again_s": step.again_s, "error": step.error}
             print(json.dumps({"row": step.row.number, "name": step.row.name, "measured_s": step.row.measured_s} | figures))
         return
-    gains = []
-    for recipe in (recipe for recipe in RECIPES if recipe.name in args.only):
-        print(f"{recipe.name}: {recipe.title}", file=sys.stderr, flush=True)
-        gains.append(gain_of(recipe, advises=not args.no_advice))
-    print("\n".join(json.dumps(as_json(gain)) for gain in gains) if args.json else "\n".join(rows_of(gains)))
+    chosen = [recipe for recipe in RECIPES if recipe.name in args.only]
+    with ProcessPoolExecutor(min(args.jobs, len(chosen))) as pool:
+        gains = list(pool.map(partial(gain_of, advises=not args.no_advice), chosen))
+    print("\n".join(map(json.dumps, map(as_json, gains)) if args.json else rows_of(gains)))

@@ -64,7 +64,7 @@ class Gain:
 
     def times(self, ours: Time | None) -> float | None:
         """Return how many times as fast plans are as the recipe in its best packing."""
-        return ours and self.packed.seconds / ours.seconds
+        return None if ours is None else self.packed.seconds / ours.seconds
 
 
 def question_of(recipe: Recipe) -> Question:
@@ -88,7 +88,7 @@ def gain_of(recipe: Recipe, *, advises: bool = True) -> Gain:
     """Compare a recipe with plans.
 
     Args:
-        advises: search sizes, too.
+        advises: search sizes, too; otherwise `Gain.advised` is None.
     """
     asked = question_of(recipe)
     shipped = as_shipped(recipe, recipe.rule, recipe.budget)
@@ -122,7 +122,7 @@ def _work(rows: Rows) -> int:
 
 def together(replicas: Sequence[Rows]) -> Rows:
     """Return the longest of the microbatches that replicas which share experts run at the same time: all wait for it."""
-    return [max(rows, key=lambda row: sum(map(work, row))) for rows in zip_longest(*replicas, fillvalue=())]
+    return [max(rows, key=lambda row: sum(map(work, row))) for rows in zip_longest(*replicas, fillvalue=[0])]
 
 
 def _in_its_schedule(recipe: Recipe, asked: Question, rows: Rows, budget: int) -> Plan:

@@ -230,7 +230,7 @@ RECIPES = (
         devices=4,
         config=Configuration(4, 1, 1, 1, expert=4, layers=(46,)),
         lengths=Drawn(median=700, spread=0.7, longest=8192, remark="chats, packed; their lengths are not published"),
-        sequences=145,
+        sequences=132,
         budget=8192,
         recomputes_all=True,
         trained_share=_LORA_32 / 106.9e9,
