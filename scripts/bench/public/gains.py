@@ -197,5 +197,5 @@ def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
         words += [recipe.measured] * bool(recipe.measured)
         words += [f"peaks {peaks} of {gain.cap_bytes / 2**30:.0f} GiB"]
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
-        words += [f"advise keeps {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
+        words += [f"advise searches with {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"

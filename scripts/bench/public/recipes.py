@@ -253,7 +253,7 @@ RECIPES = (
         recomputes_all=True,
         dispatcher="deepep",
         optimizer=_HOST_OPTIMIZER,
-        fixed=(("tensor", 8),),
+        fixed=(("tensor", 8), ("context", 1), ("pipeline", 32)),
     ),
     Recipe(
         repository="arXiv 2407.21783",
