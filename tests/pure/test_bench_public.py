@@ -1,58 +1,22 @@
-"""The comparison with public measurements: the plans are of the measured training, and rates are those of its figures."""
+"""The comparison with public measurements and recipes: the plans are of the measured training."""
 
+import json
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
 from megatron_epp.cost import LinearTime
-from megatron_epp.cost.attention import CUDNN, speed_of
-from scripts.bench.public.bench import PUBLISHED, QWEN3_8B, compared, lines, planned
+from megatron_epp.cost.library import shipped
+from scripts.bench.public.bench import main
+from scripts.bench.public.gains import as_shipped, gain_of, together
+from scripts.bench.public.gains import rows_of as rows_of_gains
+from scripts.bench.public.recipes import RECIPES
 from scripts.bench.public.rows import EXPERTS, ROWS
 from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
-
-(TRL,) = PUBLISHED
-SHORT = replace(TRL, tokens=1 << 16, step_s=3.0)
-
-
-@pytest.fixture(scope="module")
-def found():
-    return compared(SHORT)
-
-
-def test_the_plan_is_of_the_measured_sizes_with_every_layer_recomputed(found):
-    made = planned(SHORT)
-    assert found.recomputed
-    assert made.lengths == (1 << 16,)
-    assert made.num_ranks == 1
-    assert sum(made.num_layers) == QWEN3_8B["num_layers"]
-    assert found.planned_s == made.predicted.makespan_us / 1e6
-
-
-def test_the_plan_has_the_mean_of_the_rates_and_a_measurement_what_the_rest_leaves(found):
-    speed = speed_of(CUDNN, 128)
-    forward, backward = speed.forward_flops / 1e12, speed.backward_flops / 1e12
-    assert backward < found.planned_rate < forward
-    assert found.planned_rate == pytest.approx(18 / (8 / forward + 10 / backward))
-    assert found.measured_rate * (SHORT.step_s - found.rest_s) == pytest.approx(found.attention_tflops)
-    assert 0 < found.rest_s < found.planned_s
-
-
-def test_a_device_attends_to_its_share_of_the_pairs(found):
-    pairs = (1 << 16) * ((1 << 16) + 1) / 2
-    assert found.attention_tflops == pytest.approx(18 * 32 * 128 * 36 * pairs / 8 / 1e12)
-
-
-def test_measured_and_planned_stand_in_one_table_with_the_source(found):
-    text = "\n".join(lines(SHORT, found, None))
-    assert "measured (Hugging Face TRL, pull request 6846)  CP 8" in text
-    assert f"{found.planned_s:.0f} s" in text
-    assert f"it ran at {found.measured_rate:.0f} TFLOP/s" in text
-    assert "(FSDP)" in text
-    assert (TRL.tokens, TRL.devices, TRL.step_s, TRL.memory_gb) == (1048576, 8, 380.0, 56.2)
-
+from scripts.bench.rl.rules import decreasing, padded
 
 MANY_STAGES = {"1", "2", "3"}
 """Rows whose plans of 128 stages take several seconds each."""
@@ -112,3 +76,69 @@ def test_plans_are_within_a_tenth_of_most_measurements_and_a_large_error_has_its
 def test_plans_of_many_stages_are_within_a_tenth():
     errors = {row.number: step_of(row).error for row in ROWS if number_of(row) in MANY_STAGES}
     assert max(map(abs, errors.values())) <= 0.1, errors
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_has_a_source_and_its_sizes_fit_its_model_devices_and_batch(recipe):
+    assert recipe.repository
+    assert recipe.file
+    assert recipe.commit
+    assert recipe.model in shipped("models")
+    assert recipe.cluster in shipped("clusters")
+    config, flags, lengths = recipe.config, recipe.flags, recipe.lengths.batch(recipe.sequences)
+    assert recipe.devices == config.devices
+    assert sum(config.layers) == flags["num_layers"]
+    assert len(config.layers) == config.num_stages
+    assert flags.get("num_experts", config.expert) % config.expert == 0
+    assert (config.ranks * config.data) % config.expert == 0
+    assert len(lengths) == recipe.sequences >= config.data
+    assert max(lengths) <= min(recipe.budget, recipe.lengths.longest)
+    assert recipe.lengths.batch(recipe.sequences) == lengths
+    assert (recipe.measured_s is None) or recipe.measured
+    assert all(hasattr(config, name) and recipe.devices % size == 0 for name, size in recipe.fixed)
+
+
+def test_names_of_recipes_are_unique():
+    assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
+
+
+def recipe_of(name):
+    return next(recipe for recipe in RECIPES if recipe.name == name)
+
+
+@pytest.mark.parametrize("name", ["32b-sft", "dapo-7b"])
+def test_a_recipe_is_planned_as_it_ships_and_in_its_best_packing_and_by_plans_under_its_cap(name):
+    gain = gain_of(recipe_of(name), advises=False)
+    assert gain.packed.seconds <= gain.shipped.seconds
+    assert gain.same.peak_bytes <= gain.cap_bytes
+    assert gain.same.sizes == gain.shipped.sizes
+    assert gain.times(gain.same) == pytest.approx(gain.packed.seconds / gain.same.seconds)
+    assert gain.advised is None
+    text = "\n".join(rows_of_gains([gain]))
+    assert f"{gain.same.seconds:.4g} s" in text
+    assert gain.recipe.commit in text
+
+
+def test_recompute_of_every_layer_takes_a_recipe_longer_and_less_memory():
+    recipe = recipe_of("32b-sft")
+    every = as_shipped(recipe, recipe.rule, recipe.budget)
+    none = as_shipped(replace(recipe, recomputes_all=False), recipe.rule, recipe.budget)
+    assert none.seconds < every.seconds
+    assert every.peak_bytes < none.peak_bytes
+
+
+def test_replicas_that_share_experts_wait_for_the_longest_of_their_microbatches():
+    assert together([[[8], [1, 1]], [[4, 3], [6], [2]]]) == [[8], [6], [2]]
+
+
+def test_figures_of_a_recipe_are_printed_as_json(capsys):
+    main(["recipes", "--only", "32b-sft", "--no-advice", "--json"])
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["name"] == "32b-sft"
+    assert figures["source"]["commit"]
+    assert figures["times_same"] == pytest.approx(figures["packed"]["seconds"] / figures["same"]["seconds"])
+
+
+def test_rules_fill_microbatches_up_to_the_budget_or_pad_every_sequence_to_it():
+    assert decreasing([3, 7, 2, 5], 9) == [[7, 2], [5, 3]]
+    assert padded([3, 9], 9) == [[3, 6], [9]]

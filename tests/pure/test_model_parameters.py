@@ -17,7 +17,10 @@ from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Segment
 
 BILLIONS = {
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-32b": 32.8,
     "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
     "deepseek-v3": 671,
@@ -34,6 +37,7 @@ BILLIONS = {
     "qwen3.5-35b-a3b": 35,
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,
+    "llama3.1-405b": 405.9,
     "mixtral-8x7b": 46.7,
 }
 

@@ -50,22 +50,6 @@ class Row:
     left_out: str = ""
 
 
-_COMMON: dict[str, Any] = {
-    "bf16": True,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "rope",
-}
-LLAMA_405B = _COMMON | {
-    "num_layers": 126,
-    "hidden_size": 16384,
-    "ffn_hidden_size": 53248,
-    "num_attention_heads": 128,
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-}
 MIXTRAL_8X22B = load_flags("mixtral-8x7b") | {
     "num_layers": 56,
     "hidden_size": 6144,
@@ -86,13 +70,14 @@ def _uneven(count: int, stages: int, ends: tuple[int, int]) -> tuple[int, ...]:
     return (ends[0], *even_layers(count - sum(ends), stages - 2), ends[1])
 
 
+TRUNK_405B = _uneven(126, 128, (0, 0))
+"""Layers of the 128 stages of Llama 3.1 405B: the first and the last have none."""
 _LLAMA3 = "Llama 3 paper (arXiv 2407.21783), table 4"
 _ZOO = "yanring/Megatron-MoE-ModelZoo, best_practice"
 _CARDS = "NVIDIA-NeMo/Megatron-Bridge, examples/model_verification_cards"
 _SEQ1F1B = "zwx119/Seq1F1B, docs/experiments_zh.md"
 _FORK = "the fork copies its cache of keys and values for every slice"
-_405B = {"name": "Llama 3.1 405B", "source": _LLAMA3, "flags": LLAMA_405B}
-_TRUNK = _uneven(126, 128, (0, 0))
+_405B = {"name": "Llama 3.1 405B", "source": _LLAMA3, "flags": load_flags("llama3.1-405b")}
 _QWEN: dict[str, Any] = {
     "name": "Qwen3-235B",
     "source": f"{_ZOO}/qwen3/readme.md",
@@ -118,7 +103,7 @@ ROWS = (
     Row(
         **_405B,
         number="1",
-        config=Configuration(8, 1, 16, 64, virtual=8, layers=_TRUNK),
+        config=Configuration(8, 1, 16, 64, virtual=8, layers=TRUNK_405B),
         tokens=8192,
         sequences=2048,
         measured_s=12.0,
@@ -126,7 +111,7 @@ ROWS = (
     Row(
         **_405B,
         number="2",
-        config=Configuration(8, 1, 16, 128, virtual=8, layers=_TRUNK),
+        config=Configuration(8, 1, 16, 128, virtual=8, layers=TRUNK_405B),
         tokens=8192,
         sequences=2048,
         measured_s=6.46,
@@ -134,7 +119,7 @@ ROWS = (
     Row(
         **_405B,
         number="3",
-        config=Configuration(8, 16, 16, 8, virtual=8, layers=_TRUNK),
+        config=Configuration(8, 16, 16, 8, virtual=8, layers=TRUNK_405B),
         tokens=131072,
         sequences=128,
         measured_s=10.9,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 Rows = list[list[int]]
 """Lengths of the sequences of every microbatch."""
+Rule = Callable[[Sequence[int], int], Rows]
+"""How a replica's sequences become microbatches of at most so many tokens."""
 
 _FIXED = 24_576
 """verl's measure of a sequence's work: its square, and so many times its length (`seqlen_balancing`, for a model of 7B)."""
@@ -52,12 +54,22 @@ def slime(lengths: Sequence[int], budget: int) -> Rows:
 
 def nemo_rl(lengths: Sequence[int], budget: int) -> Rows:
     """Return microbatches of at most the token budget by first fit decreasing, all padded to the longest."""
-    rows = _first_fit(sorted(lengths, reverse=True), budget)
+    rows = decreasing(lengths, budget)
     longest = max(map(sum, rows))
     return [_padded(row, longest) for row in rows]
 
 
-RULES: dict[str, Callable[[Sequence[int], int], Rows]] = {"verl": verl, "slime": slime, "NeMo-RL": nemo_rl}
+def decreasing(lengths: Sequence[int], budget: int) -> Rows:
+    """Return microbatches of at most the token budget by first fit decreasing, not padded."""
+    return _first_fit(sorted(lengths, reverse=True), budget)
+
+
+def padded(lengths: Sequence[int], budget: int) -> Rows:
+    """Return a microbatch for every sequence, padded to the token budget."""
+    return [_padded([length], budget) for length in lengths]
+
+
+RULES: dict[str, Rule] = {"verl": verl, "slime": slime, "NeMo-RL": nemo_rl}
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> Rows:
