@@ -93,7 +93,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=ShardBytes.of(shape),
-        exchange_bytes_per_token=shape.running_bytes_per_token,
+        exchange_bytes_per_token=shape.exchange_bytes_per_token,
+        uncast_bytes_per_token=shape.uncast_bytes_per_token,
         cast_bytes=_cast_bytes(shape),
     )
 
@@ -115,7 +116,7 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
-    measured = replace(measured, cast_bytes=_cast_bytes(shape))
+    measured = replace(measured, cast_bytes=_cast_bytes(shape), uncast_bytes_per_token=shape.uncast_bytes_per_token)
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us

@@ -16,6 +16,7 @@ def on_device(
     *,
     buffers: Sequence[int] | None = None,
     exchange_bytes_per_token: float = 0.0,
+    uncast_bytes_per_token: float = 0.0,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps.
 
@@ -28,12 +29,14 @@ def on_device(
             `FRAGMENTATION_SHARE`.
         buffers: bytes of each stage, see `Static`; None as in the costs.
         exchange_bytes_per_token: see `PipelineCosts`.
+        uncast_bytes_per_token: what casts to FP8 save of the bytes that a layer keeps. Its gradients are not cast.
     """
     stages = []
     for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
+        working += uncast_bytes_per_token if running else 0.0
         stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
     return replace(
         costs,

@@ -581,12 +581,9 @@ class ModelShape:
         return 0.0 if self.casts is None else num_bytes * (1 - self.casts.input_bytes / self.bytes_per_value)
 
     @property
-    def running_bytes_per_token(self) -> float:
-        """Bytes that a layer holds while it runs besides as much as it keeps, see `on_device`: a buffer, and in FP8 what casts
-        have saved, since its gradients are as large as without.
-        """
-        dense = 0.0 if self.dense is None else self.dense.saved_bytes_per_token
-        return self.exchange_bytes_per_token + max(self.saved_bytes_per_token, dense)
+    def uncast_bytes_per_token(self) -> float:
+        """Bytes that a layer holds while it runs besides as much as it keeps, see `on_device`: what casts to FP8 have saved."""
+        return max(self.saved_bytes_per_token, 0.0 if self.dense is None else self.dense.saved_bytes_per_token)
 
     @property
     def mixer_bytes_per_token(self) -> float:

@@ -97,6 +97,7 @@ class Profile:
         shards: what shards of the output layer hold; None in a file from before it was recorded.
         exchange_bytes_per_token: see `PipelineCosts`.
         cast_bytes: of the casts to FP8 of a parameter of a layer.
+        uncast_bytes_per_token: see `on_device`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -131,6 +132,7 @@ class Profile:
     shards: ShardBytes | None = None
     exchange_bytes_per_token: float = 0.0
     cast_bytes: float = 0.0
+    uncast_bytes_per_token: float = 0.0
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -195,7 +197,13 @@ class Profile:
         shares = layout.vocabulary_shares
         costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=shares)
         buffers = self.gradient_buffers(len(layout.halves))
-        return on_device(costs, fragmentation_share, buffers=buffers, exchange_bytes_per_token=self.exchange_bytes_per_token)
+        return on_device(
+            costs,
+            fragmentation_share,
+            buffers=buffers,
+            exchange_bytes_per_token=self.exchange_bytes_per_token,
+            uncast_bytes_per_token=self.uncast_bytes_per_token,
+        )
 
     def training(self, share: float) -> Profile:
         """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'

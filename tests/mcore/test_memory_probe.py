@@ -42,7 +42,8 @@ def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
     args = arguments(num_experts=8, expert_model_parallel_size=4, padded_vocab_size=1024, **flex)
     exchanged = with_device_memory(args, COSTS)
     buffer = 4 * 4 * args.hidden_size  # fp32 rows of four ranks
-    assert [stage.layers.working_bytes_per_token - buffer for stage in exchanged.stages] == running
+    assert exchanged.exchange_bytes_per_token == buffer
+    assert [stage.layers.working_bytes_per_token for stage in exchanged.stages] == running
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -55,9 +55,9 @@ def test_linear_layers_keep_a_byte_of_what_they_alone_need() -> None:
 
 
 def test_a_layer_that_runs_holds_gradients_that_are_not_cast() -> None:
-    assert CAST.layer_bytes_per_token + CAST.running_bytes_per_token == PLAIN.layer_bytes_per_token
+    assert CAST.layer_bytes_per_token + CAST.uncast_bytes_per_token == PLAIN.layer_bytes_per_token
     one_dense = shape_of(LLAMA | TENSORWISE | {"num_experts": 4, "moe_layer_freq": [0, 1, 1, 1]})
-    assert one_dense.running_bytes_per_token == 2 * HIDDEN + INSIDE
+    assert one_dense.uncast_bytes_per_token == 2 * HIDDEN + INSIDE
 
 
 def test_products_of_layers_are_faster_where_the_speed_is_known() -> None:

@@ -215,5 +215,7 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
         costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=model_shape(args).running_bytes_per_token)
+        shape = model_shape(args)
+        exchanged, uncast = shape.exchange_bytes_per_token, shape.uncast_bytes_per_token
+        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=exchanged, uncast_bytes_per_token=uncast)
     return costs if share is None else replace(costs, fragmentation_share=share)

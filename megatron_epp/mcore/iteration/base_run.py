@@ -28,9 +28,9 @@ from megatron_epp.mcore.costs.sources import Step
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
+from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
-from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.communicators import directions
@@ -48,6 +48,7 @@ from megatron_epp.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.iteration.rank_vocabulary import RankVocabulary
+    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,8 @@ class Run:
     groups: Groups
     link_options: Callable[[], Any] | None
     device: torch.device
-    exchange_buffer: ExchangeBuffer
-    """Buffer of the layers of experts, since `connect`."""
+    exchange_buffer: ExchangeBuffer | None = None
+    """Buffer of the layers of experts, since `connect`; None without the flex dispatcher."""
     problem: Problem
     """Planning problem of every batch, without its lengths, since `settle`."""
     costs: PipelineCosts | None = None
@@ -154,7 +155,11 @@ class Run:
         """Make the groups over which these stages of the rank exchange messages."""
         self.stages = stages
         self.device = own_device()
-        self.exchange_buffer = ExchangeBuffer((stage.model for stage in stages.values()), self.device)
+        modules = itertools.chain.from_iterable(stage.model.modules() for stage in stages.values())
+        if any(flex_backend(getattr(module, "config", None)) for module in modules):
+            from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
+
+            self.exchange_buffer = ExchangeBuffer((stage.model for stage in stages.values()), self.device)
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         used = directions(self.placement.rank_of)
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
@@ -173,7 +178,8 @@ class Run:
             self.links.connect(self.device)
             # Megatron's too: some are used for the first time only in the optimizer's step, when caps have been settled.
             reduce_once(groups_in_use(self.args), self.device)
-            self.exchange_buffer.allocate()
+            if self.exchange_buffer is not None:
+                self.exchange_buffer.allocate()
 
     def settle(
         self,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
-from megatron_epp.mcore.training.baseline import baseline_schedule
 from megatron_epp.plan import EppError
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,11 @@ def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callabl
     """Return the schedule function that `--epp-schedule` names. Raises `EppError` with NVIDIA ModelOpt, whose losses differ."""
     if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
         raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")
-    return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)
+    if args.epp_schedule == "elastic":
+        return forward_backward_elastic
+    from megatron_epp.mcore.training.baseline import baseline_schedule  # which a training by plans does not need
+
+    return baseline_schedule(stock)
 
 
 def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
@@ -130,8 +136,8 @@ def run_batch(
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
     with run.telling_others():
         _warm_up(run, batch)
-        if run.exchange_buffer.follows_chunks:
-            _reserve(run, batch)
+        if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:
+            _reserve(run, batch, run.exchange_buffer)
         _run_on_rank(run, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
             on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
@@ -203,14 +209,14 @@ def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
             run.warm_up.before(layouts, attends_again)
 
 
-def _reserve(run: SlicedRun, batch: GlobalBatch) -> None:
+def _reserve(run: SlicedRun, batch: GlobalBatch, buffer: ExchangeBuffer) -> None:
     """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less, or too much."""
     plan = batch.plan
     assert plan is not None
     largest = max(plan.padded_tokens(chunk) for chunk in range(len(plan.chunks)))
     spare_bytes = plan.cap_bytes[run.rank] - plan.predicted.peak_bytes[run.rank]
     with run.watching("waits for the largest chunk of ranks that share experts"):
-        run.exchange_buffer.reserve(largest // token_shards(run.args), spare_bytes)
+        buffer.reserve(largest // token_shards(run.args), spare_bytes)
 
 
 def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -22,7 +22,6 @@ from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
-from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError
@@ -222,7 +221,12 @@ class MegatronStage:
             if inputs.of_loss is not None and inputs.labels is not None:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         of_chunk = chunk_of(context.table, self.config)
-        params = ChunkParams(context, None if inputs.ahead is None else ChunkPredictions(inputs.ahead, self._of_all_rows))
+        ahead = None
+        if inputs.ahead is not None:
+            from megatron_epp.mcore.model.predictions import ChunkPredictions
+
+            ahead = ChunkPredictions(inputs.ahead, self._of_all_rows)
+        params = ChunkParams(context, ahead)
         positions: AbstractContextManager[None] = nullcontext()
         if self.axes > 1:
             positions = own_positions(self.language_model)
