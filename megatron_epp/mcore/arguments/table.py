@@ -189,17 +189,15 @@ _RUNNING = (
         f"every slice rounds the sum. auto: where it has more than {MOST_ROUNDED_SLICES} slices (default: auto)."
     ),
     Flag("latents", "--epp-latents", "--latents", choices=(AUTO, "on", "off"), default=AUTO, alone="on").described(
-        "What slices of latent attention (--multi-latent-attention) hand on. on: latents, of which every slice makes the keys "
-        "and values of its prefix anew, so that little is kept; off: keys and values; auto: whichever plans faster for the "
-        "first batch and the longest sequence (default: auto)."
+        "What slices of latent attention hand on. on: latents, of which every slice makes the keys and values of its prefix "
+        "anew, so that little is kept; off: keys and values; auto: whichever plans faster (default: auto)."
     ),
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(
-        "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never there at "
-        "once, for one more product with the output layer's weight. Between products Liger's kernel runs where it can. 0: as "
-        "Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest sequence has more than 2 GiB on a rank, else 0 "
-        "(default: auto)."
+        "Compute logits and loss by blocks of at most N tokens, again in backward: a chunk's logits are never there at once, for "
+        "one more product with the output layer. 0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest "
+        "sequence has more than 2 GiB on a rank, else 0 (default: auto)."
     ),
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
         "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
@@ -286,10 +284,10 @@ SHAPE = (
 """Flags of a model's shape."""
 FP8 = (
     Flag("fp8_format", "--fp8-format", "--fp8-format", choices=("e4m3", "hybrid")).described(
-        "Linear layers multiply in FP8, in training by Transformer Engine (default: in the type of the weights)."
+        "Linear layers multiply in FP8 (default: in the type of the weights)."
     ),
     Flag("fp8_recipe", "--fp8-recipe", "--fp8-recipe", choices=tuple(RECIPES)).described(
-        "How FP8 is scaled; needed with --fp8-format, since Megatron's default, delayed, does not go with plans."
+        "How FP8 is scaled; needed with --fp8-format, as Megatron's default is refused."
     ),
 )
 """Flags of Megatron that cast linear layers to FP8."""
