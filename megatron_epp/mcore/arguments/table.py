@@ -294,8 +294,8 @@ FP8 = (
 _DTYPES = tuple(DTYPE_BYTES)
 OPTIMIZER = (
     Flag("optimizer", "--optimizer", "--optimizer", choices=KINDS).described(
-        "muon and dist_muon: Muon for the matrices of layers, of which ranks have whole ones, and Adam for the rest; sgd: with "
-        "momentum, all of its state on every rank (default: adam, sharded by the distributed optimizer)."
+        "muon and dist_muon: Muon for the matrices of layers, Adam for the rest; sgd: with momentum, not sharded (default: adam, "
+        "sharded by the distributed optimizer)."
     ),
     Flag(
         "use_precision_aware_optimizer", "--use-precision-aware-optimizer", "--use-precision-aware-optimizer", SWITCH
