@@ -6,27 +6,20 @@ plans share costs (analytic), and makespans are the simulator's. Efficiency is t
 over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do. The
 busiest rank's is its own pure computation over the makespan. With `--sharing`, what offload gains over links to the host that
 stages share: each with one of its own, in turns, and with a fixed part of it at all times.
-Writes report.json and report.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import time
-from concurrent.futures import ProcessPoolExecutor
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import exp, log
-from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from scripts.bench.planner.report import table
+from scripts.bench.frame import Bench, Figures, geometric_mean, table
 from scripts.bench.planner.suite import Case, sampled_cases
 
 
@@ -43,7 +36,6 @@ class Variant:
         return replace(case.costs, host_us_per_byte=(sharing if self.links else 1) * case.costs.host_us_per_byte)
 
 
-FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_memory"
 GIB = 1 << 30
 BASE = "whole layers"
 VARIANTS = {
@@ -94,8 +86,9 @@ def figures(plan: Plan | None) -> dict[str, float] | None:
     }
 
 
-def row(case: Case, variants: dict[str, Variant] = VARIANTS, sharing: int = 1) -> dict[str, Any]:
-    """Every variant of one case under every cap, and without one."""
+def row(args: Namespace, case: Case) -> Figures:
+    """Return the figures of every way to plan a case under every cap, and without one."""
+    variants, sharing = (SHARING, args.sharing) if args.sharing else (VARIANTS, 1)
     problem, costs = case.problem, case.costs
     free = planned(problem, costs, UNLIMITED_BYTES, Options())
     assert free is not None
@@ -103,7 +96,6 @@ def row(case: Case, variants: dict[str, Variant] = VARIANTS, sharing: int = 1) -
     least = least_cap(problem, costs, variants[BASE].options)
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
-        "name": f"{case.lengths_like} {case.context // 1024}K, {case.stages} x {case.shape.ranks} ranks, {case.model}",
         "least_gib": least / GIB,
         "free_gib": most / GIB,
         "free": figures(free),
@@ -125,84 +117,50 @@ def longest(case: Case, costs: PipelineCosts, options: Options) -> int:
     return low
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    by_cap: dict[str, Any] = {}
-    for share in map(str, TIGHTNESS):
-        for name in rows[0]["longest"]:
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    names, cells = list(rows[0]["longest"]), []
+    for name in names:
+        line = [name]
+        for share in map(str, TIGHTNESS):
             both = [(r["caps"][share][BASE], r["caps"][share][name]) for r in rows]
-            ratios = [base["makespan_us"] / own["makespan_us"] for base, own in both if base and own]
-            by_cap.setdefault(share, {})[name] = {
-                "faster": exp(statistics.fmean(map(log, ratios))) if ratios else None,
-                "efficiency": statistics.median(own["efficiency"] for _, own in both if own),
-                "busiest": statistics.median(own["busiest"] for _, own in both if own),
-            }
-    contexts = {
-        name: [r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]] for name in rows[0]["longest"]
-    }
-    return {
-        "by_cap": by_cap,
-        "free": {key: statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")},
-        "longer_context": {name: exp(statistics.fmean(map(log, ratios))) for name, ratios in contexts.items()},
-    }
-
-
-def markdown(report: dict[str, Any]) -> str:
-    totals = report["summary"]
-    header = ["", *(f"{float(share):.0%} of the way" for share in totals["by_cap"]), "longest sequence"]
-    cells = []
-    for name in totals["longer_context"]:
-        own = [figures[name] for figures in totals["by_cap"].values()]
-        cells.append(
-            [
-                name,
-                *(f"{f['faster']:.2f} ({f['efficiency']:.2f}, {f['busiest']:.2f})" for f in own),
-                f"{totals['longer_context'][name]:.2f}",
-            ]
-        )
-    lines = [f"# Memory features, planned\n\n{len(report['rows'])} cases, {report['minutes']:.1f} minutes."]
-    lines.append(
+            faster = geometric_mean([base["makespan_us"] / own["makespan_us"] for base, own in both if base and own])
+            shares = [statistics.median(own[key] for _, own in both if own) for key in ("efficiency", "busiest")]
+            line.append("no plan" if faster is None else "{:.2f} ({:.2f}, {:.2f})".format(faster, *shares))
+        longer = geometric_mean([r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]])
+        cells.append([*line, f"{longer:.2f}"])
+    speeds = table(["", *(f"{share:.0%} of the way" for share in TIGHTNESS), "longest sequence"], cells)
+    free = [statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")]
+    header = ["case", "least (GiB)", "free (GiB)", "free", *(f"{share:.0%}: {name}" for share in TIGHTNESS for name in names)]
+    lines = []
+    for r in rows:
+        every = [r["free"], *(r["caps"][str(share)][name] for share in TIGHTNESS for name in names)]
+        shown = [f"{own['efficiency']:.2f}" if own else "no plan" for own in every]
+        lines.append([r["case"], f"{r['least_gib']:.1f}", f"{r['free_gib']:.1f}", *shown])
+    return (
         "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency and the "
         "busiest rank's, under caps between the smallest that whole-layer recompute fits and none; and how much longer a "
-        "sequence fits the case's own cap. Without any cap the medians are "
-        f"{totals['free']['efficiency']:.2f} and {totals['free']['busiest']:.2f}.\n\n{table(header, cells)}"
-    )
-    header = [
-        "case",
-        "least (GiB)",
-        "free (GiB)",
-        "free",
-        *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in totals["longer_context"]),
-    ]
-    cells = []
-    for r in report["rows"]:
-        every = [r["caps"][str(share)][name] for share in TIGHTNESS for name in totals["longer_context"]]
-        shown = [f"{f['efficiency']:.2f}" if f else "no plan" for f in (r["free"], *every)]
-        cells.append([r["name"], f"{r['least_gib']:.1f}", f"{r['free_gib']:.1f}", *shown])
-    lines.append(f"Efficiency of every case:\n\n{table(header, cells)}")
-    return "\n\n".join(lines) + "\n"
+        "sequence fits the case's own cap. Without any cap the medians are {:.2f} and {:.2f}.\n\n{}\n\n"
+        "Efficiency of every case:\n\n{}"
+    ).format(*free, speeds, table(header, lines))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.memory", description=__doc__)
-    parser.add_argument("--reduced", action="store_true", help="one small case")
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th case of the suite's 32 (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument(
-        "--sharing", type=int, metavar="N", help="stages that share a link to the host: compare ways to share it"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
-    a = parser.parse_args()
-    cases = sampled_cases()[:: a.every]
-    if a.reduced:
-        cases = [Case("equal", 32768, 4, "llama3-8b", 40)]
-    rows, start_s = [], time.perf_counter()
-    plan_row = partial(row, variants=SHARING, sharing=a.sharing) if a.sharing else row
-    with ProcessPoolExecutor(a.jobs) as pool:
-        for result in pool.map(plan_row, cases) if a.jobs > 1 else map(plan_row, cases):
-            rows.append(result)
-            print(f"{len(rows)} of {len(cases)}: {result['name']}", file=sys.stderr, flush=True)
-    report = {"rows": rows, "summary": summary(rows), "minutes": (time.perf_counter() - start_s) / 60}
-    a.output.mkdir(parents=True, exist_ok=True)
-    (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (a.output / "report.md").write_text(markdown(report))
-    print(markdown(report))
+def cases(args: Namespace) -> dict[str, Case]:
+    chosen = [Case("equal", 32768, 4, "llama3-8b", 40)] if args.reduced else sampled_cases()[:: args.every]
+    return {f"{c.lengths_like} {c.context // 1024}K, {c.stages} x {c.shape.ranks} ranks, {c.model}": c for c in chosen}
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    flags={
+        "every": {"type": int, "default": 1, "metavar": "K", "help": "every K-th case of the suite's 32 (default: all)"},
+        "sharing": {"type": int, "metavar": "N", "help": "stages that share a link to the host: compare ways to share it"},
+    },
+    reduced="one small case",
+    takes_jobs=True,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())
