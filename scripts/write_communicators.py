@@ -1,13 +1,13 @@
-"""Writes docs/communicators.md: `python -m scripts.write_communicators`. A test checks that the file is current."""
+"""Writes the tables of docs/communicators.md: `python -m scripts.write_communicators`. A test checks that they are current."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.plan.communicators import LARGEST_MESH, directions, link_ctas, most_links, tree_of
 from megatron_epp.plan.placement import Placement
+from scripts.tables import table, with_tables
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "communicators.md"
 SMS = 132
@@ -29,19 +29,6 @@ _LL128_BYTES = 120 * 640 * _STEPS * 8
 """Buffer of the protocol LL128: elements of a thread, threads, steps, bytes of an element."""
 CHANNEL_BYTES = _SIMPLE_BYTES + _LL_BYTES + _LL128_BYTES
 """Device memory of a channel between two ranks, on the side that holds its buffers: the receiver, over a network both."""
-HEAD = """\
-<!-- Written by `python -m scripts.write_communicators` from its formulas: change those, and run it again. -->
-
-# Communicators
-
-Communicators, SMs and memory of a pipeline's messages, **by formula**
-([what has run on a GPU, and what has not](first-hour.md#what-has-run-on-a-gpu)). Every pair of
-ranks that exchanges messages has a communicator for activations and one for gradients, in each direction that the placement
-uses. While a message waits for the other rank, NCCL holds one SM for each CTA of its kernel; `max_ctas` limits CTAs and with
-them channels, whose buffers are in device memory. A rank's communicators may hold a quarter of the SMs together, unless the
-file that `--nccl-communicator-config-path` names sets `max_ctas` of `pp`.
-
-"""
 FORMULAS = (
     ("communicators of a rank", "directions of messages that begin or end at it", "`megatron_epp/plan/communicators.py`"),
     (
@@ -61,24 +48,6 @@ FORMULAS = (
         "NCCL_BUFFSIZE in NCCL's user guide; `src/init.cc` of NCCL",
     ),
 )
-LINKS = f"""
-The memory is an upper bound: between devices of one node only the receiver has the buffers, and NCCL leaves out protocols that
-a link cannot use. Training does not count by this formula: on a GPU the cap is what is left once all links have been used.
-
-## Links, on a device with {SMS} SMs (H100)
-
-The last two columns are what NCCL would take by itself over NVLink, with {NVLINK_CTAS} CTAs per communicator.
-
-"""
-CONTROL = f"""
-## Connections for plans and agreements
-
-Ranks that must run the same plan exchange it over gloo, which connects every two members of a group. Beyond {LARGEST_MESH}
-ranks the group is a tree (`megatron_epp/plan/communicators.py`): groups of at most {LARGEST_MESH}, whose first ranks form
-groups again. Here tensor and context parallelism together have {TENSOR_AND_CONTEXT} ranks per stage; a job without expert
-parallelism has such a group for each replica.
-
-"""
 STAGES = (("one per rank", "looped", 1), ("two per rank, looped", "looped", 2), ("two per rank, V", "v", 2))
 
 
@@ -119,7 +88,7 @@ def num_connections(num_ranks: int, position: int, largest: int = LARGEST_MESH) 
 
 
 def document() -> str:
-    """Return the whole file."""
+    """Return the page with its tables as they are now."""
     links, control = [], []
     for num_ranks in PIPELINES:
         for name, kind, num_chunks in STAGES:
@@ -131,15 +100,10 @@ def document() -> str:
         control.append((num_ranks, members, num_connections(members, 0), members - 1))
     of_rank = "communicators of a rank", "of the pipeline", "CTAs of a communicator", "SMs of a rank", "memory of a rank (MiB)"
     titles = "PP", "stages", *of_rank, "SMs by NCCL", "memory by NCCL (MiB)"
-    parts = HEAD, table(FORMULAS, ("figure", "formula", "source")), LINKS, table(links, titles), CONTROL
-    return "".join(parts) + table(control, ("PP", "ranks of the group", "connections of a rank", "in one group"))
-
-
-def table(rows: Iterable[Sequence[object]], titles: Sequence[str]) -> str:
-    """Format rows as a table in Markdown."""
-    lines = [titles, ["---"] * len(titles), *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    tables = table(("figure", "formula", "source"), FORMULAS), table(titles, links)
+    groups = table(("PP", "ranks of the group", "connections of a rank", "in one group"), control)
+    return with_tables(TARGET.read_text(encoding="utf-8"), (*tables, groups))
 
 
 if __name__ == "__main__":
-    TARGET.write_text(document())
+    TARGET.write_text(document(), encoding="utf-8")

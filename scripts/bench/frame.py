@@ -123,12 +123,6 @@ def _said(number: int, count: int, row: Figures) -> Figures:
     return row
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format rows as a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def geometric_mean(ratios: Sequence[float]) -> float | None:
     """Return the geometric mean; None of nothing."""
     return exp(fmean(map(log, ratios))) if ratios else None

@@ -16,7 +16,8 @@ from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags,
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.text import host_peak_bytes
-from scripts.bench.frame import Bench, Figures, table
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
 
 GIB, K = 1 << 30, 1 << 10
 CLUSTER, REPLICAS = "h100x8", 8

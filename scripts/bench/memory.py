@@ -14,13 +14,13 @@ import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from scripts.bench.frame import Bench, Figures, geometric_mean, table
+from scripts.bench.frame import Bench, Figures, geometric_mean
 from scripts.bench.planner.suite import Case, sampled_cases
+from scripts.tables import table
 
 
 @dataclass(frozen=True)

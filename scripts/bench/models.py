@@ -17,7 +17,8 @@ from itertools import product
 
 from megatron_epp.cli.main import main as command
 from megatron_epp.cost.library import load_flags
-from scripts.bench.frame import Bench, Figures, table
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
 
 PLANNERS = {"greedy": "elastic", "1f1b": "1F1B, whole", "1f1b-packed": "1F1B, packed", "seq1f1b": "Seq1F1B"}
 LENGTHS = ("wikipedia", "code", "chat")

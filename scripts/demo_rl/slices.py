@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_epp.contrib.demos.rounds import turns
 from megatron_epp.mcore.pinned import pin
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from scripts.bench.rl import engine as verl
-from scripts.bench.rl.demo.imitation import CLIP_NEGATIVE, Imitation, by_budget
+from scripts.demo_rl import engine as verl
+from scripts.demo_rl.imitation import CLIP_NEGATIVE, Imitation, by_budget
 
 SIZE = verl.Size(layers=8, hidden=128, heads=4, vocabulary=256, longest=4096, budget=4096)
 REDUCED = replace(SIZE, layers=4, hidden=64, longest=512, budget=512)

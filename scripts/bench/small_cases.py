@@ -1,6 +1,6 @@
 """How far the default planner is from the best plan there is: random small cases, solved exactly.
 
-    python -m scripts.bench.exact.small --seeds 0:200 -o runs/small_cases.jsonl
+    python -m scripts.bench.small_cases --seeds 0:200 --json runs/small_cases.json
 
 Llama 3 8B with costs by formulas for H100s, on 2 to 4 ranks with one or two stages each, sequences of lengths like Wikipedia's,
 a cap 1.02 to 2 times the least, with weight gradients split off in half of the cases and offload in a third. Cases with more
@@ -11,14 +11,12 @@ in time are counted, and have no gap. Cases that the file has are planned again,
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -29,11 +27,11 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.message_room import with_room
 from megatron_epp.planner.result import greedy
+from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.bench import LAYERS, costs_of
 
 MOST_ACTIONS = 24
@@ -66,33 +64,29 @@ def drawn(seed: int) -> tuple[Problem, Costs, Options]:
             return problem, costs, options
 
 
-def solved(seed: int, limit_s: float, known: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return greedy's makespan and the best one of a case, with its bound.
-
-    Args:
-        limit_s: seconds for the exact planner.
-        known: an earlier result for the seed, which is taken over if it is of the same chunks and caps; empty if there is none.
-    """
+def row(args: Namespace, seed: int) -> Figures:
+    """Return greedy's makespan and the best one of a case, with its bound: of an earlier result if chunks and caps are its."""
     problem, costs, options = drawn(seed)
+    known: Figures = args.known.get(str(seed), {})
     begin_s = time.perf_counter()
 
-    def solve(asked: Problem) -> dict[str, Any]:
-        start = greedy(asked, costs, replace(options, steps=steps))
+    def solve(asked: Problem) -> Figures:
+        start = greedy(asked, costs, replace(options, steps=args.steps))
         greedy_us = build_plan(asked, costs, options, start).predicted.makespan_us
         case = hashlib.sha256(repr((asked, start.chunks)).encode()).hexdigest()[:12]
-        row = {"case": case, "greedy_us": greedy_us, "chunks": len(start.chunks)}
-        if known.get("case") == case:
+        figures = {"digest": case, "greedy_us": greedy_us, "chunks": len(start.chunks)}
+        if known.get("digest") == case:
             best_us = min(greedy_us, known["best_us"])
-            return row | {"best_us": best_us, "bound_us": known["bound_us"], "seconds": known["seconds"]}
-        best = oracle(start.chunks, asked, costs, options, start=start, time_limit_s=limit_s)
+            return figures | {"best_us": best_us, "bound_us": known["bound_us"], "solved_s": known["solved_s"]}
+        best = oracle(start.chunks, asked, costs, options, start=start, time_limit_s=args.limit_s)
         seconds = round(time.perf_counter() - begin_s, 1)
-        return row | {"best_us": best.makespan_us, "bound_us": best.bound_us, "seconds": seconds}
+        return figures | {"best_us": best.makespan_us, "bound_us": best.bound_us, "solved_s": seconds}
 
     about = {"seed": seed, "ranks": problem.num_ranks, "stages": problem.num_stages}
     return about | {"split_weight": options.split_weight, "offload": options.offload} | with_room(problem, solve)
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
     """Return how many cases are proven, and their gaps."""
     proven = [row for row in rows if row["bound_us"] >= row["best_us"] * (1 - 1e-4)]
     said = f"{len(rows)} cases, {len(proven)} proven"
@@ -104,29 +98,18 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return said
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Solve the cases of some seeds, print a line for each, and the summary of all in the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.exact.small", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", default="0:200", metavar="FIRST:END", help="seeds to solve (default: %(default)s)")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for each case (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=0, help="of greedy's local search (default: as few as it takes unasked)")
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="lines of JSON, the last of a seed counts"
-    )
-    args = parser.parse_args(argv)
-    lines = args.output.read_text().splitlines() if args.output.exists() else []
-    rows = {row["seed"]: row for row in map(json.loads, lines)}
-    for seed in range(*map(int, args.seeds.split(":"))):
-        row = solved(seed, args.limit_s, rows.get(seed, {}), args.steps)
-        if row != rows.get(seed):
-            rows[seed] = row
-            append_line(args.output, json.dumps(row))
-            print(row, summary([*rows.values()]), sep="\n", flush=True)
-    print(summary([*rows.values()]))
-    return 0
-
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {str(seed): seed for seed in range(*map(int, args.seeds.split(":")))},
+    row=row,
+    text=text,
+    flags={
+        "seeds": {"default": "0:200", "metavar": "FIRST:END", "help": "seeds to solve (default: %(default)s)"},
+        "limit-s": {"type": float, "default": 60.0, "help": "seconds for each case (default: %(default)s)"},
+        "steps": {"type": int, "default": 0, "help": "of greedy's local search (default: as few as it takes unasked)"},
+    },
+    resumes=True,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCH.main())

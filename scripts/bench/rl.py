@@ -15,9 +15,8 @@ Times are by formulas for H100s. Prints a table of times as multiples of the sli
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -32,8 +31,9 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
-from scripts.bench.planner.report import table
-from scripts.bench.rl.rules import RULES, balanced, verl
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.rl_rules import RULES, balanced, verl
+from scripts.tables import table
 
 REPLICAS = 4
 CAP_BYTES = 72 << 30
@@ -81,21 +81,13 @@ CASES = tuple(
 """A replica has 4 to 32 GPUs. Of the larger model's 52 heads context-parallel ranks could not have equal parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlowestReplica:
-    """Time of the slowest replica, and the highest peak; an infinite time where nothing fits."""
-
-    time_us: float
-    peak_bytes: int
-
-    @staticmethod
-    def of(plans: Sequence[Plan]) -> SlowestReplica:
-        return SlowestReplica(
-            max(plan.predicted.makespan_us for plan in plans), max(max(plan.predicted.peak_bytes) for plan in plans)
-        )
+def slowest(plans: Sequence[Plan]) -> Figures:
+    """Return the time of the slowest replica, and the highest peak."""
+    peak_bytes = max(max(plan.predicted.peak_bytes) for plan in plans)
+    return {"time_us": max(plan.predicted.makespan_us for plan in plans), "peak_bytes": peak_bytes}
 
 
-class Bench:
+class Ways:
     """One case: its costs, and its batch by every rule and plan."""
 
     def __init__(self, case: Case, seed: int) -> None:
@@ -113,16 +105,14 @@ class Bench:
         self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
         self.every_layer = Options(recompute=max(layers))
 
-    def run(self) -> dict[str, SlowestReplica]:
+    def run(self) -> dict[str, Figures]:
         """Return what every way takes."""
         shares = balanced(self.lengths, REPLICAS)
         results = {}
         for name, rule in RULES.items():
             rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
             for suffix, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
-                results[name + suffix] = SlowestReplica.of(
-                    [plan_as_given(row, self.problem, self.costs, options).plan for row in rows]
-                )
+                results[name + suffix] = slowest([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
         rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
         results["order"] = self._planned(rows, self.every_layer)
         results["recompute"] = self._planned(rows, Options())
@@ -130,57 +120,61 @@ class Bench:
         results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
         return results
 
-    def _planned(self, rows: Sequence[Lengths], options: Options) -> SlowestReplica:
+    def _planned(self, rows: Sequence[Lengths], options: Options) -> Figures:
         try:
-            return SlowestReplica.of([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
+            return slowest([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
         except InfeasibleError as error:
-            return SlowestReplica(math.inf, error.least_cap_bytes)
+            return {"time_us": math.inf, "peak_bytes": error.least_cap_bytes}
 
-    def _sliced(self, loss_groups: tuple[int, ...]) -> SlowestReplica:
+    def _sliced(self, loss_groups: tuple[int, ...]) -> Figures:
         options = Options(context=self.case.budget)
         alone = tuple((replica,) for replica in range(REPLICAS))
         batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
         shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
-        return SlowestReplica.of([plan(batch.part(share), self.costs, options) for share in shares])
+        return slowest([plan(batch.part(share), self.costs, options) for share in shares])
 
 
 def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
     return tuple(map(tuple, rows))
 
 
-def rows_of(case: Case, draws: Sequence[dict[str, SlowestReplica]]) -> list[str]:
+def row(args: Namespace, case: Case) -> Figures:
+    draws = [Ways(case, seed).run() for seed in range(1 if args.reduced else args.draws)]
+    return {"model": case.model, "stages": case.stages, "lengths": case.lengths, "draws": draws}
+
+
+def cells_of(row: Figures) -> list[object]:
     """Format a row: the mean time of slices, and of other ways the mean multiple of it; ``*`` where the cap is exceeded."""
-    slices_s = fmean(draw["slices"].time_us for draw in draws) / 1e6
-    cells = [case.model, str(case.stages), case.lengths, f"{slices_s:.1f} s"]
-    for name in draws[0]:
-        if name == "slices":
-            continue
-        ratio = fmean(draw[name].time_us / draw["slices"].time_us for draw in draws)
-        exceeds = any(draw[name].peak_bytes > CAP_BYTES for draw in draws)
+    draws = row["draws"]
+    slices_s = fmean(draw["slices"]["time_us"] for draw in draws) / 1e6
+    cells: list[object] = [row["model"], row["stages"], row["lengths"], f"{slices_s:.1f} s"]
+    for name in (name for name in draws[0] if name != "slices"):
+        ratio = fmean(draw[name]["time_us"] / draw["slices"]["time_us"] for draw in draws)
+        exceeds = any(draw[name]["peak_bytes"] > CAP_BYTES for draw in draws)
         cells.append("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x{'*' * exceeds}")
     return cells
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draws", type=int, default=3, help="batches of a case (default: 3)")
-    parser.add_argument("--reduced", action="store_true", help="the first case, with few samples: shows that it runs")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    a = parser.parse_args()
-    cases = (replace(CASES[0], samples=6),) if a.reduced else CASES
-    figures = [(case, [Bench(case, seed).run() for seed in range(1 if a.reduced else a.draws)]) for case in cases]
-    if a.json:
-        times_us = [{name: [draw[name].time_us for draw in draws] for name in draws[0]} for _, draws in figures]
-        print(json.dumps([vars_of(case) | {"time_us": time_us} for (case, _), time_us in zip(figures, times_us, strict=True)]))
-        return
-    names = [name for name in figures[0][1][0] if name != "slices"]
-    print(table(["model", "stages", "lengths", "slices", *names], [rows_of(case, draws) for case, draws in figures]))
-    print(f"* more than the cap of {CAP_BYTES >> 30} GiB")
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    names = [name for name in rows[0]["draws"][0] if name != "slices"]
+    lines = table(["model", "stages", "lengths", "slices", *names], map(cells_of, rows))
+    return f"{lines}\n* more than the cap of {CAP_BYTES >> 30} GiB"
 
 
-def vars_of(case: Case) -> dict[str, object]:
-    """Return a case's settings."""
-    names = ("model", "stages", "lengths", "samples", "tensor", "context")
-    return {name: getattr(case, name) for name in names}
+def cases(args: Namespace) -> dict[str, Case]:
+    chosen = (replace(CASES[0], samples=6),) if args.reduced else CASES
+    return {f"{case.model}, {case.stages} stages, {case.lengths}": case for case in chosen}
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    flags={"draws": {"type": int, "default": 3, "help": "batches of a case (default: 3)"}},
+    reduced="the first case, with few samples: shows that it runs",
+    takes_jobs=True,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

@@ -28,8 +28,8 @@ from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
 from megatron_epp.report.text import table
-from scripts.bench.rl import engine as verl
-from scripts.bench.rl.demo import slices
+from scripts.demo_rl import engine as verl
+from scripts.demo_rl import slices
 
 RANKS = 4
 """Number of ranks in the first part."""
@@ -70,7 +70,7 @@ def run(ranks: Forks, folder: Path, count: int, module: str, environment: dict[s
     log = folder / "log"
     log.unlink(missing_ok=True)
     log.touch()
-    command = ["-m", f"scripts.bench.rl.demo.{module}", str(folder), *map(str, words)]
+    command = ["-m", f"scripts.demo_rl.{module}", str(folder), *map(str, words)]
     code = ranks.run(count, command, environment, log, LIMIT_S)
     if code != 0:
         sys.exit(f"{log.read_text(errors='replace')[-3000:]}\nfailed with {code}: {log}")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "EPP_CALLERS"
 """Environment variable: folder of the frameworks that `scripts/callers.sh` installs."""
 PROMPT = 8

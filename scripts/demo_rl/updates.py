@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.bench.rl import engine as verl
+from scripts.demo_rl import engine as verl
 
 GROUPS, RESPONSES, PARTS = 8, 4, 2
 """Prompts of a step, responses to each, and updates of a step."""
