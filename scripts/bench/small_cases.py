@@ -32,7 +32,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.message_room import with_room
 from megatron_epp.planner.result import greedy
 from scripts.bench.frame import Bench, Figures
-from scripts.bench.orders.bench import LAYERS, costs_of
+from scripts.bench.orders.orders import LAYERS, costs_of
 
 MOST_ACTIONS = 24
 CONTEXTS = (4096, 16384, 65536)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders import random_batches
-from scripts.bench.orders.bench import CASES, DRAWN, ORDERS, TIE, main
+from scripts.bench.orders.orders import CASES, DRAWN, ORDERS, TIE, main
 from scripts.bench.orders.page import CLAIMS, bubbles_and_peaks, claims, with_tables
 from tests.support.seeds import some_by_default
 

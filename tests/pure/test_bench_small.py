@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.exact.small import MOST_ACTIONS, main, summary
+from scripts.bench.small_cases import MOST_ACTIONS, main, summary
 
 
 def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

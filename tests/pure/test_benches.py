@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from scripts.bench.layouts.bench import LAYOUTS
 from scripts.bench.long.bench import VARIANTS as LEVERS
 from scripts.bench.memory.bench import BASE
 from scripts.bench.memory.bench import VARIANTS as FEATURES
+
+from scripts.bench.layouts.bench import LAYOUTS
 from scripts.bench.planner.bench import against
 from scripts.bench.planner.fixed import FIXED
 from scripts.bench.planner.suite import RIVALS

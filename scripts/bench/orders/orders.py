@@ -1,27 +1,24 @@
 """Comparison of orders of other papers with greedy's, on paper: equal placement, caps and features.
 
-    python -m scripts.bench.orders                            ten cases, all orders
-    python -m scripts.bench.orders --page docs/schedules.md   and the page of schedules
-    python -m scripts.bench.orders --page FILE --rows ROWS    the page alone, of the figures that --json ROWS wrote
-    python -m scripts.bench.orders --pictures docs            only the pictures of three batches
-    python -m scripts.bench.orders --reduced                  one case, two orders
-    python -m scripts.bench.orders --orders sppo,chronos      nine cases, these orders
+    python -m scripts.bench.orders                          ten cases, all orders
+    python -m scripts.bench.orders --reduced                one case, two orders
+    python -m scripts.bench.orders --orders sppo,chronos    nine cases, these orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`contrib.papers`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
 order needs, and splits weight gradients off, offloads or overlaps exchanges where the schedule does. The ratio is the order's
-makespan over greedy's; an order that is faster by more than 0.5 % is marked.
+makespan over greedy's; an order that is faster by more than 0.5 % is marked. `page.py` writes docs/schedules.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.library import even_layers, load_cluster, load_flags, shape_of
@@ -33,8 +30,9 @@ from megatron_epp.plan.plan import Prediction
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.report.gantt import side_by_side
-from scripts.bench.orders.page import drawing, page, picture
+from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import equal, whale
+from scripts.tables import table
 
 GIB = 1 << 30
 MODEL, CLUSTER, RANKS, LAYERS, STATE_BYTES = "llama3-8b", "h100x8", 8, 32, 7.5
@@ -156,34 +154,48 @@ def draw(folder: Path) -> None:
         )
 
 
-def row(case: Case, name: str) -> dict[str, Any]:
-    """All figures of an order in one case."""
+def drawing(batch: str) -> str:
+    """Return the name of the picture of a batch."""
+    return f"schedules-{'-'.join(re.findall(r'[a-z0-9]+', batch.lower()))}.png"
+
+
+def row(args: argparse.Namespace, case_of_order: tuple[Case, str]) -> Figures:
+    """Return all figures of an order in one case."""
+    case, name = case_of_order
     planner, count = ORDERS[name]
     schedule = PLANNERS.entries()[planner]
     layout = layout_of(name)
     usual = USUAL if schedule.lacks else layout
     uses = schedule.splits_weight, schedule.offloads, schedule.joins
     theirs, ours = predicted(case, layout, planner, *uses), predicted(case, usual, "greedy", *uses)
-    ratio = theirs.makespan_us / ours.makespan_us if theirs is not None and ours is not None else None
     return {
         "batch": case.name,
         "cap_gib": case.cap_gib,
         "order": name,
         "placement": f"{layout.placement.kind}, {layout.placement.num_chunks}" if count > 1 else "one stage",
-        "split_weight": schedule.splits_weight,
-        "offload": schedule.offloads,
         **_figures(theirs, "makespan_us"),
         **_figures(ours, "greedy_us", "greedy_"),
-        "ratio": ratio,
+        "ratio": theirs.makespan_us / ours.makespan_us if theirs is not None and ours is not None else None,
     }
 
 
-def line(figures: dict[str, Any]) -> str:
-    times = (f"{figures[key] / 1e3:9.1f}" if figures[key] else f"{'no plan':>9}" for key in ("makespan_us", "greedy_us"))
-    ratio = figures["ratio"]
-    mark = "  faster than greedy" if ratio is not None and ratio < 1 - TIE else ""
-    where = f"{figures['batch']:<26} {figures['cap_gib']:3} {figures['order']:<15} {figures['placement']:<10}"
-    return f"{where} {' '.join(times)} {'' if ratio is None else f'{ratio:7.3f}'}{mark}"
+def text(args: argparse.Namespace, rows: Sequence[Figures]) -> str:
+    lines = []
+    for row in rows:
+        times = [f"{row[key] / 1e3:.1f}" if row[key] else "no plan" for key in ("makespan_us", "greedy_us")]
+        ratio = row["ratio"]
+        mark = " faster than greedy" if ratio is not None and ratio < 1 - TIE else ""
+        lines.append(
+            [
+                row["batch"],
+                row["cap_gib"],
+                row["order"],
+                row["placement"],
+                *times,
+                "" if ratio is None else f"{ratio:.3f}{mark}",
+            ]
+        )
+    return table(["batch", "GiB", "order", "placement", "ms", "greedy", "ratio"], lines)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -193,37 +205,17 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.orders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--reduced", action="store_true", help="one batch, two orders")
-    parser.add_argument("--orders", type=_names, default=tuple(ORDERS), metavar="NAMES", help="only these orders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="only draw three batches, to files of that folder")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of schedules, and its picture")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="plan nothing: take the figures that --json wrote there")
-    args = parser.parse_args(argv)
-    if args.pictures is not None:
-        draw(args.pictures)
-        return 0
-    if args.rows is not None:
-        if args.page is None:
-            parser.error("--rows is for --page")
-        args.page.write_text(page(json.loads(args.rows.read_text()), args.page.with_suffix(".png").name, DRAWN))
-        return 0
-    cases, names = (CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else (CASES, args.orders)
-    print(f"{'batch':<26} {'GiB':>3} {'order':<15} {'placement':<10} {'ms':>9} {'greedy':>9} {'ratio':>7}")
-    rows = []
-    for case in cases:
-        for name in names:
-            rows.append(row(case, name))
-            print(line(rows[-1]), flush=True)
-    if args.page is not None:
-        drawn = args.page.with_suffix(".png")
-        picture(drawn)
-        draw(args.page.parent)
-        args.page.write_text(page(rows, drawn.name, DRAWN))
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1))
-    return 0
+def cases(args: argparse.Namespace) -> dict[str, tuple[Case, str]]:
+    of_orders = product(CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else product(CASES, args.orders)
+    return {f"{case.name} under {case.cap_gib} GiB, {name}": (case, name) for case, name in of_orders}
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    flags={"orders": {"type": _names, "default": tuple(ORDERS), "metavar": "NAMES", "help": "only these orders"}},
+    reduced="one batch, two orders",
+    takes_jobs=True,
+)

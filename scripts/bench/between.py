@@ -13,10 +13,10 @@ would wait for the slowest rank, and on a GPU for the device.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,43 +31,49 @@ from megatron_epp.plan import UNLIMITED_BYTES, Plan, from_json, lower, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.text import table
 from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.upload import Uploader
-from scripts.bench.between.ranks import COLUMNS, report_times_ms
+from scripts.bench.between_ranks import COLUMNS, report_times_ms
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
 
 ROUNDS = 9
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=60, metavar="N", help="log-normal, up to 128K tokens (default: 60)")
-    parser.add_argument("--stages", type=int, default=16, metavar="N", help="each on a rank of its own (default: 16)")
-    args = parser.parse_args()
-    plan = _plan(args.sequences, args.stages)
-    packed, text = PackedPlan.of(plan, 0.0, ()), to_json(plan)
-    events = [[(str(step.action), 0.0, step.time_us) for step in row] for row in plan.ranks]
-    name = plan.num_ranks // 2
-    took_us = [(step.action, step.time_us) for step in plan.ranks[name]]
-    rows = {
-        "plan and this rank's actions, from a plan file": lambda: lower(from_json(text))[name],
-        "the same, from the planning process": lambda: (packed.plan(), packed.actions(name)),
+def row(args: Namespace, sizes: tuple[int, int]) -> Figures:
+    plan = _plan(*sizes)
+    packed, message = PackedPlan.of(plan, 0.0, ()), to_json(plan)
+    events = [[(str(step.action), 0.0, step.time_us) for step in steps] for steps in plan.ranks]
+    rank, last = plan.num_ranks // 2, plan.num_ranks - 1
+    took_us = [(step.action, step.time_us) for step in plan.ranks[rank]]
+    inputs, batch = RankInputs(Uploader(torch.device("cpu")), rows_of=lambda mask: None), _batch(plan)
+    work = {
+        "plan and this rank's actions, from a plan file": lambda: lower(from_json(message))[rank],
+        "the same, from the planning process": lambda: (packed.plan(), packed.actions(rank)),
         "measurement, digest computed": lambda: Measured.of(plan, events),
         "the same, digest from the planning process": lambda: Measured.of(plan, events, packed.plan_digest),
-        "comparison of a rank with its costs": lambda: SlowStages().add(plan, name, took_us),
+        "comparison of a rank with its costs": lambda: SlowStages().add(plan, rank, took_us),
+        "inputs of the last stage's rank, in a thread": lambda: inputs.prepare(batch, packed.actions(last)),
     }
-    inputs, batch = RankInputs(Uploader(torch.device("cpu")), rows_of=lambda mask: None), _batch(plan)
-    rows["inputs of the last stage's rank, in a thread"] = lambda: inputs.prepare(batch, packed.actions(plan.num_ranks - 1))
-    num_bytes = len(packed.message) + sum(map(len, packed.rows))
-    size = f"{len(plan.chunks)} chunks, {plan.num_stages} stages; a message of {num_bytes:,} bytes"
-    print(f"{size}; {plan.num_tokens:,} tokens")
-    cells = [[what, *(f"{ms:.1f}" for ms in _cpu_ms(work))] for what, work in rows.items()]
-    print("\n".join(table(["", "CPU ms", "least", "most"], cells)))
-    print(f"\nreports of {plan.num_ranks} ranks, CPU ms:")
-    of_ranks = run_ranks(report_times_ms, plan.num_ranks, plan, packed.plan_digest)
-    rows_of = {"first": of_ranks[0], "in the middle": of_ranks[name], "last": of_ranks[-1]}
-    print("\n".join(table(["rank", *COLUMNS], [[at, *(f"{ms:.1f}" for ms in row)] for at, row in rows_of.items()])))
+    cpu_ms = {what: _cpu_ms(function) for what, function in work.items()}
+    reports_ms = run_ranks(report_times_ms, plan.num_ranks, plan, packed.plan_digest)
+    return {
+        "chunks": len(plan.chunks),
+        "tokens": plan.num_tokens,
+        "message_bytes": len(packed.message) + sum(map(len, packed.rows)),
+        "cpu_ms": cpu_ms,
+        "reports_ms": {"first": reports_ms[0], "in the middle": reports_ms[rank], "last": reports_ms[-1]},
+    }
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    (row,) = rows
+    size = f"{row['chunks']} chunks, {row['tokens']:,} tokens; a message of {row['message_bytes']:,} bytes"
+    times, reports = (
+        table(titles, [[name, *(f"{ms:.1f}" for ms in each)] for name, each in row[key].items()])
+        for key, titles in (("cpu_ms", ["", "CPU ms", "least", "most"]), ("reports_ms", ["rank", *COLUMNS]))
+    )
+    return f"{size}\n\n{times}\n\nReports, CPU ms:\n\n{reports}"
 
 
 def _plan(num_sequences: int, num_stages: int) -> Plan:
@@ -109,3 +115,18 @@ def _cpu_ms(work: Callable[[], object]) -> tuple[float, float, float]:
         work()
         times.append((time.thread_time() - start_s) * 1e3)
     return statistics.median(times), min(times), max(times)
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {f"{args.sequences} sequences on {args.stages} stages": (args.sequences, args.stages)},
+    row=row,
+    text=text,
+    flags={
+        "sequences": {"type": int, "default": 60, "metavar": "N", "help": "log-normal, up to 128K tokens (default: 60)"},
+        "stages": {"type": int, "default": 16, "metavar": "N", "help": "each on a rank of its own (default: 16)"},
+    },
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

@@ -1,16 +1,15 @@
 """Counts the distinct shapes for which libraries build kernels on a rank, over plans of random batches.
 
-Nothing runs: caches are stand-ins (`caches`). Every batch has lengths like Wikipedia's, code's or chats', in turns. Plans of
+Nothing runs: caches are stand-ins (`kernel_caches`). Every batch has lengths like Wikipedia's, code's or chats', in turns. Plans of
 attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread, and for the
 number of heads of a call. Every figure is of the rank that has most.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,9 +19,10 @@ from megatron_epp.plan import Plan
 from megatron_epp.plan.shape_classes import CallSize, token_class
 from megatron_epp.plan.sizing import heads_at_once, size_class
 from megatron_epp.planner import Options, plan
-from megatron_epp.report.text import table
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.kernel_caches import LIBRARIES, Key, Library, as_they_are, fused_keys
 from scripts.bench.planner.suite import DRAWS, Case
-from scripts.bench.shapes.caches import LIBRARIES, Key, Library, as_they_are, fused_keys
+from scripts.tables import table
 
 SEQUENCES = {"wikipedia": 64, "code": 32, "chat": 32}
 """Sequences of a batch, by the kind of its lengths."""
@@ -123,39 +123,50 @@ def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKe
     return counts
 
 
-def report(counts: list[CacheKeys]) -> str:
-    """Return the table, each row of the rank that has most."""
-    rows = []
+def figures(counts: Sequence[CacheKeys]) -> Figures:
+    """Return the keys of each library on the rank that has most, and the chunks of each token count."""
+    libraries = {}
     for number, library in enumerate(LIBRARIES):
-        most = max(counts, key=lambda stage_counts: stage_counts.after[number].total)
+        most = max(counts, key=lambda of_rank: of_rank.after[number].total)
         before, after = most.before[number], most.after[number]
         parts = len(after.forward), len(after.again), len(after.backward)
-        rows.append([library.name, str(before.total), str(after.total), *map(str, parts), str(after.total + len(most.fused))])
-    header = ["attention", "as it is", "in classes", "forward", "recomputed", "backward", "with fused layers"]
-    return "\n".join([*table(header, rows), "", of_tokens(counts[0].chunks_by_tokens)])
+        libraries[library.name] = [before.total, after.total, *parts, after.total + len(most.fused)]
+    return {"libraries": libraries, "chunks_by_tokens": counts[0].chunks_by_tokens}
 
 
-def of_tokens(chunks_by_tokens: Counter[int]) -> str:
-    """Describe the token counts of chunks, and what rounding them to size classes would change."""
-    counts = sorted(chunks_by_tokens)
-    rounded = {count: size_class(count) for count in counts}
+def row(args: Namespace, model: str) -> Figures:
+    shape = Case(args.kinds[0], args.context, args.stages, model, 80).shape
+    return figures(count(random_plans(args.plans, args.context, model, args.stages, args.kinds), shape, args.stages))
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    """Format the table, and what rounding the token counts of chunks to size classes would change."""
+    (row,) = rows
+    titles = ["attention", "as it is", "in classes", "forward", "recomputed", "backward", "with fused layers"]
+    lines = table(titles, [[name, *keys] for name, keys in row["libraries"].items()])
+    chunks_by_tokens = row["chunks_by_tokens"]
+    classes = {size_class(count) for count in chunks_by_tokens}
     tokens = sum(count * chunks for count, chunks in chunks_by_tokens.items())
-    more = sum(rounded[count] * chunks for count, chunks in chunks_by_tokens.items()) / tokens - 1
+    more = sum(size_class(count) * chunks for count, chunks in chunks_by_tokens.items()) / tokens - 1
     return (
-        f"{len(counts):,} token counts of chunks; Transformer Engine's norms keep launch sizes for each, and build no kernel.\n"
-        f"Rounded to eighths of a power of two they would be {len(set(rounded.values()))}, with {more:.1%} more tokens."
+        f"{lines}\n\n{len(chunks_by_tokens):,} token counts of chunks; Transformer Engine's norms keep launch sizes for each, "
+        f"and build no kernel.\nRounded to eighths of a power of two they would be {len(classes)}, with {more:.1%} more tokens."
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Count and print."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.shapes", description=__doc__)
-    parser.add_argument("--plans", type=int, default=1000)
-    parser.add_argument("--context", type=int, default=131072)
-    parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--kinds", nargs="+", choices=tuple(SEQUENCES), default=tuple(SEQUENCES))
-    args = parser.parse_args(arguments)
-    shape = Case(args.kinds[0], args.context, args.stages, args.model, 80).shape
-    counts = count(random_plans(args.plans, args.context, args.model, args.stages, args.kinds), shape, args.stages)
-    sys.stdout.write(report(counts) + "\n")
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {args.model: args.model},
+    row=row,
+    text=text,
+    flags={
+        "plans": {"type": int, "default": 1000},
+        "context": {"type": int, "default": 131072},
+        "model": {"default": "llama3-8b"},
+        "stages": {"type": int, "default": 8},
+        "kinds": {"nargs": "+", "choices": tuple(SEQUENCES), "default": tuple(SEQUENCES)},
+    },
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())
