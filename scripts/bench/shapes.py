@@ -1,8 +1,8 @@
 """Counts the distinct shapes for which libraries build kernels on a rank, over plans of random batches.
 
-Nothing runs: caches are stand-ins (`kernel_caches`). Every batch has lengths like Wikipedia's, code's or chats', in turns. Plans of
-attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread, and for the
-number of heads of a call. Every figure is of the rank that has most.
+Nothing runs: caches are stand-ins (`kernel_caches`). Every batch has lengths like Wikipedia's, code's or chats', in turns.
+Plans of attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread,
+and for the number of heads of a call. Every figure is of the rank that has most.
 """
 
 from __future__ import annotations
