@@ -75,7 +75,10 @@ class Bench[Case]:
         text = f"{report['machine']}; {', '.join(f'{name} {version}' for name, version in versions().items() if version)}"
         if args.reduced:
             text += "\nReduced: figures only show that the benchmark runs."
-        print(f"{text}\n\n{self.text(args, rows)}")
+        text += f"\n\n{self.text(args, rows)}"
+        if self.folder is not None:
+            (args.output / "report.md").write_text(f"{text}\n", encoding="utf-8")
+        print(text)
         return int(any("failed" in row for row in rows))
 
     def _rows(self, args: argparse.Namespace, cases: Mapping[str, Case]) -> Iterator[Figures]:
@@ -91,7 +94,7 @@ class Bench[Case]:
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.set_defaults(reduced=False, jobs=1)
-        parser.add_argument("--only", metavar="NAMES", help="cases whose names have one of these parts, with commas")
+        parser.add_argument("--only", "--parts", metavar="NAMES", help="cases whose names have one of these parts, with commas")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each case")
         if self.reduced:
             parser.add_argument("--reduced", action="store_true", help=self.reduced)
@@ -114,7 +117,7 @@ def _timed(
         if not goes_on:
             raise
         traceback.print_exc()
-        figures = {"failed": f"{type(error).__name__}: {error}"}
+        figures = {"failed": f"{type(error).__name__}: {error}", "met": False}
     return {"case": name, "seconds": time.monotonic() - start_s} | figures
 
 

@@ -3,8 +3,7 @@ with the vocabulary divided over the ranks where that pays.
 
     python -m scripts.bench.layouts                 all cases: three models, 4 to 16 ranks, caps of 40 to 141 GB
     python -m scripts.bench.layouts --reduced       two of them
-    python -m scripts.bench.layouts --first 20 --layouts even,balanced,halves,auto --rivals ''
-                                                    the first 20 cases, without the vocabulary over all ranks
+    python -m scripts.bench.layouts --layouts even,balanced,halves,auto --rivals ''    without the vocabulary over all ranks
 
 Layouts are chosen for other batches of the run, and each plans the case's own batch with the same planner, costs and cap.
 Efficiency is computation without recompute, divided evenly over the ranks, as a share of the makespan. The bound is that of the
@@ -14,16 +13,13 @@ the best that they know. All makespans are the simulator's, and costs are analyt
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import exp, log
-from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
@@ -35,8 +31,9 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.layouts.layout_choice import Sample, choose
 from megatron_epp.planner.layouts.rank_work import HALF, LayerWork
-from scripts.bench.planner.report import table
+from scripts.bench.frame import Bench, Figures, geometric_mean
 from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
+from scripts.tables import table
 
 MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
 KINDS, CONTEXTS = ("wikipedia", "code", "chat"), (32768, 131072, 196608)
@@ -92,31 +89,18 @@ class Run(Case):
             return None
 
 
-def all_runs() -> list[Run]:
-    """A run for every model, number of ranks and cap; kinds of lengths and contexts take turns."""
-    sizes = enumerate(product(MODELS, RANKS, CAPS_GB))
-    return [Run(KINDS[at % 3], CONTEXTS[(at // 3 + at // 9) % 3], ranks, model, cap_gb) for at, (model, ranks, cap_gb) in sizes]
-
-
-def row(run: Run, rivals: Sequence[str], names: Sequence[str] = LAYOUTS) -> dict[str, Any]:
-    """All figures of one run with some layouts, `auto` among them."""
-    figures: dict[str, Any] = {
-        "lengths": run.lengths_like,
-        "context": run.context,
-        "ranks": run.stages,
-        "model": run.model,
-        "cap_gb": run.cap_gb,
-    }
-    layouts: dict[str, Any] = {}
-    for name in names:
+def row(args: Namespace, run: Run) -> Figures:
+    """Return all figures of one run with some layouts, `auto` among them."""
+    layouts: Figures = {}
+    for name in args.layouts:
         start_s = time.process_time()
         layout = run.layout(name)
         took_s = time.process_time() - start_s
         layouts[name] = _figures(layout, run.planned(layout)) | {"choosing_s": took_s}
     balanced = run.layout("balanced")
-    plans = {name: run.planned(balanced, name) for name in rivals}
+    plans = {name: run.planned(balanced, name) for name in args.rivals if not args.reduced or name != "infinipipe"}
     theirs = {name: None if plan is None else plan.predicted.makespan_us for name, plan in plans.items()}
-    return figures | {"layouts": layouts, "rivals": theirs}
+    return {"layouts": layouts, "rivals": theirs}
 
 
 def _figures(layout: Layout, plan: Plan | None) -> dict[str, Any]:
@@ -143,109 +127,69 @@ def _needed_us(step: Step) -> float:
     return step.time_us - PASS_US * (step.action.op in (Op.S, Op.N, Op.T))
 
 
-def summary(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> dict[str, Any]:
-    """Figures over the runs in which every layout has a plan; ratios where the other planner has one too."""
-    all_planned = [r for r in rows if all(figures["makespan_us"] for figures in r["layouts"].values())]
-    if not all_planned:
-        return {"runs": len(rows), "planned": 0}
-    of: dict[str, Any] = {}
-    for name in all_planned[0]["layouts"]:
-        each = [r["layouts"][name] for r in all_planned]
-        of[name] = {key: [median(e[key] for e in each), min(e[key] for e in each)] for key in ("efficiency", "best_efficiency")}
-    autos = [r["layouts"]["auto"]["makespan_us"] for r in all_planned]
-    gaps = [
-        auto / min(e["bound_us"] for e in r["layouts"].values() if not e["shards_vocabulary"]) - 1
-        for auto, r in zip(autos, all_planned, strict=True)
-    ]
-    sharded = [r["layouts"]["vocabulary"] for r in all_planned if "vocabulary" in of]
-    gaps_of_sharded = [figures["makespan_us"] / figures["bound_us"] - 1 for figures in sharded]
-    took_s = {name: [r["layouts"][name]["choosing_s"] for r in rows] for name in ("auto", "vocabulary") if name in of}
-    over = {name: [r["layouts"][name]["makespan_us"] / auto for auto, r in zip(autos, all_planned, strict=True)] for name in of}
-    theirs = {
-        name: {
-            own: _mean([r["rivals"][name] / us for r in rows if r["rivals"][name] and (us := r["layouts"][own]["makespan_us"])])
-            for own in took_s
-        }
-        for name in rivals
-    }
-    return {
-        "runs": len(rows),
-        "planned": len(all_planned),
-        "layouts": of,
-        "gap_to_best_bound": [median(gaps), max(gaps)],
-        "over_auto": {name: _mean(ratios) for name, ratios in over.items()},
-        "vocabulary_gap": [pick(gaps_of_sharded) for pick in (median, max)] if sharded else [],
-        "vocabulary_in_shards": sum(figures["shards_vocabulary"] for figures in sharded),
-        "rivals_over": theirs,
-        "choosing_s": {name: [median(times), max(times)] for name, times in took_s.items()},
-    }
-
-
-def _mean(ratios: Sequence[float]) -> float | None:
-    """Geometric mean."""
-    return exp(fmean(map(log, ratios))) if ratios else None
-
-
-def markdown(totals: dict[str, Any], rivals: Sequence[str]) -> str:
-    """Format the summary as a table, and lines under it."""
-    if not totals["planned"]:
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    """Format efficiencies over the runs in which every layout has a plan, and ratios where another planner has one too."""
+    planned = [r["layouts"] for r in rows if all(own["makespan_us"] for own in r["layouts"].values())]
+    if not planned:
         return "no run has a plan with every layout"
-    rows = []
-    for name, figures in totals["layouts"].items():
-        shares = [f"{value:.3f}" for key in ("efficiency", "best_efficiency") for value in figures[key]]
-        rows.append([name, *shares, f"{totals['over_auto'][name]:.3f}"])
-    lines = [
-        table(["layout", "efficiency, median", "least", "of the bound, median", "least", "makespan / auto's"], rows),
-        f"{totals['planned']} of {totals['runs']} runs have a plan with every layout",
-        "plans of auto above the least bound of all layouts: median {:.1%}, most {:.1%}".format(*totals["gap_to_best_bound"]),
-    ]
-    if totals["vocabulary_gap"]:
+    cells = []
+    for name in args.layouts:
+        each = [layouts[name] for layouts in planned]
+        shares = [pick(own[key] for own in each) for key in ("efficiency", "best_efficiency") for pick in (median, min)]
+        over = geometric_mean([layouts[name]["makespan_us"] / layouts["auto"]["makespan_us"] for layouts in planned])
+        cells.append([name, *(f"{share:.3f}" for share in shares), f"{over:.3f}"])
+    titles = ["layout", "efficiency, median", "least", "of the bound, median", "least", "makespan / auto's"]
+    lines = [table(titles, cells), f"{len(planned)} of {len(rows)} runs have a plan with every layout"]
+    gaps = []
+    for layouts in planned:
+        bound_us = min(own["bound_us"] for own in layouts.values() if not own["shards_vocabulary"])
+        gaps.append(layouts["auto"]["makespan_us"] / bound_us - 1)
+    lines.append(f"plans of auto above the least bound of all layouts: median {median(gaps):.1%}, most {max(gaps):.1%}")
+    if sharded := [layouts["vocabulary"] for layouts in planned if "vocabulary" in layouts]:
+        gaps = [own["makespan_us"] / own["bound_us"] - 1 for own in sharded]
+        count = sum(own["shards_vocabulary"] for own in sharded)
+        said = f"with the vocabulary in shards ({count} runs): above the bound of its own layout"
+        lines.append(f"{said}, median {median(gaps):.1%}, most {max(gaps):.1%}")
+    for name in (name for name in ("auto", "vocabulary") if name in args.layouts):
+        times_s = [r["layouts"][name]["choosing_s"] for r in rows]
         lines.append(
-            "with the vocabulary in shards ({} runs): above the bound of its own layout, median {:.1%}, most {:.1%}".format(
-                totals["vocabulary_in_shards"], *totals["vocabulary_gap"]
-            )
+            f"choosing {name} takes {median(times_s):.1f} s of one core at the median and {max(times_s):.1f} s at most"
         )
-    for name, own in product(rivals, totals["choosing_s"]):
-        ratio = totals["rivals_over"][name][own]
-        lines.append(f"{name} with balanced layers over {own}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
-    for name, (usual_s, most_s) in totals["choosing_s"].items():
-        lines.append(f"choosing {name} takes {usual_s:.1f} s of one core at the median and {most_s:.1f} s at most")
+        for rival in rows[0]["rivals"]:
+            both = [(r["rivals"][rival], r["layouts"][name]["makespan_us"]) for r in rows]
+            ratio = geometric_mean([theirs / ours for theirs, ours in both if theirs and ours])
+            lines.append(f"{rival} with balanced layers over {name}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
     return "\n".join(lines)
 
 
-def line(figures: dict[str, Any]) -> str:
-    """Format one run: efficiency of each layout, with that of its bound in brackets."""
-    where = " ".join(f"{figures[key]}" for key in ("lengths", "context", "model", "ranks", "cap_gb"))
-    cells = [
-        f"{name} no plan" if own["makespan_us"] is None else f"{name} {own['efficiency']:.3f} ({own['best_efficiency']:.3f})"
-        for name, own in figures["layouts"].items()
-    ]
-    auto_us = figures["layouts"]["auto"]["makespan_us"]
-    ratios = [f"{name} {us / auto_us:.2f}" if us and auto_us else f"{name} -" for name, us in figures["rivals"].items()]
-    return f"{where}: " + ", ".join([*cells, *ratios])
+def cases(args: Namespace) -> dict[str, Run]:
+    """Return a run for every model, number of ranks and cap; kinds of lengths and contexts take turns."""
+    sizes = enumerate(product(MODELS, RANKS, CAPS_GB))
+    runs = [Run(KINDS[at % 3], CONTEXTS[(at // 3 + at // 9) % 3], ranks, model, cap_gb) for at, (model, ranks, cap_gb) in sizes]
+    if args.reduced:
+        runs = [run for run in runs if run.stages == 4 and run.cap_gb == 80][:2]
+    return {f"{run.lengths_like} {run.context} {run.model} {run.stages} {run.cap_gb}": run for run in runs}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--reduced", action="store_true", help="two runs on 4 ranks, without InfiniPipe's planner")
-    parser.add_argument("--rivals", default=",".join(RIVALS), help="other planners (default: %(default)s)")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="layouts, auto among them (default: %(default)s)")
-    parser.add_argument("--first", type=int, metavar="N", help="only the first N runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    args = parser.parse_args(argv)
-    runs = [run for run in all_runs() if run.stages == 4 and run.cap_gb == 80][:2] if args.reduced else all_runs()
-    rivals = tuple(name for name in args.rivals.split(",") if name and not (args.reduced and name == "infinipipe"))
-    names = args.layouts.split(",")
+def _layouts(text: str) -> list[str]:
+    names = text.split(",")
     if "auto" not in names or not set(names) <= set(LAYOUTS):
-        parser.error(f"--layouts takes auto and any of {', '.join(LAYOUTS)}")
-    rows = []
-    for run in runs[: args.first]:
-        rows.append(row(run, rivals, names))
-        print(line(rows[-1]), flush=True)
-        totals = summary(rows, rivals)
-        if args.json is not None:
-            args.json.write_text(json.dumps({"summary": totals, "rows": rows}, indent=1) + "\n")
-    print("\n" + markdown(totals, rivals))
-    return 0
+        raise ArgumentTypeError(f"takes auto and any of {', '.join(LAYOUTS)}")
+    return names
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    flags={
+        "rivals": {"type": lambda text: text.split(",") if text else [], "default": RIVALS, "help": "other planners"},
+        "layouts": {"type": _layouts, "default": LAYOUTS, "help": "layouts, auto among them (default: all)"},
+    },
+    reduced="two runs on 4 ranks, without InfiniPipe's planner",
+    takes_jobs=True,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

@@ -1,4 +1,4 @@
-"""Joins what `scripts/gpu_kit.sh` left in a folder into one report: `python -m scripts.bench.device.kit_report FOLDER`."""
+"""Joins what `scripts/gpu_kit.sh` left in a folder into one report: `python -m scripts.bench.kit_report FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.machine import machine
-from scripts.bench.gpu.runs import versions
+from scripts.bench.frame import versions
 
 
 def joined(folder: Path) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"{step['step']:<18} {step['command']}")
             continue
         result = {0: "done", 124: "took too long", 137: "took too long"}.get(step["exit"], f"exit code {step['exit']}")
-        parts = (step["figures"] or {}).get("parts", {})
-        goals = [f"{name}: goal {'met' if part['met'] else 'missed'}" for name, part in parts.items() if "met" in part]
+        rows = (step["figures"] or {}).get("rows", [])
+        goals = [f"{row['case']}: goal {'met' if row['met'] else 'missed'}" for row in rows if "met" in row]
         lines.append(f"{step['step']:<18} {'; '.join([result, *goals])} ({step['seconds']} s)")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """Measures what one GPU shows with torch alone, without Megatron: numbers, copies, and memory of the runtime's own executor.
 
-Parts (`--parts`):
+Parts (`--only`):
 
 kernels     every attention kernel that runs here, in every type, against torch's own attention in fp64
 executor    gradients of a plan in slices against those of whole sequences, in fp32 and in bf16
@@ -14,32 +14,27 @@ too, to show that the script works: its figures say nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import time
-import traceback
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_epp.launch.machine import allocator_setting, machine
+from megatron_epp.launch.machine import allocator_setting
 from megatron_epp.plan import Plan
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.tools.kernel_proofs import prove
-from scripts.bench.gpu.runs import versions
+from scripts.bench.frame import RUNS, Bench
 from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / "runs" / "bench_device"
 GOALS = {"fp32": 1e-4, "bf16": 1.5, "copies": 1e-5, "peak": 0.05}
 """Most relative difference of gradients in fp32; most times as far from fp32 as whole sequences in bf16 are; most difference
 that copies make, for kernels may add in another order; most relative error of a planned peak."""
@@ -166,38 +161,31 @@ _UNITS = {"kernels": 1024, "executor": 2048, "copies": 4096, "memory": 8192}
 _REDUCED_UNIT = 48
 
 
-def measure(parts: Sequence[str], reduced: bool) -> dict[str, Part]:
-    """All parts. One that fails says so in its place, and the others go on."""
-    results: dict[str, Part] = {}
-    for name in parts:
-        start_s = time.monotonic()
-        try:
-            results[name] = PARTS[name](_REDUCED_UNIT if reduced else _UNITS[name])
-        except Exception as error:  # whatever a device or a driver raises
-            traceback.print_exc()
-            results[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
-        results[name]["seconds"] = time.monotonic() - start_s
-    return results
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help=f"folder for the report (default {FOLDER})")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if not (arguments.reduced or DEVICE.type == "cuda"):
-        parser.error("there is no GPU here; --reduced shows on a CPU that the script works")
+def cases(args: Namespace) -> Mapping[str, Callable[[int], Part]]:
+    if not (args.reduced or DEVICE.type == "cuda"):
+        raise SystemExit("there is no GPU here; --reduced shows on a CPU that the script works")
     torch.set_float32_matmul_precision("highest")  # NVIDIA's containers multiply fp32 matrices in TF32
-    parts = measure(arguments.parts, arguments.reduced)
-    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS, "parts": parts}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
-    for name, part in parts.items():
-        print(f"{name}: {part.get('failed') or ('met' if part['met'] else 'missed')}, {part['seconds']:.0f} s")
-    return int(any("failed" in part for part in parts.values()))
+    return PARTS
+
+
+def row(args: Namespace, part: Callable[[int], Part]) -> Part:
+    return part(_REDUCED_UNIT if args.reduced else _UNITS[part.__name__])
+
+
+def text(args: Namespace, rows: Sequence[Part]) -> str:
+    parts = "\n".join(f"{row['case']}: {row.get('failed') or ('met' if row['met'] else 'missed')}" for row in rows)
+    return f"{json.dumps({'goals': GOALS, 'parts': list(rows)}, indent=1)}\n{parts}"
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    reduced="everything tiny, on a CPU too: figures that say nothing",
+    goes_on=True,
+    folder=RUNS / "bench_device",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

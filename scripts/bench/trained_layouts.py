@@ -1,4 +1,9 @@
-"""Trainings of a small GPT with one layout after the other, each rank on a core of its own, with costs profiled before."""
+"""Measurement of layouts in real runs: even layers against the searched layout, planned and measured.
+
+Two ranks train through Megatron's own loop, each on a core of its own with one thread, with costs that `megatron-epp profile`
+measured just before. Trainings of all layouts take turns. Times are means over the iterations of a training and medians over
+the rounds; the spread is that of the rounds.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,28 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import yaml
 
 from megatron_epp.contrib.demos.fidelity import compare, traces
-from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, turns
+from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, Rounds, doubt, turns
 from megatron_epp.cost.library import even_layers
 from megatron_epp.launch.runs import tiny_gpt, train
 from megatron_epp.plan.layout import layers_text
-from scripts.bench.layouts.compared import AUTO, EVEN, VOCABULARY, Measured, Trained
-from scripts.bench.microbatches.batches import batch
+from scripts.bench.frame import RUNS, Bench, Figures
+from scripts.bench.microbatches.emulated import batch
+from scripts.tables import table
 
 RANKS = 2
+EVEN, VOCABULARY = "even", "vocabulary"
+LAYOUTS = EVEN, "balanced", "auto", VOCABULARY
+"""Values of `--epp-layout`; the last is auto with the vocabulary over all ranks."""
 WARM_UP = 2
 """Iterations at the start of a training that do not count: memory is new, and Megatron reports their times together."""
 _CHOSEN = re.compile(r"--epp-layout \w+: stages of ([\d., ]+) layers")
@@ -62,7 +73,15 @@ class Case:
         return f"{self.num_layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size:,}"
 
 
-CASES = (Case(), Case(num_layers=4))
+CASES = {f"{case}": case for case in (Case(), Case(num_layers=4))}
+FIGURES = {
+    "planned_us": "planned (ms)",
+    "measured_us": "measured (ms)",
+    "iteration_us": "iteration (ms)",
+    "own_us": "by processor time (ms)",
+}
+"""Means over the iterations of a training that count: makespan as planned; as measured; Megatron's time of an iteration,
+optimizer included; and the makespan of the plan if every action takes its processor time, without what other programs took."""
 
 
 def profiled(case: Case, folder: Path) -> Path:
@@ -85,24 +104,10 @@ def documents(case: Case, folder: Path, batches: int) -> str:
     return write_documents(folder / "documents", lengths, case.vocab_size)
 
 
-def measure(
-    case: Case, folder: Path, layouts: Sequence[str], rounds: int, iterations: int, note: Callable[[str], None]
-) -> tuple[list[Measured], Occupancy]:
-    """Train with every layout in turn, several times.
-
-    Args:
-        layouts: values of `--epp-layout`, and `VOCABULARY` for auto with the vocabulary over all ranks; every round begins with
-            another.
-        rounds: trainings with each layout.
-        iterations: of a training that count.
-        note: called with what is next.
-
-    Returns:
-        the figures of each layout, and how busy other programs kept the machine during the trainings.
-    """
-    note("profiling the model")
-    profile = profiled(case, folder)
-    iterations += WARM_UP
+def row(args: Namespace, case: Case) -> Figures:
+    """Train with every layout in turn, several times; return what each round took, and how busy other programs were."""
+    folder = args.output / f"{case.num_layers}-layers"
+    profile, iterations = profiled(case, folder), args.iterations + WARM_UP
     settings = case.settings() | {
         "data_path": documents(case, folder, iterations + 8),
         "train_iters": iterations,
@@ -111,32 +116,31 @@ def measure(
         "epp_costs": profile,
         "epp_trace": list(range(1, iterations + 2)),  # one more than there are: with a single one, no numbers
     }
-    runs: dict[str, list[Trained]] = {name: [] for name in layouts}
+    rounds: dict[str, list[Figures]] = {name: [] for name in LAYOUTS}
     layers, others = {}, OthersMeter()
-    for number, order in enumerate(turns(layouts, rounds), start=1):
+    for order in turns(LAYOUTS, args.rounds):
         for name in order:
-            note(f"round {number} of {rounds}, {name}")
             with others.measured():
                 run = train(folder / name, RANKS, settings | flags_of(name), program="megatron_epp.mcore.pinned")
-            runs[name].append(summary(folder / name, run.iteration_ms))
+            rounds[name].append(means(folder / name, run.iteration_ms))
             layers[name] = chosen_layers(case, name, (folder / name / "train.log").read_text(errors="replace"))
-    return [Measured(name, layers[name], tuple(runs[name])) for name in layouts], others.occupancy(RANKS)
+    return {"layers": layers, "rounds": rounds, "occupancy": asdict(others.occupancy(RANKS))}
 
 
 def flags_of(name: str) -> dict[str, Any]:
     """Return the flags of a layout."""
-    return {"epp_layout": AUTO, "epp_vocab_parallel": "on"} if name == VOCABULARY else {"epp_layout": name}
+    return {"epp_layout": "auto", "epp_vocab_parallel": "on"} if name == VOCABULARY else {"epp_layout": name}
 
 
-def summary(folder: Path, iteration_ms: Iterable[float]) -> Trained:
+def means(folder: Path, iteration_ms: Iterable[float]) -> Figures:
     """Read the traces of a training and return the means of the iterations that count."""
     times_ms = list(iteration_ms)
     each = []
     for (plan, measured), took_ms in list(zip(traces(folder, len(times_ms)), times_ms, strict=True))[WARM_UP:]:
         comparison = compare(plan, measured)
         own_us = comparison.measured_us if comparison.undisturbed_us is None else comparison.undisturbed_us
-        each.append(Trained(comparison.planned_us, comparison.measured_us, own_us, 1e3 * took_ms))
-    return Trained.mean(each)
+        each.append((comparison.planned_us, comparison.measured_us, 1e3 * took_ms, own_us))
+    return dict(zip(FIGURES, map(fmean, zip(*each, strict=True)), strict=True))
 
 
 def chosen_layers(case: Case, name: str, log: str) -> str:
@@ -146,3 +150,41 @@ def chosen_layers(case: Case, name: str, log: str) -> str:
     said = _CHOSEN.search(log)
     assert said is not None, f"the log of --epp-layout {name} does not say which layers it chose"
     return said[1]
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    return "\n\n".join(f"{row['case']}; {Occupancy(**row['occupancy'])}\n\n{shown(row)}" for row in rows)
+
+
+def shown(row: Figures) -> str:
+    """Format the layouts of a model, and their ratios to even layers; with the reason where a difference is not certain."""
+    medians = {name: {key: median(of[key] for of in rounds) for key in FIGURES} for name, rounds in row["rounds"].items()}
+    makespans = {name: Rounds(tuple(of["measured_us"] for of in rounds)) for name, rounds in row["rounds"].items()}
+    cells, said = [], []
+    for name, own in medians.items():
+        times = [f"{own[key] / 1e3:.0f}" for key in FIGURES]
+        ratios = {key: own[key] / medians[EVEN][key] for key in FIGURES}
+        shares = [f"{ratios[key]:.3f} ({ratios[key] / ratios['planned_us'] - 1:+.1%})" for key in ("measured_us", "own_us")]
+        ratio = ["", "", ""] if name == EVEN else [f"{ratios['planned_us']:.3f}", *shares]
+        cells.append([name, row["layers"][name], *times, f"{makespans[name].spread:.0%}", *ratio])
+        if row["layers"][name] != row["layers"][EVEN]:
+            reason = doubt(makespans[name], makespans[EVEN], Occupancy(**row["occupancy"]))
+            said.append(f"{name} / {EVEN}: {reason or 'the times do not overlap'}")
+    header = ["layout", "layers", *FIGURES.values(), "spread", "/ even: planned", "measured", "by processor time"]
+    return "\n".join([table(header, cells), *said])
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: CASES,
+    row=row,
+    text=text,
+    flags={
+        "rounds": {"type": int, "default": 5, "help": "trainings with each layout (default 5)"},
+        "iterations": {"type": int, "default": 4, "help": "of a training that count (default 4)"},
+    },
+    folder=RUNS / "bench_layouts",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())
