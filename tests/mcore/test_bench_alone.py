@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.launch import runs
 from megatron_epp.plan.serialize import load
-from scripts.bench.device import kit_report
+from scripts.bench import kit_report
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
