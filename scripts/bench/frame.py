@@ -94,7 +94,7 @@ class Bench[Case]:
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.set_defaults(reduced=False, jobs=1)
-        parser.add_argument("--only", "--parts", metavar="NAMES", help="cases whose names have one of these parts, with commas")
+        parser.add_argument("--only", metavar="NAMES", help="cases whose names have one of these parts, with commas")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each case")
         if self.reduced:
             parser.add_argument("--reduced", action="store_true", help=self.reduced)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.bench.rl_rules import verl as rule
+from scripts.bench.rl.rules import verl as rule
 from scripts.demo_rl import engine as verl
 
 CLIP, CLIP_NEGATIVE = 0.2, 3.0

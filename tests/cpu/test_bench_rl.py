@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench.rl_rules import RULES, balanced, work
+from scripts.bench.rl.rules import RULES, balanced, work
 
 LENGTHS = [900, 30, 450, 450, 10, 700, 100, 320, 640, 60]
 BUDGET = 1000

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import runpy
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,8 @@ from scripts.bench.long import VARIANTS as LEVERS
 from scripts.bench.memory import BASE
 from scripts.bench.memory import VARIANTS as FEATURES
 from scripts.bench.orders.orders import TIE
-from scripts.bench.planner.bench import against
 from scripts.bench.planner.fixed import FIXED
-from scripts.bench.planner.suite import RIVALS
+from scripts.bench.planner.report import RUNS, SPEED, TUNED, against
 from scripts.bench.small_cases import BENCH as SMALL_CASES
 from scripts.bench.small_cases import MOST_ACTIONS
 from tests.support.seeds import some_by_default
@@ -89,33 +85,34 @@ def check_rl(rows: Rows) -> None:
     assert draw["recompute"]["time_us"] <= 1.001 * draw["order"]["time_us"]
 
 
-def check_planner(report: Any) -> None:
-    for row in (row for row in report["large"]["rows"] if "gap" in row):
+def check_planner(rows: Rows) -> None:
+    speed, tuned, runs = ([row for row in rows if row["case"].startswith(part)] for part in (SPEED, TUNED, RUNS))
+    for row in tuned:
         for plan in (row, row["all_features"]):
             assert plan["gap"] >= -1e-9
             assert plan["peak_over_cap"] <= 1.0
             assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
-    for part, rivals in (("large", RIVALS), ("runs", FIXED)):
-        for key in ("against", "against_all_features"):
-            assert report[part][key] == {name: against(report[part]["rows"], name, key != "against") for name in rivals}
-    for row in report["runs"]["rows"]:
+    for row in runs:
         fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
         assert fitting
         for name, rival in fitting.items():
+            assert against(runs, name)["geometric_mean"] == pytest.approx(rival["makespan_us"] / row["makespan_us"])
             has = {key: rival[key] is not None for key in ("chunk_tokens", "retain", "recompute")}
             chunkflow, whole = name == "chunkflow", name.startswith("1f1b")
             assert has == {"chunk_tokens": not whole, "retain": chunkflow, "recompute": not chunkflow}
-    assert [row["sequences"] for row in report["speed"]] == [64, 128]
+        assert set(row["rivals"]) == set(FIXED)
+    assert [row["sequences"] for row in speed] == [64, 128]
 
 
 BENCHES: dict[str, tuple[str, Callable[[Rows], None]]] = {
     "orders.orders": ("--reduced", check_orders),
-    "rl": ("--reduced", check_rl),
+    "rl.__main__": ("--reduced", check_rl),
     "exact": ("--ranks 3 --limit-s 20", check_exact),
     "orders.groups": ("--reduced", check_groups),
     "layouts": ("--reduced", check_layouts),
     "long": ("--stages 4 --cap-gb 20 --contexts 32 64", check_long),
     "memory": ("--reduced", check_memory),
+    "planner.__main__": ("--reduced --jobs 1", check_planner),
 }
 """Arguments of each, and what its figures must be."""
 
@@ -131,14 +128,6 @@ def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
     assert report["machine"] in (printed := capsys.readouterr().out)
     assert printed.count("\n| ") >= 2 + len(report["rows"])
     check(report["rows"])
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_the_planner_runs_in_its_reduced_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["planner", "--reduced", "-o", str(tmp_path)])
-    with suppress(SystemExit):
-        runpy.run_module("scripts.bench.planner", run_name="__main__")
-    check_planner(json.loads((tmp_path / "report.json").read_text()))
 
 
 def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:

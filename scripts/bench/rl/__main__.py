@@ -32,7 +32,7 @@ from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
 from scripts.bench.frame import Bench, Figures
-from scripts.bench.rl_rules import RULES, balanced, verl
+from scripts.bench.rl.rules import RULES, balanced, verl
 from scripts.tables import table
 
 REPLICAS = 4
