@@ -13,6 +13,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
@@ -80,13 +81,13 @@ def row(args: Namespace, case: Case) -> Figures:
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    """Format medians over the batches of a kind; below 1 groups are faster."""
     lines = []
-    for row in rows:
-        took_us, *others_us = row["makespans_us"]
-        ratios = [f"{took_us / other_us:.3f}" for other_us in others_us]
-        sizes = row["lengths"], row["context_parallel"], row["seed"]
-        lines.append([*sizes, f"{took_us / 1e3:,.0f} ms", *ratios, ", ".join(map(str, row["degrees"]))])
-    return table(["lengths", "context parallel", "seed", "with groups", "over one degree", "over greedy", "degrees"], lines)
+    for ranks, name in dict.fromkeys((row["context_parallel"], row["lengths"]) for row in rows):
+        own = [row["makespans_us"] for row in rows if (row["context_parallel"], row["lengths"]) == (ranks, name)]
+        ratios = [median(took_us[0] / took_us[other] for took_us in own) for other in (1, 2)]
+        lines.append([ranks, name, *(f"{ratio:.3f}" for ratio in ratios)])
+    return table(["context-parallel ranks", "lengths like", "over one degree", "over greedy"], lines)
 
 
 def cases(args: Namespace) -> dict[str, Case]:
