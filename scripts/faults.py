@@ -5,9 +5,9 @@
     python -m scripts.faults --show          lists them, runs nothing
 
 Where `scripts/mutants.py` draws changes at random and asks all tests of a package, those of `faults.yaml` are chosen: what
-breaks in `mcore/` or `runtime/`, and the tests that have to notice, which alone are run, in a temporary copy of the tracked files. A
-fault counts as killed where one of them fails or takes too long; without a fault they have to pass. The exit code is 1 where
-one survives.
+breaks in `mcore/` or `runtime/`, and the tests that have to notice, which alone are run, in a temporary copy of the tracked
+files. A fault counts as killed where one of them fails or takes too long; without a fault they have to pass. The exit code is 1
+where one survives.
 """
 
 from __future__ import annotations

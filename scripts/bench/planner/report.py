@@ -155,8 +155,8 @@ def _gaps(rows: Sequence[Figures]) -> str:
     return (
         f"## Gap to the lower bound\n\n{len(planned)} of {len(rows)} cases have a plan. Gap: {spread(planned)}. With "
         f"all features: {spread(more)}, and {_percent((faster or 1.0) - 1)} faster plans (geometric mean). The bound is that "
-        "of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain. A "
-        "stage has the fewest ranks (TP x CP) that leave room under its cap."
+        "of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
+        "drain. A stage has the fewest ranks (TP x CP) that leave room under its cap."
     )
 
 
