@@ -27,7 +27,7 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
-from scripts.bench.alone.rank import one_rank
+from scripts.bench.alone_rank import one_rank
 from scripts.bench.host import engine
 from scripts.bench.host.worker import Counted
 
