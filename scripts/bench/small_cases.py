@@ -41,7 +41,7 @@ TIGHTEST, WIDEST = 1.02, 2.0
 
 
 def drawn(seed: int) -> tuple[Problem, Costs, Options]:
-    """Return the case of a seed."""
+    """Draw ranks, stages, lengths, cap and options, until there are few enough actions."""
     random = np.random.RandomState(seed)
     while True:
         ranks, chunks = int(random.choice((2, 3, 4))), int(random.choice((1, 1, 2)))

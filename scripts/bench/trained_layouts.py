@@ -128,7 +128,6 @@ def row(args: Namespace, case: Case) -> Figures:
 
 
 def flags_of(name: str) -> dict[str, Any]:
-    """Return the flags of a layout."""
     return {"epp_layout": "auto", "epp_vocab_parallel": "on"} if name == VOCABULARY else {"epp_layout": name}
 
 
