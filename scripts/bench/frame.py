@@ -118,7 +118,7 @@ def _timed(
             raise
         traceback.print_exc()
         figures = {"failed": f"{type(error).__name__}: {error}", "met": False}
-    return {"case": name, "seconds": time.monotonic() - start_s} | figures
+    return {"seconds": time.monotonic() - start_s} | figures | {"case": name}
 
 
 def _said(number: int, count: int, row: Figures) -> Figures:

@@ -155,7 +155,7 @@ def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(
     file = str(tmp_path / "rows.json")
     assert bench_of({"first": 1}, resumes=True).main(["--json", file]) == 0
     assert bench_of({"second": 2}, resumes=True).main(["--json", file]) == 0
-    assert [row["case"] for row in json.loads(Path(file).read_text())["rows"]] == ["first", "first"]
+    assert [row["case"] for row in json.loads(Path(file).read_text())["rows"]] == ["first", "second"]
 
 
 def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
