@@ -8,4 +8,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 export PYTHONPATH="$EPP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec python -W ignore -m scripts.bench.rl.demo "$@"
+exec python -W ignore -m scripts.demo_rl "$@"

@@ -131,7 +131,7 @@ if [ -z "$dry_run" ]; then
 fi
 if has megatron.core; then
     training() { # NAME LIMIT: a part of the benchmark of trainings
-        "$how" "$1" "$2" "${plain[@]}" "$python" -W ignore -m scripts.bench.gpu --limit "$2" "${reduced[@]}" --parts "$1" -o "$folder/$1"
+        "$how" "$1" "$2" "${plain[@]}" "$python" -W ignore -m scripts.bench.gpu --limit "$2" "${reduced[@]}" --only "$1" -o "$folder/$1"
     }
     megatron() { "$@"; }
 else
@@ -139,7 +139,7 @@ else
     megatron() { without "$2" "Megatron is not installed"; }
 fi
 device() { # NAME LIMIT PARTS COMMAND...: parts of the benchmark that needs torch alone
-    "$how" "$1" "$2" "${@:4}" "$python" -m scripts.bench.device "${reduced[@]}" --parts "$3" -o "$folder/$1"
+    "$how" "$1" "$2" "${@:4}" "$python" -m scripts.bench.device "${reduced[@]}" --only "$3" -o "$folder/$1"
 }
 
 # The planner's inner loops compile for half a minute, once a checkout. Plans of a few documents do without.
@@ -184,6 +184,6 @@ wait
 
 if [ -z "$dry_run" ]; then
     [ ! -e "$left" ] || printf 'no time for: bash scripts/gpu_kit.sh --output %s --steps %s\n' "$folder" "$(paste -sd, "$left")"
-    "$python" -m scripts.bench.device.kit_report "$folder" || touch "$failed"
+    "$python" -m scripts.bench.kit_report "$folder" || touch "$failed"
     [ ! -e "$failed" ] || exit 1
 fi

@@ -6,20 +6,20 @@ machine change them little. Commands that measure or train are run with their sm
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_epp.report.text import table
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
 
-HELP_S, COMMAND_S = 1.0, 5.0
+HELP, HELP_S, COMMAND_S = "--help", 1.0, 5.0
 """Seconds of processor time, which others on the machine hardly lengthen: of help, and of a command without progress."""
 _PROGRESS = re.compile(r", \d+ s\b")
 _BATCH = "--lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8"
@@ -49,81 +49,53 @@ INPUTS: dict[str, dict[str, str]] = {
 """Flags of every command by the name of the input. Files that a command writes are read by later ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """One run of a command.
-
-    Attributes:
-        command: its name.
-        input_name: name of the input.
-        cpu_s: processor time of all its processes, in seconds.
-        wall_s: seconds from its start to its end.
-        has_progress: it said what it was doing while it ran.
-        exit_code: 0 if it succeeded.
-    """
-
-    command: str
-    input_name: str
-    cpu_s: float
-    wall_s: float
-    has_progress: bool
-    exit_code: int
-
-    @property
-    def is_late(self) -> bool:
-        """True if it takes longer than it should."""
-        if self.input_name == "--help":
-            return self.cpu_s > HELP_S
-        return self.cpu_s > COMMAND_S and not self.has_progress
-
-
-def took(command: str, input_name: str, flags: str, folder: Path) -> Took:
-    """Run a command and return its time.
-
-    Args:
-        folder: where it runs.
-    """
+def took(command: str, input_name: str, flags: str, folder: Path) -> Figures:
+    """Run a command in a folder; return the processor time of all its processes, and whether it said what it was doing."""
     words = [sys.executable, "-m", "megatron_epp.cli.main", command, *flags.split()]
     errors = folder / "errors.txt"
     begin_s = time.perf_counter()
     with open(errors, "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
         _, status, used = os.wait4(process.pid, 0)
-    wall_s = time.perf_counter() - begin_s
-    has_progress = bool(_PROGRESS.search(errors.read_text(encoding="utf-8")))
-    return Took(command, input_name, used.ru_utime + used.ru_stime, wall_s, has_progress, os.waitstatus_to_exitcode(status))
+    wall_s, code = time.perf_counter() - begin_s, os.waitstatus_to_exitcode(status)
+    cpu_s, has_progress = used.ru_utime + used.ru_stime, bool(_PROGRESS.search(errors.read_text(encoding="utf-8")))
+    figures = {"command": command, "input": input_name, "cpu_s": cpu_s, "wall_s": wall_s, "has_progress": has_progress}
+    reason = f"exit code {code}" if code else "too long" if is_late(input_name, cpu_s, has_progress) else ""
+    return figures | ({"failed": reason} if reason else {})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the commands and print a row for each; return 1 if one fails or takes longer than it should."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.commands", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=INPUTS, default=[*INPUTS], help="commands to run (default: all)")
-    parser.add_argument("--help-only", action="store_true", help="run their help alone")
-    args = parser.parse_args(argv)
-    calls = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "texts").mkdir()
-        for number in range(100):
-            (folder / "texts" / f"{number}.txt").write_text("text " * 20 * number, encoding="utf-8")
-        for command in args.only:
-            inputs = {"--help": "--help"} | ({} if args.help_only else INPUTS[command])
-            for input_name, flags in inputs.items():
-                calls.append(took(command, input_name, flags, folder))
-                print("\n".join(rows_of(calls[-1:])), file=sys.stderr, flush=True)
-    print("\n".join(rows_of(calls)))
-    return int(any(call.is_late or call.exit_code for call in calls))
+def is_late(input_name: str, cpu_s: float, has_progress: bool) -> bool:
+    """Return whether a run takes longer than it should."""
+    return cpu_s > HELP_S if input_name == HELP else cpu_s > COMMAND_S and not has_progress
 
 
-def rows_of(calls: Iterable[Took]) -> list[str]:
-    """Format runs as a table."""
-    rows = []
-    for call in calls:
-        verdict = f"exit code {call.exit_code}" if call.exit_code else "too long" if call.is_late else ""
-        progress = "yes" if call.has_progress else ""
-        rows.append([call.command, call.input_name, f"{call.cpu_s:.1f}", f"{call.wall_s:.1f}", progress, verdict])
-    return table(("command", "input", "processor time (s)", "time (s)", "progress", ""), rows, left=(0, 1, 4, 5))
+def row(args: Namespace, case: tuple[str, str, str]) -> Figures:
+    return took(*case, Path(args.folder.name))
 
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    lines = [
+        [r["command"], r["input"], f"{r['cpu_s']:.1f}", f"{r['wall_s']:.1f}", "yes" * r["has_progress"], r.get("failed", "")]
+        for r in rows
+    ]
+    return table(["command", "input", "processor time (s)", "time (s)", "progress", ""], lines)
+
+
+def cases(args: Namespace) -> dict[str, tuple[str, str, str]]:
+    """Return the runs, and make the folder that they share: files that a command writes are read by later ones."""
+    args.folder = tempfile.TemporaryDirectory()
+    texts = Path(args.folder.name) / "texts"
+    texts.mkdir()
+    for number in range(100):
+        (texts / f"{number}.txt").write_text("text " * 20 * number, encoding="utf-8")
+    return {
+        f"{command} {input_name}": (command, input_name, flags)
+        for command, inputs in INPUTS.items()
+        for input_name, flags in ({HELP: HELP} | inputs).items()
+    }
+
+
+BENCH = Bench(about=__doc__, cases=cases, row=row, text=text)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCH.main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,8 +231,8 @@ def _function(reader: _Reader, node: Any, name: str, outer: Scope | None, of_cla
     waiting = list(node.body) if isinstance(node.body, list) else [node.body]
     while waiting:
         now = waiting.pop()
-        handler = _HANDLERS.get(type(now))
-        if handler is None or handler(body, now):
+        if not _names(body, now):
+            _changes(body, now)
             waiting.extend(ast.iter_child_nodes(now))
     _note_own(body)
     reader.module.changes += body.changes
@@ -258,89 +258,48 @@ def _note_own(body: _Body) -> None:
                 owner.adds_to.append((rest[0], body.scope.name, change.line))
 
 
-def _name(body: _Body, node: Any) -> bool:
-    if not isinstance(node.ctx, ast.Load):
-        body.scope.local.add(node.id)
-        body.change((node.id,), True, node)
-    return False
-
-
-def _inner_function(body: _Body, node: Any) -> bool:
-    name = getattr(node, "name", "<lambda>")
-    body.scope.local.add(name)
-    body.inner.append((node, f"{body.scope.name}.{name}"))
-    return False
-
-
-def _global(body: _Body, node: Any) -> bool:
-    body.scope.globals.update(node.names)
-    return False
-
-
-def _import(body: _Body, node: Any) -> bool:
-    body.scope.imports |= body.reader.imported(node)
-    return False
-
-
-def _target(body: _Body, node: Any) -> bool:
-    if not isinstance(node.ctx, ast.Load):
-        body.change(reference(node), isinstance(node, ast.Attribute), node)
+def _names(body: _Body, node: ast.AST) -> bool:
+    """Take in a node that binds names; return whether nothing inside of it matters."""
+    scope = body.scope
+    match node:
+        case ast.Name(id=name):
+            if not isinstance(node.ctx, ast.Load):
+                scope.local.add(name)
+                body.change((name,), True, node)
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            name = getattr(node, "name", "<lambda>")
+            scope.local.add(name)
+            body.inner.append((node, f"{scope.name}.{name}"))
+        case ast.Global(names=names):
+            scope.globals.update(names)
+        case ast.Import() | ast.ImportFrom():
+            scope.imports |= body.reader.imported(node)
+        case _:
+            return False
     return True
 
 
-def _augmented(body: _Body, node: Any) -> bool:
-    body.change(reference(node.target), True, node, adds=True)
-    return True
-
-
-def _assigned(body: _Body, node: Any) -> bool:
-    target = node.targets[0]
-    if len(node.targets) == 1 and isinstance(target, ast.Name):
-        if path := reference(node.value):
-            body.scope.stands_for.setdefault(target.id, path)
-    elif isinstance(target, ast.Attribute) and (path := reference(target)):
-        same = (
-            attribute
-            for attribute in ast.walk(node.value)
-            if isinstance(attribute, ast.Attribute) and attribute.attr == target.attr
-        )
-        if any(reference(attribute) == path for attribute in same):
-            body.change(path, True, node, adds=True)
-    return True
-
-
-def _called(body: _Body, node: Any) -> bool:
-    function = node.func
-    if isinstance(function, ast.Attribute):
-        in_place = function.attr.endswith("_") and not function.attr.endswith("__")
-        if in_place or function.attr in _CHANGING:
-            body.change(reference(function.value), False, node)
-    elif isinstance(function, ast.Name) and function.id in ("setattr", "delattr") and len(node.args) > 1:
-        of, name = reference(node.args[0]), node.args[1]
-        if of and isinstance(name, ast.Constant) and isinstance(name.value, str):
-            body.change((*of, name.value), True, node)
-    return True
-
-
-def _returned(body: _Body, node: Any) -> bool:
-    if body.scope.outer is None and node.value is not None and (path := reference(node.value)):
-        body.reader.module.functions[body.scope.name].append(path)
-    return True
-
-
-_HANDLERS: dict[type[ast.AST], Callable[[_Body, Any], bool]] = {
-    ast.Name: _name,
-    ast.FunctionDef: _inner_function,
-    ast.AsyncFunctionDef: _inner_function,
-    ast.Lambda: _inner_function,
-    ast.Global: _global,
-    ast.Import: _import,
-    ast.ImportFrom: _import,
-    ast.Attribute: _target,
-    ast.Subscript: _target,
-    ast.AugAssign: _augmented,
-    ast.Assign: _assigned,
-    ast.Call: _called,
-    ast.Return: _returned,
-}
-"""What to do with a node; the result says whether to look inside of it."""
+def _changes(body: _Body, node: ast.AST) -> None:
+    """Take in what a node changes by itself."""
+    match node:
+        case ast.Attribute() | ast.Subscript() if not isinstance(node.ctx, ast.Load):
+            body.change(reference(node), isinstance(node, ast.Attribute), node)
+        case ast.AugAssign(target=target):
+            body.change(reference(target), True, node, adds=True)
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            if path := reference(value):
+                body.scope.stands_for.setdefault(name, path)
+        case ast.Assign(targets=[ast.Attribute() as target, *_], value=value) if path := reference(target):
+            attributes = (of for of in ast.walk(value) if isinstance(of, ast.Attribute) and of.attr == target.attr)
+            if any(reference(attribute) == path for attribute in attributes):
+                body.change(path, True, node, adds=True)
+        case ast.Call(func=ast.Attribute(attr=name, value=value)):
+            if name in _CHANGING or (name.endswith("_") and not name.endswith("__")):
+                body.change(reference(value), False, node)
+        case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+            if path := reference(owner):
+                body.change((*path, name), True, node)
+        case ast.Return(value=ast.expr() as value) if body.scope.outer is None and (path := reference(value)):
+            body.reader.module.functions[body.scope.name].append(path)
+        case _:
+            pass

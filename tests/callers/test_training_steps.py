@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from scripts.bench.rl.engine import command, is_installed
+from scripts.demo_rl.engine import command, is_installed
 from tests.support.mcore.demo_rl import TOLERANCE
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.training_steps import BATCHES, MICROBATCHES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.rl.engine import command, is_installed
+from scripts.demo_rl.engine import command, is_installed
 from tests.support.mcore.demo_rl import TOLERANCE, assert_equal_training_within_the_cap
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.verl_engine import SAMPLES
@@ -53,7 +53,7 @@ def test_verls_update_with_a_sample_above_its_token_budget_is_trained_in_slices_
 
 
 def test_steps_of_grpo_have_equal_rewards_losses_and_weights_by_plans(tmp_path: Path) -> None:
-    demo = [sys.executable, "-W", "ignore", "-m", "scripts.bench.rl.demo", "--reduced", "--rounds", "1", "-o", tmp_path]
+    demo = [sys.executable, "-W", "ignore", "-m", "scripts.demo_rl", "--reduced", "--rounds", "1", "-o", tmp_path]
     finished = run(demo, {"PYTHONPATH": f"{REPOSITORY}"}, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())

@@ -22,8 +22,8 @@ from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from scripts.bench.orders.bench import LAYERS
-from scripts.bench.orders.bench import costs_of as bench_costs
+from scripts.bench.orders.orders import LAYERS
+from scripts.bench.orders.orders import costs_of as bench_costs
 from scripts.bench.orders.random_batches import drawn
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.plan import second_simulator

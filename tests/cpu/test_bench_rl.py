@@ -1,10 +1,7 @@
-"""Microbatches of RL frameworks keep to their rules, and the benchmark of updates runs."""
-
-import re
+"""Microbatches of RL frameworks keep to their rules."""
 
 import pytest
 
-from scripts.bench.rl import bench
 from scripts.bench.rl.rules import RULES, balanced, work
 
 LENGTHS = [900, 30, 450, 450, 10, 700, 100, 320, 640, 60]
@@ -39,12 +36,3 @@ def test_verls_largest_microbatch_is_in_the_middle():
     at = sizes.index(max(sizes))
     assert sizes[: at + 1] == sorted(sizes[: at + 1])
     assert sizes[at:] == sorted(sizes[at:], reverse=True)
-
-
-def test_the_benchmark_prints_a_table(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["rl", "--reduced"])
-    bench.main()
-    head, _, row, note = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in head.split("|")][1:5] == ["model", "stages", "lengths", "slices"]
-    assert re.search(r"llama3-8b \| 4 \| math \| [\d.]+ s \| [\d.]+x", row)
-    assert "cap of 72 GiB" in note

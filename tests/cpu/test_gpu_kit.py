@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.bench.device import bench, kit_report
+from scripts.bench import device as bench
+from scripts.bench import kit_report
 from scripts.bench.gpu.bench import PARTS as TRAINING_PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ case "$*" in
     *find_spec*megatron*) exit {megatron} ;;
     *kit_report*) exit 0 ;;
     *doctor*) echo "no driver"; exit 3 ;;
-    *"--parts executor"*) sleep 60 ;;
+    *"--only executor"*) sleep 60 ;;
     *) echo "ran $* with ${{PYTORCH_ALLOC_CONF:-the default}}" ;;
 esac
 """
@@ -94,7 +94,7 @@ def test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each(kit,
     folder = tmp_path / "kit"
     found = kit("--output", str(folder), "--steps", "doctor,executor,memory,tests-megatron", limit="1", megatron=1)
     assert found.returncode == 1
-    figures = {"parts": {"memory": {"met": False}}}
+    figures = {"rows": [{"case": "memory", "met": False}]}
     (folder / "memory").mkdir()
     (folder / "memory" / "report.json").write_text(json.dumps(figures))
     report = kit_report.joined(folder)
@@ -122,11 +122,16 @@ def test_a_mistake_is_told_in_a_line(kit):
         assert len(found.stderr.splitlines()) == 1
 
 
-def test_the_parts_run_reduced_and_a_part_that_fails_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(bench.PARTS, "copies", lambda unit: 1 / 0)
-    found = bench.measure(["executor", "copies"], reduced=True)
-    assert found["executor"]["met"]
-    assert found["copies"]["failed"] == "ZeroDivisionError: division by zero"
+def test_the_parts_run_reduced_and_a_part_that_fails_says_so(monkeypatch, tmp_path):
+    def copies(unit):
+        return 1 / 0
+
+    monkeypatch.setitem(bench.PARTS, "copies", copies)
+    monkeypatch.setitem(bench._UNITS, "copies", 1)
+    assert bench.BENCH.main(["--reduced", "--only", "executor,copies", "-o", str(tmp_path)]) == 1
+    executor, failed = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert executor["met"]
+    assert failed["failed"] == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, peaks are those of autograd; with one, tests/gpu runs")
@@ -142,9 +147,7 @@ def test_copies_beside_compute_are_counted_once():
     assert bench._hidden([("0F0", 0.0, 1.0)])["hidden_by_compute"] is None
 
 
-def test_a_full_run_is_refused_without_a_gpu(monkeypatch, capsys):
+def test_a_full_run_is_refused_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(sys, "argv", ["bench"])
-    with pytest.raises(SystemExit):
-        bench.main()
-    assert "there is no GPU here; --reduced shows on a CPU that the script works" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="there is no GPU here; --reduced shows on a CPU that the script works"):
+        bench.BENCH.main(["-o", str(tmp_path)])

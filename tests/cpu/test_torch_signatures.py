@@ -1,6 +1,6 @@
 """Every argument that is passed to torch's functions of devices, groups, autograd and attention exists in every release.
 
-The parameters are those of torch's published wheels, as `scripts/write_torch_signatures.py` has recorded them.
+The parameters are those of torch's published wheels, as `scripts/write_signatures.py` has recorded them.
 """
 
 import ast
@@ -12,7 +12,8 @@ import torch
 
 from megatron_epp.cli.doctor import _TORCH
 from megatron_epp.runtime.links import nccl, objects
-from scripts.write_torch_signatures import FILE, Call, calls, fields, operator, trees
+from scripts.write_signatures import TORCH_FILE as FILE
+from scripts.write_signatures import Call, calls, fields, operator, trees
 
 RECORD = json.loads(FILE.read_text(encoding="utf-8"))
 RELEASES = [release for releases, _ in RECORD["torch.distributed.irecv"] for release in releases]
@@ -42,7 +43,7 @@ def test_the_record_has_every_release_from_the_oldest_that_is_asked_for_to_the_o
     least, here = (int(re.findall(r"\d+", text)[1]) for text in (_TORCH.requirement, torch.__version__))
     assert _TORCH.requirement.startswith("torch>=2.")
     minors = [int(release.split(".")[1]) for release in RELEASES]
-    assert minors[: here - least + 1] == list(range(least, here + 1)), "run scripts/write_torch_signatures.py with newer wheels"
+    assert minors[: here - least + 1] == list(range(least, here + 1)), "run scripts/write_signatures.py with newer wheels"
 
 
 def test_every_call_fits_every_release():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return bench_gpu.Bench(Sizes.small(), Launches(tmp_path_factory.mktemp("runs"), 600))
+    return bench_gpu.Parts(Sizes.small(), Launches(tmp_path_factory.mktemp("runs"), 600))
 
 
 def test_numbers_in_bf16_are_as_near_to_fp32_as_those_of_megatron(bench):

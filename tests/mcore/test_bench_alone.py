@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.launch import runs
 from megatron_epp.plan.serialize import load
-from scripts.bench.device import kit_report
+from scripts.bench import kit_report
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
@@ -48,6 +48,6 @@ def test_a_plan_that_a_training_has_run_is_put_beside_it(tmp_path: Path, monkeyp
     runs.train(tmp_path / "run", 2, runs.tiny_gpt(**sizes, data_path=data))
     there = ["--plan", tmp_path / "run" / "plan.json", "--measured", tmp_path / "run" / "measured.json"]
     said = alone("--model", "tiny-gpt", *there, "-o", tmp_path)
-    found = json.loads((tmp_path / "report.json").read_text())
+    (found,) = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert f"by times of ranks alone {found['alone_us'] / found['in_training_us']:.3f} of it" in said
     assert found["measured_bytes"] == pytest.approx(found["planned_bytes"], rel=0.03)

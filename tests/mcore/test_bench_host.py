@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.cost import H100_NODE
 from megatron_epp.launch import runs
-from scripts.bench.host.bench import MEGATRON, Counts, count, count_stages, lines
+from scripts.bench.host.bench import MEGATRON, Counts, count, count_stages, shown
 from tests.support.mcore import forked
 
 MORE_CALLS = 150
@@ -21,7 +21,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Co
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "_forks", forked.forks)  # trains in ranks of the process that other tests fork from
         found = count(Path(tmp_path_factory.mktemp("host")))
-    print("\n".join(lines(found)))
+    print(shown(found))
     return {(one.op, one.segments): one for one in found}
 
 
@@ -71,7 +71,7 @@ STAGES = {
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], Counts]:
     found = count_stages(Path(tmp_path_factory.mktemp("stages")))
-    print("\n".join(lines(found)))
+    print(shown(found))
     return {(one.stage, one.op, one.segments): one for one in found}
 
 

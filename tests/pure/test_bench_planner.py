@@ -3,10 +3,9 @@
 import math
 
 from megatron_epp.cost.library import load_flags, shape_of
-from scripts.bench.planner.bench import large
-from scripts.bench.planner.report import markdown
+from scripts.bench.planner.report import TUNED, against, text
 from scripts.bench.planner.runs import BATCHES, RunCase
-from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, STAGES, Case, all_cases, sampled_cases
+from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, STAGES, Case, all_cases, row, sampled_cases
 
 
 def test_the_suite_computes_the_loss_as_training_with_its_flags_does():
@@ -55,7 +54,7 @@ def test_batches_are_the_same_every_time_and_keep_to_the_context():
 def test_a_case_that_nobody_can_plan_is_reported_as_such():
     case = all_cases()[0]
     hopeless = type(case)(case.lengths_like, 8192, 2, "llama3-8b", 1)
-    found = large([hopeless], ("seq1f1b",), jobs=1)
-    assert (found["cases"], found["planned"]) == (1, 0)
-    assert found["against"]["seq1f1b"]["both_have_a_plan"] == 0
-    assert "no plan" in markdown({"machine": "m", "python": "3", "minutes": 0.0, "large": found})
+    rows = [{"case": TUNED} | row(hopeless, ("seq1f1b",))]
+    assert against(rows, "seq1f1b")["both_have_a_plan"] == 0
+    assert "None of 1 cases has a plan" in text(None, rows)
+    assert "no plan" in text(None, rows)

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.bench.layouts.bench import LAYOUTS
-from scripts.bench.long.bench import VARIANTS as LEVERS
-from scripts.bench.memory.bench import BASE
-from scripts.bench.memory.bench import VARIANTS as FEATURES
-from scripts.bench.planner.bench import against
+from megatron_epp.cli.main import MODULES, NAMES, _parser
+from scripts.bench.commands import INPUTS, is_late, took
+from scripts.bench.frame import Bench
+from scripts.bench.layouts import LAYOUTS
+from scripts.bench.long import VARIANTS as LEVERS
+from scripts.bench.memory import BASE
+from scripts.bench.memory import VARIANTS as FEATURES
+from scripts.bench.orders.orders import TIE
 from scripts.bench.planner.fixed import FIXED
-from scripts.bench.planner.suite import RIVALS
+from scripts.bench.planner.report import RUNS, SPEED, TUNED, against
+from scripts.bench.small_cases import BENCH as SMALL_CASES
+from scripts.bench.small_cases import MOST_ACTIONS
 from tests.support.seeds import some_by_default
 
-
-def check_balance(rows: Any) -> None:
-    assert {row["replicas"] for row in rows} == {2, 8}
-    assert all(row["floor"] <= row["by_time"] < row["by_count"] / 4 for row in rows)
+Rows = list[dict[str, Any]]
 
 
-def check_layouts(report: Any) -> None:
-    assert len(report["rows"]) == report["summary"]["planned"] == 2
-    for row in report["rows"]:
+def check_exact(rows: Rows) -> None:
+    pair = "exact, V", "greedy, V"
+    assert [row["memory"] for row in rows] == [3, 1.5]
+    assert all(row[exact][0] <= row[greedy][0] for row in rows for exact, greedy in (pair, ("exact", "greedy")))
+
+
+def check_groups(rows: Rows) -> None:
+    (row,) = rows
+    assert row["makespans_us"][0] <= row["makespans_us"][1]
+
+
+def check_layouts(rows: Rows) -> None:
+    assert len(rows) == 2
+    for row in rows:
         layouts = row["layouts"]
         assert tuple(layouts) == LAYOUTS
         assert layouts["auto"]["makespan_us"] <= 1.005 * min(
@@ -42,17 +53,17 @@ def check_layouts(report: Any) -> None:
             assert 0.7 < one["efficiency"] <= one["best_efficiency"] <= 1
 
 
-def check_long(report: Any) -> None:
+def check_long(rows: Rows) -> None:
     """More levers fit more and are no slower."""
-    for row in report["rows"].values():
-        times = [found["makespan_s"] if (found := row[name]) else float("inf") for name in LEVERS]
+    for row in rows:
+        times = [row[name]["makespan_s"] if row[name] else float("inf") for name in LEVERS]
         assert times == sorted(times, reverse=True)
-    assert report["rows"]["64"]["offload, KV offload"]["kv_offload_stages"] > 0
-    assert report["rows"]["64"]["recompute"] is None
+    assert rows[1]["offload, KV offload"]["kv_offload_stages"] > 0
+    assert rows[1]["recompute"] is None
 
 
-def check_memory(report: Any) -> None:
-    for row in report["rows"]:
+def check_memory(rows: Rows) -> None:
+    for row in rows:
         assert all(row["longest"][name] >= row["longest"][BASE] > 0 for name in FEATURES)
         for figures in (figures for figures in row["caps"].values() if figures[BASE] is not None):
             for own in filter(None, figures.values()):
@@ -60,42 +71,133 @@ def check_memory(report: Any) -> None:
                 assert 0 < own["efficiency"] <= own["busiest"] <= 1
 
 
-def check_planner(report: Any) -> None:
-    for row in (row for row in report["large"]["rows"] if "gap" in row):
+def check_orders(rows: Rows) -> None:
+    assert [row["order"] for row in rows] == ["interleaved, 4", "zb-v"]
+    assert all(row["ratio"] == row["makespan_us"] / row["greedy_us"] >= 1 - TIE for row in rows)
+    for row in rows:
+        assert all(0 < row[f"{who}bubble"] < 1 and 0 < row[f"{who}peak_gib"] <= row["cap_gib"] for who in ("", "greedy_"))
+
+
+def check_rl(rows: Rows) -> None:
+    (row,) = rows
+    (draw,) = row["draws"]
+    assert draw["order"]["time_us"] <= 1.001 * draw["verl"]["time_us"]
+    assert draw["recompute"]["time_us"] <= 1.001 * draw["order"]["time_us"]
+
+
+def check_planner(rows: Rows) -> None:
+    speed, tuned, runs = ([row for row in rows if row["case"].startswith(part)] for part in (SPEED, TUNED, RUNS))
+    for row in tuned:
         for plan in (row, row["all_features"]):
             assert plan["gap"] >= -1e-9
             assert plan["peak_over_cap"] <= 1.0
             assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
-    for part, rivals in (("large", RIVALS), ("runs", FIXED)):
-        for key in ("against", "against_all_features"):
-            assert report[part][key] == {name: against(report[part]["rows"], name, key != "against") for name in rivals}
-    for row in report["runs"]["rows"]:
+    for row in runs:
         fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
         assert fitting
         for name, rival in fitting.items():
+            assert against(runs, name)["geometric_mean"] == pytest.approx(rival["makespan_us"] / row["makespan_us"])
             has = {key: rival[key] is not None for key in ("chunk_tokens", "retain", "recompute")}
             chunkflow, whole = name == "chunkflow", name.startswith("1f1b")
             assert has == {"chunk_tokens": not whole, "retain": chunkflow, "recompute": not chunkflow}
-    assert [row["sequences"] for row in report["speed"]] == [64, 128]
+        assert set(row["rivals"]) == set(FIXED)
+    assert [row["sequences"] for row in speed] == [64, 128]
 
 
-BENCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "balance": ("--reduced --json FOLDER/report.json", check_balance),
-    "layouts": ("--reduced --json FOLDER/report.json", check_layouts),
-    "long": ("--stages 4 --cap-gb 20 --contexts 32 64 -o FOLDER", check_long),
-    "memory": ("--reduced -o FOLDER", check_memory),
-    "planner": ("--reduced -o FOLDER", check_planner),
+BENCHES: dict[str, tuple[str, Callable[[Rows], None]]] = {
+    "orders.orders": ("--reduced", check_orders),
+    "rl.__main__": ("--reduced", check_rl),
+    "exact": ("--ranks 3 --limit-s 20", check_exact),
+    "orders.groups": ("--reduced", check_groups),
+    "layouts": ("--reduced", check_layouts),
+    "long": ("--stages 4 --cap-gb 20 --contexts 32 64", check_long),
+    "memory": ("--reduced", check_memory),
+    "planner.__main__": ("--reduced --jobs 1", check_planner),
 }
 """Arguments of each, and what its figures must be."""
 
 
-@some_by_default("name", [*BENCHES], 1)  # the others take up to a minute; what they plan is tested where it belongs
+@some_by_default("name", [*BENCHES], 2)  # the others take up to a minute; what they plan is tested where it belongs
 def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, check = BENCHES[name]
-    monkeypatch.setattr(sys, "argv", [name, *arguments.replace("FOLDER", str(tmp_path)).split()])
-    with contextlib.suppress(SystemExit):
-        runpy.run_module(f"scripts.bench.{name}", run_name="__main__")
-    check(json.loads((tmp_path / "report.json").read_text()))
-    assert "|" in capsys.readouterr().out or name == "balance"
+    bench: Bench[Any] = importlib.import_module(f"scripts.bench.{name}").BENCH
+    assert bench.main([*arguments.split(), "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["machine"] in (printed := capsys.readouterr().out)
+    assert printed.count("\n| ") >= 2 + len(report["rows"])
+    check(report["rows"])
+
+
+def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:
+    """A benchmark whose cases have figures, or raise."""
+
+    def row(args: Any, result: Any) -> dict[str, Any]:
+        if isinstance(result, Exception):
+            raise result
+        return args.known.get("first") or {"result": result}
+
+    text = lambda args, rows: " ".join(str(row.get("result", row.get("failed"))) for row in rows)  # noqa: E731
+    return Bench(about="", cases=lambda args: results, row=row, text=text, **more)
+
+
+def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(tmp_path: Path, capsys) -> None:
+    cases = {"first": 1, "second": ValueError("no"), "third": 3}
+    assert bench_of(cases, goes_on=True).main([]) == 1
+    assert capsys.readouterr().out.endswith("\n1 ValueError: no 3\n")
+    assert bench_of(cases).main(["--only", "fir,thi"]) == 0
+    assert capsys.readouterr().out.endswith("\n1 3\n")
+    with pytest.raises(SystemExit, match="there are first, second, third"):
+        bench_of(cases).main(["--only", "fourth"])
+    with pytest.raises(ValueError, match="no"):
+        bench_of(cases).main([])
+    file = str(tmp_path / "rows.json")
+    assert bench_of({"first": 1}, resumes=True).main(["--json", file]) == 0
+    assert bench_of({"second": 2}, resumes=True).main(["--json", file]) == 0
+    assert [row["case"] for row in json.loads(Path(file).read_text())["rows"]] == ["first", "second"]
+
+
+def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
+    asked = ["--limit-s", "20", "--json", str(tmp_path / "found.json"), "--seeds"]
+    assert SMALL_CASES.main([*asked, "5:6"]) == 0
+    before = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert SMALL_CASES.main([*asked, "5:7"]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["seed"] for row in rows] == [5, 6]
+    assert rows[0]["solved_s"] == before[0]["solved_s"]
+    for row in rows:
+        assert row["greedy_us"] >= row["best_us"] * (1 - 1e-9) >= row["bound_us"] * (1 - 1e-9) > 0
+        assert row["chunks"] * row["stages"] // row["ranks"] * (3 if row["split_weight"] else 2) <= MOST_ACTIONS
+    assert "2 cases" in capsys.readouterr().out
+
+
+def test_only_gaps_to_proven_optima_count():
+    proven = {"seed": 1, "greedy_us": 103.0, "best_us": 100.0, "bound_us": 100.0}
+    open_case = {"seed": 2, "greedy_us": 200.0, "best_us": 100.0, "bound_us": 90.0}
+    said = SMALL_CASES.text(None, [proven, open_case])
+    assert said == "2 cases, 1 proven; greedy above the optimum: mean 3.00%, worst 3.00% (seed 1)"
+    assert SMALL_CASES.text(None, [open_case]) == "1 cases, 0 proven"
+
+
+def test_every_command_takes_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert set(INPUTS) == {*MODULES, *NAMES}
+    monkeypatch.chdir(tmp_path)
+    for command, inputs in INPUTS.items():
+        for flags in inputs.values():
+            assert _parser([command]).parse([command, *flags.split()]).run is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "cpu_s", "has_progress", "late"),
+    [("--help", 1.1, False, True), ("small", 4.9, False, False), ("large", 5.1, False, True), ("large", 60.0, True, False)],
+)
+def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress(given, cpu_s, has_progress, late):
+    assert is_late(given, cpu_s, has_progress) == late
+
+
+def test_a_run_has_the_time_of_its_process_and_its_exit_code(tmp_path: Path):
+    done, failed = took("schedules", "", "", tmp_path), took("schedules", "", "--no-such-flag", tmp_path)
+    assert min(done["cpu_s"], done["wall_s"]) > 0
+    assert failed["failed"] == "exit code 2"

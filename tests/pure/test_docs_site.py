@@ -39,7 +39,7 @@ def test_one_page_says_what_has_run_on_a_gpu_and_all_others_link_it():
     assert {"supported.md", "your-loop.md"} <= linking
     for text in (README, *(text for name, text in pages.items() if name != "first-hour.md")):
         assert not re.search(r"on (a GPU|GPUs|them) yet|has run on CPU only", text)
-    for figure in re.findall(r"^\| one H200: .* \| ([^|]+) \| `python -m scripts\.bench\.gpu --parts ", README, re.MULTILINE):
+    for figure in re.findall(r"^\| one H200: .* \| ([^|]+) \| `python -m scripts\.bench\.gpu --only ", README, re.MULTILINE):
         assert re.search(r"\d", figure)
     assert README.count("| one H200: ") == 3
 

@@ -17,7 +17,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Options, Probl
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
 from megatron_epp.planner.registry import PLANNERS
-from scripts.bench.orders.bench import LAYERS, ORDERS, TIE, costs_of
+from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
 from scripts.bench.orders.unit import Unit, fewest, unit_costs
 
 

@@ -19,7 +19,7 @@ from megatron_epp.planner.orders.completion import split_weights, with_split_wei
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import search
-from scripts.bench.exact.small import drawn
+from scripts.bench.small_cases import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(3, 2), Options(slices=1)

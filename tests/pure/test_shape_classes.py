@@ -5,9 +5,9 @@ import random
 import pytest
 
 from megatron_epp.plan.shape_classes import CallSize, ShapeClass, all_classes, segment_class, token_class
+from scripts.bench.kernel_caches import LIBRARIES, as_they_are
 from scripts.bench.planner.suite import Case
-from scripts.bench.shapes.bench import MOST, count, random_plans, report
-from scripts.bench.shapes.caches import LIBRARIES, as_they_are
+from scripts.bench.shapes import BENCH, MOST, count, figures, random_plans
 
 CONTEXT, STAGES, MODEL = 131072, 8, "llama3-8b"
 
@@ -75,7 +75,7 @@ def check(found, most):
 def test_random_batches_make_a_rank_build_at_most_64_kernel_plans():
     found = counted(12)
     check(found, MOST)
-    assert report(found).count("\n") == len(LIBRARIES) + 3
+    assert BENCH.text(None, [figures(found)]).count("\n") == len(LIBRARIES) + 4
 
 
 @pytest.mark.slow  # four minutes of planning

@@ -195,9 +195,9 @@ _RUNNING = (
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(
-        "Compute logits and loss by blocks of at most N tokens, again in backward: a chunk's logits are never there at once, for "
-        "one more product with the output layer. 0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest "
-        "sequence has more than 2 GiB on a rank, else 0 (default: auto)."
+        "Compute logits and loss by blocks of at most N tokens, again in backward: a chunk's logits are never there at once, "
+        "for one more product with the output layer. 0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the "
+        "longest sequence has more than 2 GiB on a rank, else 0 (default: auto)."
     ),
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
         "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
@@ -294,7 +294,7 @@ FP8 = (
 _DTYPES = tuple(DTYPE_BYTES)
 OPTIMIZER = (
     Flag("optimizer", "--optimizer", "--optimizer", choices=KINDS).described(
-        "muon and dist_muon: Muon for the matrices of layers, Adam for the rest; sgd: with momentum, not sharded (default: adam, "
+        "muon, dist_muon: Muon for the matrices of layers, Adam for the rest; sgd: with momentum, not sharded (default: adam, "
         "sharded by the distributed optimizer)."
     ),
     Flag(
@@ -338,8 +338,7 @@ _COSTS = (
         "share a layer are in one)."
     ),
     Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
-        "Attention kernel, whose published rates on an H100 plans take, for a --cluster that names one (default: the "
-        "cluster's; cudnn of h100x8 and h200x8)."
+        "Attention kernel whose published rates on an H100 plans take (default: the cluster's)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(

@@ -30,9 +30,7 @@ Makespan = Callable[[tuple[Problem, ...]], float]
 """Microseconds that a group takes, from the problems of its replicas: their shares of the batch."""
 
 ENOUGH = 0.005
-"""Imbalance at which no further exchange is tried. `python -m scripts.bench.balance` shows what is left with it and the next
-two, next to the least that any division has; other values were not compared.
-"""
+"""Imbalance at which no further exchange is tried. Other values of it and of the next two were not compared."""
 TRIES = 16
 """Exchanges tried at most, each of which takes the makespans of two groups."""
 ROUNDS = 4

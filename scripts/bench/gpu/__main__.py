@@ -1,6 +1,6 @@
 """Runs the benchmark."""
 
-from scripts.bench.gpu.bench import main
+from scripts.bench.gpu.bench import BENCH
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCH.main())

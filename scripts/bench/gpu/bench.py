@@ -1,6 +1,6 @@
 """Measures this package on one GPU, through its own training: speed, memory and numbers, each compared with Megatron's own.
 
-Parts (`--parts`):
+Parts (`--only`):
 
 parity      losses and gradients in bf16, sliced: no further from Megatron's in fp32 than its own in bf16 are
 slices      a long sequence in slices against the same unsliced, same kernel and recompute: tokens per second
@@ -14,19 +14,16 @@ ranks-2     the same on two ranks over NCCL, which can share a GPU from 2.30 on:
 ranks-4     on four ranks
 loops       a loop of its own on two and on four ranks: gradients by `wrap` and `wrap_samples` against Megatron's own schedule
 
-Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` are the default then.
+Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` run then.
 `--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing. `--profile FILE` measures
 the model's parts too, and writes a cost profile, for `configs/profiles/`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
-import time
-import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,21 +33,17 @@ from typing import Any
 import torch
 
 from megatron_epp.cli.first_run.race import figures_of
-from megatron_epp.cli.first_run.training import TIMES, deviation
-from megatron_epp.launch.machine import machine
+from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
+from scripts.bench.frame import RUNS, Bench
 from scripts.bench.gpu.loop import on_ranks
 from scripts.bench.gpu.ranks import ROWS, compare
-from scripts.bench.gpu.report import markdown
-from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
+from scripts.bench.gpu.report import GOALS, text
+from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / "runs" / "bench_gpu"
-GOALS = {"speed": 0.95, "peak": 0.05, "parity": TIMES, "loss_floor": 1e-4, "norm_floor": 1e-2}
-"""Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
-how far is near enough anyway, of the loss and of the gradients' norm, which Megatron logs with three decimals."""
 _CAP_SHARE = 0.6
 """Share of the bytes that an iteration without recompute holds besides weights and optimizer."""
 
@@ -58,7 +51,7 @@ Part = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Parts:
     """State shared by the parts."""
 
     sizes: Sizes
@@ -208,71 +201,47 @@ def _peak(run: Launched) -> Part:
     return {"planned_bytes": planned, "measured_bytes": measured, "error": error, "recompute_share": recompute}
 
 
-PARTS: dict[str, Callable[[Bench], Part]] = {
-    "parity": Bench.parity,
-    "slices": Bench.slices,
-    "long": Bench.long,
-    "peaks": Bench.peaks,
-    "copies": Bench.copies,
-    "race": Bench.race,
-    **{f"ranks-{number}": partial(Bench.ranks, num_ranks=number) for number in (1, 2, 4)},
-    "loops": Bench.loops,
+PARTS: dict[str, Callable[[Parts], Part]] = {
+    "parity": Parts.parity,
+    "slices": Parts.slices,
+    "long": Parts.long,
+    "peaks": Parts.peaks,
+    "copies": Parts.copies,
+    "race": Parts.race,
+    **{f"ranks-{number}": partial(Parts.ranks, num_ranks=number) for number in (1, 2, 4)},
+    "loops": Parts.loops,
 }
 
 
-def measure(bench: Bench, parts: Sequence[str], keep: Callable[[dict[str, Part]], None]) -> dict[str, Part]:
-    """All parts. One that fails says so in its place, and the others go on. What there is is kept after each."""
-    results: dict[str, Part] = {}
-    for name in parts:
-        print(f"{name}", flush=True)
-        start_s = time.monotonic()
-        try:
-            results[name] = PARTS[name](bench)
-        except Exception as error:
-            traceback.print_exc()
-            results[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
-        results[name]["seconds"] = time.monotonic() - start_s
-        keep(results)
-    return results
-
-
-def profile(path: Path, reduced: bool) -> None:
+def profile(path: Path, reduced: bool) -> Part:
     """Have `megatron-epp profile` write a cost profile of this machine."""
     command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "-o", str(path)]
     command += ["--model", "tiny-gpt", "--tokens", "64,128", "--prefixes", "0,128"] if reduced else ["--model", "llama3-8b"]
     subprocess.run(command, check=True, cwd=ROOT)
+    return {"met": True}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
-    parser.add_argument("--small", action="store_true", help="a smaller model and shorter sequences: minutes instead of hours")
-    parser.add_argument("--limit", type=float, default=3600, metavar="S", help="for one launch (default 3600)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="also write a cost profile of this machine")
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help=f"folder for logs and report (default {FOLDER})")
-    arguments = parser.parse_args()
-    if arguments.small and arguments.parts == list(PARTS):
-        arguments.parts.remove("long")
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if not (arguments.reduced or torch.cuda.is_available()):
-        parser.error("there is no GPU here; --reduced shows on a CPU that the script works")
+def cases(args: Namespace) -> dict[str, Callable[[], Part]]:
+    if not (args.reduced or torch.cuda.is_available()):
+        raise SystemExit("there is no GPU here; --reduced shows on a CPU that the script works")
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    large = Sizes.small() if arguments.small else Sizes.full(device_bytes)
-    sizes = Sizes.reduced() if arguments.reduced else large
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS}
+    large = Sizes.small() if args.small else Sizes.full(device_bytes)
+    parts = Parts(Sizes.reduced() if args.reduced else large, Launches(args.output, args.limit))
+    chosen = {name: partial(part, parts) for name, part in PARTS.items() if not (args.small and name == "long")}
+    return chosen | ({"profile": partial(profile, args.profile.resolve(), args.reduced)} if args.profile else {})
 
-    def keep(parts: dict[str, Part]) -> None:
-        whole = report | {"parts": parts}
-        (arguments.output / "report.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-        (arguments.output / "report.md").write_text(markdown(whole), encoding="utf-8")
 
-    parts = measure(Bench(sizes, Launches(arguments.output, arguments.limit)), arguments.parts, keep)
-    print((arguments.output / "report.md").read_text(encoding="utf-8"))
-    if arguments.profile is not None:
-        profile(arguments.profile.resolve(), arguments.reduced)
-    return int(any("failed" in part for part in parts.values()))
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=lambda args, part: part(),
+    text=text,
+    flags={
+        "small": {"action": "store_true", "help": "a smaller model and shorter sequences: minutes instead of hours"},
+        "limit": {"type": float, "default": 3600, "metavar": "S", "help": "for one launch (default 3600)"},
+        "profile": {"type": Path, "metavar": "FILE", "help": "also write a cost profile of this machine"},
+    },
+    reduced="everything tiny, on a CPU too: figures that say nothing",
+    goes_on=True,
+    folder=RUNS / "bench_gpu",
+)

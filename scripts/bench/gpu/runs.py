@@ -11,10 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
-
 from megatron_epp.cli.terminal import progress
-from megatron_epp.launch.machine import NO_TF32, nccl_version, version_of
+from megatron_epp.launch.machine import NO_TF32
 from megatron_epp.launch.runs import RecordedRun, TrainingError, tiny_gpt, train
 from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
@@ -230,15 +228,3 @@ def _reached(log: Path) -> str:
     """Progress of a run, read from its log."""
     iterations = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
     return f"{f'iteration {iterations[-1]}' if iterations else 'starting'} ({log})"
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of everything that a figure may depend on; None for packages that are not installed."""
-    names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "megatron-epp")
-    version_of_name: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
-    if torch.cuda.is_available():
-        version_of_name["cuDNN"] = str(torch.backends.cudnn.version())
-        version_of_name["NCCL"] = ".".join(map(str, nccl_version() or torch.cuda.nccl.version()))
-    driver = Path("/proc/driver/nvidia/version")
-    version_of_name["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
-    return version_of_name

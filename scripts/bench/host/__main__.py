@@ -1,6 +1,6 @@
 """Runs the benchmark."""
 
-from scripts.bench.host.bench import main
+from scripts.bench.host.bench import BENCH
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCH.main())

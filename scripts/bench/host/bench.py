@@ -10,21 +10,22 @@ the host takes longer for an action than the device, the device runs out of work
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_epp.launch.runs import tiny_gpt, train
-from megatron_epp.report.text import table
+from scripts.bench.frame import Bench, Figures
 from scripts.bench.host.worker import COUNTS
 from scripts.random_documents import write_documents
+from scripts.tables import table
 
 OP_US = 4.0, 7.0
 """Host time of a dispatched operation in microseconds: 4 on CUDA and 7 with autograd (pytorch/pytorch, issues 82793, 41383)."""
@@ -37,6 +38,14 @@ LENGTHS = (256, 31, 30, 29, 28, 27, 26, 25)
 """The first is cut in two; the others are packed in twos and fives."""
 _SCHEDULES = {"plans": {"epp_slices": 2, "epp_recompute": 0}, "Megatron's": {"epp_schedule": "whole"}}
 _ITERATIONS = 3
+_ROOT = Path(__file__).resolve().parents[3]
+_WRITE_STAGES = """
+import pathlib, sys
+from megatron_epp.mcore import cpu
+cpu.activate()  # before Megatron is imported
+from scripts.bench.host.stage import write
+write(pathlib.Path(sys.argv[1]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,40 +101,28 @@ def count_stages(folder: Path) -> list[Counts]:
     """Count the actions of stages of large models. The log and the counts are in `folder`."""
     path, log = folder / "stages.jsonl", folder / "stages.log"
     with log.open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "scripts.bench.host.stage_worker"]
-        environment = os.environ | {COUNTS: str(path)}
-        subprocess.run(command, env=environment, check=True, stdout=output, stderr=output)
+        subprocess.run([sys.executable, "-c", _WRITE_STAGES, path], check=True, stdout=output, stderr=output, cwd=_ROOT)
     actions = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [Counts(ops=sum(action.pop("names").values()), **action) for action in actions]
 
 
-def lines(counts: list[Counts]) -> list[str]:
-    """Return the lines of the table."""
-    header = ["stage", "action", "segments", "ops", "launches", "allocations", "Python calls", "host us"]
-    cells = [
-        [
-            counts_of_action.stage or "tiny GPT",
-            counts_of_action.op,
-            *map(
-                str,
-                (
-                    counts_of_action.segments,
-                    counts_of_action.ops,
-                    counts_of_action.launches,
-                    counts_of_action.allocations,
-                    counts_of_action.calls,
-                ),
-            ),
-            " to ".join(f"{us:.0f}" for us in counts_of_action.host_us),
-        ]
-        for counts_of_action in counts
-    ]
-    return table(header, cells)
-
-
-def main() -> None:
-    """Print the table."""
-    about = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(prog="python -m scripts.bench.host", description=__doc__, formatter_class=about).parse_args()
+def row(args: Namespace, counts: Callable[[Path], list[Counts]]) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(lines([*count(Path(folder)), *count_stages(Path(folder))])))
+        return {"counts": [asdict(of_action) for of_action in counts(Path(folder))]}
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    return shown(Counts(**of_action) for row in rows for of_action in row["counts"])
+
+
+def shown(counts: Iterable[Counts]) -> str:
+    """Format counts as a table."""
+    names = "segments", "ops", "launches", "allocations", "calls"
+    cells = [
+        [own.stage or "tiny GPT", own.op, *(getattr(own, name) for name in names), "{:.0f} to {:.0f}".format(*own.host_us)]
+        for own in counts
+    ]
+    return table(["stage", "action", *names[:-1], "Python calls", "host us"], cells)
+
+
+BENCH = Bench(about=__doc__, cases=lambda args: {"training": count, "stages": count_stages}, row=row, text=text)

@@ -5,8 +5,10 @@ Tensors are fake: they have shapes and no memory, and `torch` dispatches the ope
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
-from scripts.bench.alone.rank import one_rank
+from scripts.bench.alone_rank import one_rank
 from scripts.bench.host import engine
 from scripts.bench.host.worker import Counted
 
+MODELS = "llama3-8b", "mixtral-8x7b"
 NUM_LAYERS, TOKENS = 2, 4096
 _SLICE, _PACKED = 1, 5
 _CHUNKS = {
@@ -36,6 +39,16 @@ _CHUNKS = {
     _PACKED: Chunk(tuple(Segment(number, 0, size) for number, size in enumerate((1024, 1024, 1024, 512, 512)))),
 }
 """By their number of segments: the last of two slices of a sequence, and whole sequences."""
+
+
+def write(path: Path) -> None:
+    """Write the counts of the models' stages to a file, a line of JSON for each action."""
+    with path.open("w", encoding="utf-8") as file:
+        for model in MODELS:
+            for op, segments, counted in count(model):
+                of_engine = sum(number for name, number in counted.names.items() if name in engine.OPERATIONS)
+                line = {"op": op, "segments": segments, "stage": model, "of_engine": of_engine, **counted.figures()}
+                file.write(json.dumps(line) + "\n")
 
 
 def count(model: str) -> Iterator[tuple[str, int, Counted]]:

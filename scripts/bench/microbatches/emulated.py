@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+from megatron_epp.contrib.demos.emulate import emulate
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.data.sequence_lengths import wikipedia
+from megatron_epp.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.planner import Options, Problem
-from megatron_epp.planner.microbatches import Lengths, OrderedPlan, plan_as_given, plan_microbatches
-from scripts.bench.emulation import emulated_us
-from scripts.bench.microbatches.batches import batch
+from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
+from scripts.bench.frame import Figures
 
 CONTEXT = 32_768
 """Most tokens of a sample, and of a microbatch into which samples are packed."""
-SECONDS = 6.0
-"""Length of an emulation of 1F1B without recompute."""
+SECONDS, TIMEOUT_S = 6.0, 300.0
+"""Length of an emulation of 1F1B without recompute, and the most that one may take."""
+CAP_SHARE = 0.5
+"""The cap's place between the peak of 1F1B with full recompute (0) and without (1)."""
+HEADER = ["microbatches", "ranks", "1F1B", "plans", "1F1B, full recompute", "plans under the cap", "plans", "under the cap"]
 
 
-class Compared(NamedTuple):
-    """Times of one case in seconds of the emulated machine, as measured.
-
-    Attributes:
-        kind: of microbatches.
-        num_ranks: of the pipeline.
-        stock_s: of 1F1B without recompute.
-        plans_s: of plans without recompute.
-        full_s: of 1F1B in which every layer recomputes.
-        capped_s: of plans under the cap, which 1F1B keeps to only with full recompute.
-    """
-
-    kind: str
-    num_ranks: int
-    stock_s: float
-    plans_s: float
-    full_s: float
-    capped_s: float
+def batch(seed: int, count: int, longest: int = 1024) -> tuple[int, ...]:
+    """Draw the tokens of each microbatch of a batch from Wikipedia's quantiles: longer ones are cut, shorter than 16 padded."""
+    return tuple(int(length) for length in wikipedia(count, seed).clip(16, longest))
 
 
 def microbatches(kind: str, count: int) -> Lengths:
@@ -53,42 +40,30 @@ def microbatches(kind: str, count: int) -> Lengths:
     return tuple(packed)
 
 
-def compare(kind: str, num_ranks: int, count: int, cap_share: float) -> Compared:
-    """Emulate 1F1B and plans on one batch.
-
-    Args:
-        cap_share: the cap's place between the peak of 1F1B with full recompute (0) and without (1).
-    """
-    lengths = microbatches(kind, count)
+def compare(kind: str, num_ranks: int) -> Figures:
+    """Emulate 1F1B and plans on one batch, with and without the cap, which 1F1B keeps to only with full recompute."""
+    lengths = microbatches(kind, 8 * num_ranks)
     costs = analytic_profile(shape_of(load_flags("llama3-8b")), H100).costs((32 // num_ranks,) * num_ranks)
     costs = replace(costs, stages=tuple(stage.changed(recompute={}) for stage in costs.stages))  # a caller's layers: in full
     problem = Problem((), tuple(range(num_ranks)), (UNLIMITED_BYTES,) * num_ranks)
-    stock = plan_as_given(lengths, problem, costs, Options(recompute=0))
-    full = plan_as_given(lengths, problem, costs, Options(recompute=32 // num_ranks))
-    least, most = (max(case.plan.predicted.peak_bytes) for case in (full, stock))
-    cap = int(least + cap_share * (most - least))
-    capped = plan_microbatches(lengths, replace(problem, cap_bytes=(cap,) * num_ranks), costs, Options())
-    free = plan_microbatches(lengths, problem, costs, Options(recompute=0))
-    scale = SECONDS * 1e6 / stock.plan.predicted.makespan_us
-    return Compared(kind, num_ranks, *(_seconds(case, scale) for case in (stock, free, full, capped)))
+    stock = plan_as_given(lengths, problem, costs, Options(recompute=0)).plan
+    full = plan_as_given(lengths, problem, costs, Options(recompute=32 // num_ranks)).plan
+    least, most = (max(plan.predicted.peak_bytes) for plan in (full, stock))
+    capped_problem = replace(problem, cap_bytes=(int(least + CAP_SHARE * (most - least)),) * num_ranks)
+    capped = plan_microbatches(lengths, capped_problem, costs, Options()).plan
+    free = plan_microbatches(lengths, problem, costs, Options(recompute=0)).plan
+    scale = SECONDS * 1e6 / stock.predicted.makespan_us
+    times = {"stock_s": stock, "plans_s": free, "full_s": full, "capped_s": capped}
+    return {"kind": kind, "ranks": num_ranks} | {name: _emulated_s(plan, scale) for name, plan in times.items()}
 
 
-def _seconds(planned: OrderedPlan, scale: float) -> float:
-    return emulated_us(planned.plan, scale) / 1e6
+def _emulated_s(plan: Plan, scale: float) -> float:
+    """Emulate a plan, with `scale` seconds of waiting per planned second; return its makespan in the plan's time."""
+    events = emulate(plan, scale, TIMEOUT_S).events
+    return max(end_us for of_rank in events for _, _, end_us in of_rank) / 1e6
 
 
-def lines_of(results: Sequence[Compared]) -> list[list[str]]:
-    """Format cases as rows of a table."""
-    return [
-        [
-            result.kind,
-            str(result.num_ranks),
-            *(f"{seconds:.3f}" for seconds in result[2:]),
-            f"{result.stock_s / result.plans_s:.2f}x",
-            f"{result.full_s / result.capped_s:.2f}x",
-        ]
-        for result in results
-    ]
-
-
-HEADER = ["microbatches", "ranks", "1F1B", "plans", "1F1B, full recompute", "plans under the cap", "plans", "under the cap"]
+def cells_of(row: Figures) -> list[object]:
+    times = [f"{row[name]:.3f}" for name in ("stock_s", "plans_s", "full_s", "capped_s")]
+    ratios = [f"{row[theirs] / row[ours]:.2f}x" for theirs, ours in (("stock_s", "plans_s"), ("full_s", "capped_s"))]
+    return [row["kind"], row["ranks"], *times, *ratios]

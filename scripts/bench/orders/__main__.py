@@ -1,6 +1,6 @@
 """Runs the benchmark."""
 
-from scripts.bench.orders.bench import main
+from scripts.bench.orders.orders import BENCH
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCH.main())

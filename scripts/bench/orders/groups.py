@@ -10,9 +10,10 @@ whole sequences at the full degree, the second with greedy at the full degree; b
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
@@ -25,7 +26,8 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from scripts.bench.planner.report import table
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
 
 MODEL, CLUSTER, PIPELINE, CONTEXT, STATE_BYTES = "llama3-8b", "h100x8", 4, 131072, 7.5
 DRAWS: dict[str, tuple[Callable[[int, int], np.ndarray], int]] = {
@@ -69,35 +71,33 @@ def plans_of(case: Case) -> tuple[Plan, Plan, Plan]:
     return plan(problem, costs, options), build_plan(problem, costs, options, uniform), plan(problem, costs)
 
 
-def row(case: Case) -> list[str]:
-    """Figures of a case as text."""
-    groups, uniform, greedy = plans_of(case)
-    divided = groups_of(groups.extensions)
+def row(args: Namespace, case: Case) -> Figures:
+    plans = plans_of(case)
+    divided = groups_of(plans[0].extensions)
     assert divided is not None
     degrees = sorted({group.degree for own in divided.of_chunk for group in own})
-    took_us = groups.predicted.makespan_us
-    ratios = [f"{took_us / plan.predicted.makespan_us:.3f}" for plan in (uniform, greedy)]
-    return [
-        case.lengths_like,
-        str(case.context_parallel),
-        str(case.seed),
-        f"{took_us / 1e3:,.0f} ms",
-        *ratios,
-        str(degrees)[1:-1],
-    ]
+    sizes = {"lengths": case.lengths_like, "context_parallel": case.context_parallel, "seed": case.seed}
+    return sizes | {"makespans_us": [of_planner.predicted.makespan_us for of_planner in plans], "degrees": degrees}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.orders.groups", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--reduced", action="store_true", help="one case")
-    args = parser.parse_args(argv)
-    cases = [Case(name, ranks, seed) for ranks in (8, 16, 32) for name in DRAWS for seed in range(1 if ranks > 16 else 3)]
-    rows = list(map(row, cases[:1] if args.reduced else cases))
-    print(table(["lengths", "context parallel", "seed", "with groups", "over one degree", "over greedy", "degrees"], rows))
-    return 0
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    """Format medians over the batches of a kind; below 1 groups are faster."""
+    lines = []
+    for ranks, name in dict.fromkeys((row["context_parallel"], row["lengths"]) for row in rows):
+        own = [row["makespans_us"] for row in rows if (row["context_parallel"], row["lengths"]) == (ranks, name)]
+        ratios = [median(took_us[0] / took_us[other] for took_us in own) for other in (1, 2)]
+        lines.append([ranks, name, *(f"{ratio:.3f}" for ratio in ratios)])
+    return table(["context-parallel ranks", "lengths like", "over one degree", "over greedy"], lines)
 
+
+def cases(args: Namespace) -> dict[str, Case]:
+    chosen = [Case(name, ranks, seed) for ranks in (8, 16, 32) for name in DRAWS for seed in range(1 if ranks > 16 else 3)]
+    return {
+        f"{case.lengths_like}, {case.context_parallel}, {case.seed}": case for case in chosen[: 1 if args.reduced else None]
+    }
+
+
+BENCH = Bench(about=__doc__, cases=cases, row=row, text=text, reduced="one case", takes_jobs=True)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCH.main())

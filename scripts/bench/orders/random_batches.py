@@ -1,6 +1,6 @@
 """Comparison of orders of other papers with greedy's on random batches: how often each is faster, and by how much.
 
-    python -m scripts.bench.orders.random_batches --seeds 0:100 -o runs/random_batches.jsonl
+    python -m scripts.bench.orders.random_batches --seeds 0:100 --json runs/random_batches.json
 
 Llama 3 8B with costs by formulas for H100s, on 4 or 8 ranks. A seed draws kind and number of the lengths, the context, the
 ranks and the cap, which is 1.02 to 3 times the least that greedy with one stage per rank can do with. Every order and greedy
@@ -9,15 +9,11 @@ have the same placement, cap and options. Seeds that the file has already are no
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cli.terminal import progress
 from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
@@ -25,7 +21,9 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
-from scripts.bench.orders.bench import LAYERS, ORDERS, TIE, costs_of
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
+from scripts.tables import table
 
 CONTEXTS = (8192, 16384, 32768, 65536)
 COUNTS = (16, 32, 64, 128)
@@ -64,7 +62,7 @@ def _even(ranks: int) -> Layout:
     return Layout.of_layers(even_layers(LAYERS, ranks), Placement("looped", ranks, 1))
 
 
-def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
+def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
     """Return each order's makespan and greedy's for a random batch; None where the order, or greedy, has no plan.
 
     Args:
@@ -99,47 +97,41 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> dict[str, Any]:
     return {"seed": seed, "batch": name, "orders": rows}
 
 
-def summary(rows_of_seeds: Iterable[dict[str, Any]]) -> list[str]:
-    """Format how often greedy is faster than each order, as fast within `TIE`, and slower."""
-    names = f"{'greedy faster':>13} {'as fast':>8} {'slower':>7} {'only greedy':>12} {'only it':>8} {'least ratio':>12}"
-    lines, rows_of_seeds = [f"{'order':<15} {names}"], list(rows_of_seeds)
-    for order in dict.fromkeys(order for row in rows_of_seeds for order in row["orders"]):
-        rows = [of_seed["orders"][order] for of_seed in rows_of_seeds if order in of_seed["orders"]]
-        both = [row["makespan_us"] / row["greedy_us"] for row in rows if row["makespan_us"] and row["greedy_us"]]
-        slower, faster = sum(ratio < 1 - TIE for ratio in both), sum(ratio > 1 + TIE for ratio in both)
-        alone = sum(bool(row["greedy_us"] and not row["makespan_us"]) for row in rows)
-        theirs = sum(bool(row["makespan_us"] and not row["greedy_us"]) for row in rows)
-        least = f"{min(both):12.3f}" if both else f"{'':>12}"
-        lines.append(f"{order:<15} {faster:13} {len(both) - slower - faster:8} {slower:7} {alone:12} {theirs:8} {least}")
-    return lines
+def row(args: Namespace, seed: int) -> Figures:
+    return args.known.get(str(seed)) or ratios(seed, args.order)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.orders.random_batches",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seeds", default="0:100", metavar="FROM:TO", help="batches to plan (default: %(default)s)")
-    parser.add_argument("--order", choices=ORDERS, action="append", help="only this order; may be repeated (default: all)")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a line of JSON for every batch")
-    args = parser.parse_args(argv)
-    first, end = map(int, args.seeds.split(":"))
-    rows = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
-    known = {row["seed"] for row in rows}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("a") as output, progress("planning random batches", lambda: f"{len(rows)} of {end - first}"):
-        for seed in [seed for seed in range(first, end) if seed not in known]:
-            rows.append(ratios(seed, args.order))
-            output.write(json.dumps(rows[-1]) + "\n")
-            output.flush()
-    print("\n".join(summary(rows)))
-    for of_seed in rows:
-        for order, row in of_seed["orders"].items():
-            if row["makespan_us"] and row["greedy_us"] and row["makespan_us"] < (1 - TIE) * row["greedy_us"]:
-                print(f"seed {of_seed['seed']}, {of_seed['batch']}: {order} {row['makespan_us'] / row['greedy_us']:.3f}")
-    return 0
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    """Format how often greedy is faster than each order, as fast within `TIE`, and slower; and where it is slower."""
+    lines, slower = [], []
+    for order in dict.fromkeys(order for row in rows for order in row["orders"]):
+        own = [(row, row["orders"][order]) for row in rows if order in row["orders"]]
+        alone, theirs = (
+            sum(bool(times[a] and not times[b]) for _, times in own)
+            for a, b in (("greedy_us", "makespan_us"), ("makespan_us", "greedy_us"))
+        )
+        both = [(times["makespan_us"] / times["greedy_us"], row) for row, times in own if all(times.values())]
+        wins = [(ratio, row) for ratio, row in both if ratio < 1 - TIE]
+        faster = sum(ratio > 1 + TIE for ratio, _ in both)
+        least = f"{min(ratio for ratio, _ in both):.3f}" if both else ""
+        lines.append([order, faster, len(both) - len(wins) - faster, len(wins), alone, theirs, least])
+        slower += [f"seed {row['seed']}, {row['batch']}: {order} {ratio:.3f}" for ratio, row in wins]
+    titles = ["order", "greedy faster", "as fast", "slower", "only greedy", "only it", "least ratio"]
+    return "\n".join([table(titles, lines), *slower])
 
+
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {str(seed): seed for seed in range(*map(int, args.seeds.split(":")))},
+    row=row,
+    text=text,
+    flags={
+        "seeds": {"default": "0:100", "metavar": "FROM:TO", "help": "batches to plan (default: %(default)s)"},
+        "order": {"choices": ORDERS, "action": "append", "help": "only this order; may be repeated (default: all)"},
+    },
+    resumes=True,
+    takes_jobs=True,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCH.main())

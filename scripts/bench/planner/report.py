@@ -1,31 +1,55 @@
-"""The report of `bench/planner` in Markdown. Every number comes from the report's JSON."""
+"""The report of `bench/planner` in Markdown. Every number comes from the rows of its cases."""
 
 from __future__ import annotations
 
-from typing import Any
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
 
+from scripts.bench.frame import Figures, geometric_mean
+from scripts.bench.planner.fixed import FIXED
+from scripts.bench.planner.runs import BATCHES
+from scripts.tables import table
+
+SPEED, TUNED, RUNS = "speed", "tuned", "runs"
+"""Parts of the benchmark, with which the names of their cases begin."""
+TIE = 0.005
+"""Makespans closer than this share count as equal."""
 WORTH_EXPLAINING = 0.05
-FEATURES = """\"All features\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`).
-"""
+FEATURES = (
+    """\"All features\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`)."""
+)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    parts = [f"# The planner, measured\n\n{report['machine']}, Python {report['python']}, {report['minutes']:.1f} minutes."]
-    if "speed" in report:
-        parts.append(_speed(report["speed"]))
-    if "large" in report or "runs" in report:
-        parts.append(FEATURES)
-    if "large" in report:
-        parts.append(_against(report["large"]))
-        parts.append(_large(report["large"]))
-    if "runs" in report:
-        parts.append(_runs(report["runs"]))
-    return "\n\n".join(parts) + "\n"
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    speed, tuned, runs = ([row for row in rows if row["case"].startswith(part)] for part in (SPEED, TUNED, RUNS))
+    parts = [_speed(speed)] if speed else []
+    parts += [FEATURES] if tuned or runs else []
+    parts += [f"{ABOUT_TUNED}\n\n{_ratios(tuned)}", f"{_gaps(tuned)}\n\n{_tuned(tuned)}"] if tuned else []
+    parts += [_runs(runs)] if runs else []
+    return "\n\n".join(parts)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def against(rows: Sequence[Figures], name: str, all_features: bool = False) -> Figures:
+    """Geometric mean of their makespan over ours (with all features), where both have a plan; and over our plan's lower bound,
+    which is the most that any order and recompute of our chunks could win.
+    """
+    ours = [(row, row.get("all_features") if all_features else row if "makespan_us" in row else None) for row in rows]
+    theirs_us = [row["rivals"][name]["makespan_us"] for row in rows]
+    both = [(us / own["makespan_us"], row, own) for us, (row, own) in zip(theirs_us, ours, strict=True) if us and own]
+    ratios = [ratio for ratio, _, _ in both]
+    return {
+        "both_have_a_plan": len(both),
+        "only_we_have_one": sum(own is not None and us is None for us, (_, own) in zip(theirs_us, ours, strict=True)),
+        "only_they_have_one": sum(own is None and us is not None for us, (_, own) in zip(theirs_us, ours, strict=True)),
+        "geometric_mean": geometric_mean(ratios),
+        "where_memory_binds": geometric_mean([ratio for ratio, row, _ in both if row["recompute_share"] > 0]),
+        "over_bound": geometric_mean([ratio * (1 + own["gap"]) for ratio, _, own in both if "gap" in own]),
+        "least": min(ratios, default=None),
+        "most": max(ratios, default=None),
+        "ties": [row["case"] for ratio, row, _ in both if abs(ratio - 1) <= TIE],
+        "they_win": [f"{row['case']}: {ratio:.3f}" for ratio, row, _ in both if ratio < 1 - TIE],
+    }
 
 
 def _percent(value: float | None) -> str:
@@ -36,7 +60,7 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _speed(rows: list[dict[str, Any]]) -> str:
+def _speed(rows: Sequence[Figures]) -> str:
     header = ["sequences", "stages", "chunks", "planning (ms)", "us for each chunk and stage"]
     cells = []
     for r in rows:
@@ -46,36 +70,31 @@ def _speed(rows: list[dict[str, Any]]) -> str:
     return f"## Speed\n\nProcessor time on one core, start-up excluded.\n\n{table(header, cells)}"
 
 
-TUNED = """## Against other planners, tuned for every batch
+ABOUT_TUNED = """## Against other planners, tuned for every batch
 
 Same costs, same caps; geometric means over the cases that both can plan. Chunk size, recompute and what else a planner has are
 the best for each batch: more than a real run of stock 1F1B, Seq1F1B or ChunkFlow can have, which fixes them in its launch flags
 (see the next table). InfiniPipe plans every batch in practice too."""
 
-FIXED = """## Against other planners, as runs use them
+ABOUT_RUNS = """## Against other planners, as runs use them
 
 One chunk size and one uniform recompute (ChunkFlow: one K) for all {batches} batches of a run: the fastest setting of those
 that fit every batch, and besides a batch with a sequence as long as may come (the context, or the longest of the corpus). Total
 time of the batches. The pipelines are the same for all planners and have room for that longest sequence."""
 
 
-def _against(totals: dict[str, Any]) -> str:
-    return f"{TUNED}\n\n{_ratios(totals)}"
-
-
-def _runs(totals: dict[str, Any]) -> str:
-    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all features: faster by"]
-    names = list(totals["against"])
-    rows = []
-    for r in totals["rows"]:
+def _runs(rows: Sequence[Figures]) -> str:
+    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all features: faster by", *FIXED]
+    cells = []
+    for r in rows:
         ours_us = r.get("makespan_us")
         features = "no plan" if ours_us is None else _percent(ours_us / r["all_features"]["makespan_us"] - 1)
-        rows.append([*_case(r), features, *(_fixed(r["rivals"][name], ours_us) for name in names)])
-    settings = table([*header, *names], rows)
-    return f"{FIXED.format(**totals)}\n\n{_ratios(totals)}\n\nTheir time over ours, and the setting:\n\n{settings}"
+        cells.append([*_case(r), features, *(_fixed(r["rivals"][name], ours_us) for name in FIXED)])
+    about = ABOUT_RUNS.format(batches=BATCHES)
+    return f"{about}\n\n{_ratios(rows)}\n\nTheir time over ours, and the setting:\n\n{table(header, cells)}"
 
 
-def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
+def _fixed(rival: Figures, ours_us: float | None) -> str:
     if rival["makespan_us"] is None:
         return "does not fit"
     names = {"chunk_tokens": "chunks of {:,}", "recompute": "{} layers recompute", "retain": "K = {}"}
@@ -83,83 +102,65 @@ def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
     return f"{_ratio(rival['makespan_us'] / ours_us) if ours_us else '-'} ({setting})"
 
 
-def _ratios(totals: dict[str, Any]) -> str:
-    rows = []
-    for name, r in totals["against"].items():
-        more = totals["against_all_features"][name]
-        rows.append(
-            [
-                name,
-                _ratio(r["geometric_mean"]),
-                _ratio(r["geometric_mean_where_memory_binds"]),
-                _ratio(r["geometric_mean_over_bound"]),
-                f"{_ratio(r['least'])} to {_ratio(r['most'])}",
-                _ratio(more["geometric_mean"]),
-                str(r["both_have_a_plan"]),
-                str(r["only_we_have_one"]),
-                str(r["only_they_have_one"]),
-                str(len(r["ties"])),
-                str(len(r["they_win"])),
-                str(len(more["they_win"])),
-            ]
-        )
-    header = [
-        "planner",
-        "their makespan / ours",
-        "where memory binds",
-        "their makespan / our bound",
-        "range",
-        "with all features",
-    ]
-    text = table(
-        [*header, "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win", "they win (all features)"], rows
-    )
-    for name, r in totals["against"].items():
+def _ratios(rows: Sequence[Figures]) -> str:
+    cells, said = [], []
+    for name in rows[0]["rivals"]:
+        r, more = against(rows, name), against(rows, name, all_features=True)
+        means = [_ratio(r[key]) for key in ("geometric_mean", "where_memory_binds", "over_bound")]
+        counts = [r[key] for key in ("both_have_a_plan", "only_we_have_one", "only_they_have_one")]
+        wins = len(r["ties"]), len(r["they_win"]), len(more["they_win"])
+        span = f"{_ratio(r['least'])} to {_ratio(r['most'])}"
+        cells.append([name, *means, span, _ratio(more["geometric_mean"]), *counts, *wins])
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
-            if cases:
-                text += f"\n\nOurs {what} {name}: " + "; ".join(cases) + "."
-    return text
+            said += [f"Ours {what} {name}: {'; '.join(cases)}."] if cases else []
+    header = ["planner", "their makespan / ours", "where memory binds", "their makespan / our bound", "range"]
+    header += ["with all features", "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win"]
+    return "\n\n".join([table([*header, "they win (all features)"], cells), *said])
 
 
-def _case(r: dict[str, Any]) -> list[str]:
+def _case(r: Figures) -> list[str]:
     case = [r["lengths"], f"{r['context'] // 1024}K", str(r["stages"]), r["model"]]
     return [*case, f"{r['tensor_parallel']} x {r['context_parallel']}", str(r["cap_gb"]), f"{r['tokens']:,}"]
 
 
-def _large(totals: dict[str, Any]) -> str:
+def _tuned(rows: Sequence[Figures]) -> str:
     header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
     header += ["planning (ms)", "all features: faster by", "gap", "uses", "planning (ms)", "why the gap"]
-    rows = []
-    for r in totals["rows"]:
+    cells = []
+    for r in rows:
         if "gap" not in r:
-            rows.append([*_case(r), "", "no plan", *[""] * 7, "the cap is below the least that any plan takes"])
+            cells.append([*_case(r), "", "no plan", *[""] * 7, "the cap is below the least that any plan takes"])
             continue
-        figures = [str(r["chunks"]), _percent(r["gap"]), _percent(r["recompute_share"]), _percent(r["idle_share"])]
+        figures = [r["chunks"], *(_percent(r[key]) for key in ("gap", "recompute_share", "idle_share"))]
         more = r["all_features"]
         uses = ", ".join(word for word, used in (("W", more["splits_weight"]), ("offload", more["offloads"])) if used)
         features = [_percent(r["makespan_us"] / more["makespan_us"] - 1), _percent(more["gap"]), uses or "none"]
-        times = [f"{figures['planning_ms']:.0f}" for figures in (r, more)]
-        rows.append([*_case(r), *figures, times[0], *features, times[1], _explained(r)])
-    return f"{_gaps(totals)}\n\n{table(header, rows)}"
+        times = [f"{own['planning_ms']:.0f}" for own in (r, more)]
+        cells.append([*_case(r), *figures, times[0], *features, times[1], _explained(r)])
+    return table(header, cells)
 
 
-def _gaps(totals: dict[str, Any]) -> str:
-    more = totals["all_features"]
+def _gaps(rows: Sequence[Figures]) -> str:
+    planned = [r for r in rows if "gap" in r]
+    if not planned:
+        return f"## Gap to the lower bound\n\nNone of {len(rows)} cases has a plan."
 
-    def spread(gaps: dict[str, Any]) -> str:
-        within = _percent(gaps["share_within_5_percent"])
-        return f"median {_percent(gaps['median_gap'])}, worst {_percent(gaps['worst_gap'])}, at most 5 % in {within} of them"
+    def spread(of: Sequence[Figures]) -> str:
+        gaps = [r["gap"] for r in of]
+        within = _percent(sum(gap <= WORTH_EXPLAINING for gap in gaps) / len(gaps))
+        return f"median {_percent(statistics.median(gaps))}, worst {_percent(max(gaps))}, at most 5 % in {within} of them"
 
-    faster = _percent((more["over_default"] or 1.0) - 1)
+    more = [r["all_features"] for r in planned]
+    faster = geometric_mean([r["makespan_us"] / other["makespan_us"] for r, other in zip(planned, more, strict=True)])
     return (
-        f"## Gap to the lower bound\n\n{totals['planned']} of {totals['cases']} cases have a plan. Gap: {spread(totals)}. With "
-        f"all features: {spread(more)}, and {faster} faster plans (geometric mean). The bound is that of the chosen chunks. "
-        "Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain. A stage has the "
-        "fewest ranks (TP x CP) that leave room under its cap."
+        f"## Gap to the lower bound\n\n{len(planned)} of {len(rows)} cases have a plan. Gap: {spread(planned)}. With "
+        f"all features: {spread(more)}, and {_percent((faster or 1.0) - 1)} faster plans (geometric mean). The bound is that "
+        "of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
+        "drain. A stage has the fewest ranks (TP x CP) that leave room under its cap."
     )
 
 
-def _explained(r: dict[str, Any]) -> str:
+def _explained(r: Figures) -> str:
     """Why the gap is as large as it is, with what it consists of."""
     if r["gap"] <= WORTH_EXPLAINING:
         return ""

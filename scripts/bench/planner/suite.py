@@ -167,6 +167,10 @@ def sampled_cases() -> list[Case]:
     return [*cases, Case("equal", 32768, 8, "llama3-8b", 40), Case("whale", 1048576, 8, "llama3-8b", 80)]
 
 
+def name_of(case: Case) -> str:
+    return f"{case.lengths_like} {case.context // 1024}K, {case.stages} stages, {case.model}, {case.cap_gb} GB"
+
+
 def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
     columns = facts(case)

@@ -1,6 +1,180 @@
-"""Runs the benchmark."""
+"""Compares an update of reinforcement learning by plans with the microbatches of RL frameworks in 1F1B, on paper.
 
-from scripts.bench.rl.bench import main
+Responses have the lengths of math problems or of agents' sessions: log-normal, of a median of 4,800 tokens up to 32K, or of
+21,000 up to 131K. Four replicas share a batch. Frameworks divide it into parts of equal work and make microbatches by their own
+rules; these run in 1F1B and recompute every layer, as most recipes with pipeline stages do, or none, which may not fit.
+By plans run
+
+order       verl's microbatches in the planned order, every layer recomputed
+recompute   the same, with recompute by plan under the cap
+slices      the samples, cut and packed
+pairs       the same with a loss over pairs of samples, as of preferences, which all run forward before the first backward
+
+Times are by formulas for H100s. Prints a table of times as multiples of the slices', and the peaks.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from megatron_epp.cost import Costs, analytic_costs
+from megatron_epp.cost.hardware import H100_NODE
+from megatron_epp.cost.library import even_layers, load_flags, shape_of
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.estimate import about_us
+from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
+from megatron_epp.planner.service.replica_balance import divide
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.rl.rules import RULES, balanced, verl
+from scripts.tables import table
+
+REPLICAS = 4
+CAP_BYTES = 72 << 30
+LENGTHS = {"math": (4_800, 1.0, 1 << 15), "agents": (21_000, 0.95, 1 << 17)}
+"""Median, spread of the logarithm, and most tokens of a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the lengths of its samples.
+
+    Attributes:
+        model: name of a shipped file.
+        stages: of the pipeline, one on each rank.
+        lengths: a key of `LENGTHS`.
+        samples: of a replica.
+        tensor, context: ranks that share layers and tokens.
+    """
+
+    model: str
+    stages: int
+    lengths: str
+    samples: int
+    tensor: int
+    context: int = 1
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a microbatch: of the longest response, as recipes set it."""
+        return LENGTHS[self.lengths][2]
+
+    def drawn(self, seed: int) -> tuple[int, ...]:
+        """Draw the lengths of a batch for all replicas."""
+        median, spread, most = LENGTHS[self.lengths]
+        drawn = np.random.RandomState(seed).lognormal(math.log(median), spread, REPLICAS * self.samples)
+        return tuple(int(length) for length in drawn.clip(64, most))
+
+
+CASES = tuple(
+    Case(model=model, stages=stages, lengths=lengths, samples=samples, tensor=tensor, context=context)
+    for model, tensor, of_agents in (("llama3-8b", 1, 4), ("llama-30b", 4, 1))
+    for stages in (4, 8)
+    for lengths, samples, context in (("math", 128, 1), ("agents", 64, of_agents))
+)
+"""A replica has 4 to 32 GPUs. Of the larger model's 52 heads context-parallel ranks could not have equal parts."""
+
+
+def slowest(plans: Sequence[Plan]) -> Figures:
+    """Return the time of the slowest replica, and the highest peak."""
+    peak_bytes = max(max(plan.predicted.peak_bytes) for plan in plans)
+    return {"time_us": max(plan.predicted.makespan_us for plan in plans), "peak_bytes": peak_bytes}
+
+
+class Ways:
+    """One case: its costs, and its batch by every rule and plan."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        flags = load_flags(case.model) | {
+            "tensor_model_parallel_size": case.tensor,
+            "context_parallel_size": case.context,
+            "sequence_parallel": case.tensor > 1,
+            "seq_length": case.budget,
+        }
+        shape = shape_of(flags)
+        self.case, self.lengths = case, case.drawn(seed)
+        layers = even_layers(shape.num_layers, case.stages)
+        self.costs: Costs = analytic_costs(shape, H100_NODE, layers)
+        multiple = (case.tensor if case.tensor > 1 else 1) * (2 * case.context if case.context > 1 else 1)
+        self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
+        self.every_layer = Options(recompute=max(layers))
+
+    def run(self) -> dict[str, Figures]:
+        """Return what every way takes."""
+        shares = balanced(self.lengths, REPLICAS)
+        results = {}
+        for name, rule in RULES.items():
+            rows = [_microbatches(rule(share, self.case.budget)) for share in shares]
+            for suffix, options in (("", self.every_layer), (", no recompute", Options(recompute=0))):
+                results[name + suffix] = slowest([plan_as_given(row, self.problem, self.costs, options).plan for row in rows])
+        rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
+        results["order"] = self._planned(rows, self.every_layer)
+        results["recompute"] = self._planned(rows, Options())
+        results["slices"] = self._sliced(())
+        results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
+        return results
+
+    def _planned(self, rows: Sequence[Lengths], options: Options) -> Figures:
+        try:
+            return slowest([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
+        except InfeasibleError as error:
+            return {"time_us": math.inf, "peak_bytes": error.least_cap_bytes}
+
+    def _sliced(self, loss_groups: tuple[int, ...]) -> Figures:
+        options = Options(context=self.case.budget)
+        alone = tuple((replica,) for replica in range(REPLICAS))
+        batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
+        shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
+        return slowest([plan(batch.part(share), self.costs, options) for share in shares])
+
+
+def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
+    return tuple(map(tuple, rows))
+
+
+def row(args: Namespace, case: Case) -> Figures:
+    draws = [Ways(case, seed).run() for seed in range(1 if args.reduced else args.draws)]
+    return {"model": case.model, "stages": case.stages, "lengths": case.lengths, "draws": draws}
+
+
+def cells_of(row: Figures) -> list[object]:
+    """Format a row: the mean time of slices, and of other ways the mean multiple of it; ``*`` where the cap is exceeded."""
+    draws = row["draws"]
+    slices_s = fmean(draw["slices"]["time_us"] for draw in draws) / 1e6
+    cells: list[object] = [row["model"], row["stages"], row["lengths"], f"{slices_s:.1f} s"]
+    for name in (name for name in draws[0] if name != "slices"):
+        ratio = fmean(draw[name]["time_us"] / draw["slices"]["time_us"] for draw in draws)
+        exceeds = any(draw[name]["peak_bytes"] > CAP_BYTES for draw in draws)
+        cells.append("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x{'*' * exceeds}")
+    return cells
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    names = [name for name in rows[0]["draws"][0] if name != "slices"]
+    lines = table(["model", "stages", "lengths", "slices", *names], map(cells_of, rows))
+    return f"{lines}\n* more than the cap of {CAP_BYTES >> 30} GiB"
+
+
+def cases(args: Namespace) -> dict[str, Case]:
+    chosen = (replace(CASES[0], samples=6),) if args.reduced else CASES
+    return {f"{case.model}, {case.stages} stages, {case.lengths}": case for case in chosen}
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=cases,
+    row=row,
+    text=text,
+    flags={"draws": {"type": int, "default": 3, "help": "batches of a case (default: 3)"}},
+    reduced="the first case, with few samples: shows that it runs",
+    takes_jobs=True,
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCH.main())

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import from_json
-from scripts.bench.rl.demo.slices import REDUCED
+from scripts.demo_rl.slices import REDUCED
 
 TOLERANCE = 1e-5
 

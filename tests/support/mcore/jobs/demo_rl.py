@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scripts.bench.rl.demo import slices
+from scripts.demo_rl import slices
 
 
 def sliced(has_verl: bool) -> dict[str, Any]:

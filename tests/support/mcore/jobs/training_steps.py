@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.bench.rl import engine
+from scripts.demo_rl import engine
 from tests.support.mcore.absent_packages import stand_ins
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
 

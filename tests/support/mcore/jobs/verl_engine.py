@@ -1,6 +1,6 @@
 """verl's own training step on its own engine: the same batches by Megatron's own schedule and by plans.
 
-Jobs of `tests/callers/test_verl.py`. The frameworks' folder has to be there (`scripts.bench.rl.engine`).
+Jobs of `tests/callers/test_verl.py`. The frameworks' folder has to be there (`scripts.demo_rl.engine`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.bench.rl import engine as verl
+from scripts.demo_rl import engine as verl
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
 
 SAMPLES = 16

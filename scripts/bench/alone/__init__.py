@@ -1,1 +1,0 @@
-"""Makespans of plans of many stages, measured on one GPU: `python -m scripts.bench.alone`."""

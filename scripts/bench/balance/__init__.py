@@ -1,1 +1,0 @@
-"""Measurement of the balance between replicas: `python -m scripts.bench.balance`."""

@@ -1,6 +1,0 @@
-"""Runs the benchmark."""
-
-from scripts.bench.balance.bench import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Times what a rank does between iterations."""

@@ -1,1 +1,0 @@
-"""What one GPU shows with torch alone: see `bench.py`."""

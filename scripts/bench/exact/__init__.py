@@ -1,1 +1,0 @@
-"""Least idle times of pipelines of equal microbatches, by the exact planner."""

@@ -1,1 +1,0 @@
-"""Measurements of layouts: `python -m scripts.bench.layouts`."""

@@ -1,0 +1,107 @@
+"""Measures what KV offload is worth, on paper: makespans of one long sequence, and the longest that fits.
+
+One sequence alone, cut into slices, on a pipeline of one rank per stage. Everything is planned, nothing is trained; costs are
+analytic, and makespans are the simulator's. Every context is planned with recompute alone, with offload of activations, and
+with KV offload as well.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_epp.cost import OptimizerBytes, PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.report.text import host_peak_bytes
+from scripts.bench.frame import Bench, Figures
+from scripts.tables import table
+
+GIB, K = 1 << 30, 1 << 10
+CLUSTER, REPLICAS = "h100x8", 8
+LONGEST = "longest"
+VARIANTS = {
+    "recompute": Options(),
+    "offload": Options(offload=True, kv_offload=False),
+    "offload, KV offload": Options(offload=True),
+}
+
+
+def costs_of(model: str, stages: int, tokens: int) -> PipelineCosts:
+    shape = shape_of(load_flags(model) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
+    profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
+    layers = balanced_layers(profile, shape.num_layers, stages, (tokens,))
+    optimizer = OptimizerBytes.of_flags({"data_parallel_size": REPLICAS}, profile.weight_bytes)
+    return on_device(profile.costs(layers, optimizer=optimizer))
+
+
+def planned(args: Namespace, tokens: int, options: Options) -> Plan | None:
+    caps = (args.cap_gb * GIB,) * args.stages
+    problem = Problem((tokens,), tuple(range(args.stages)), caps, host_cap_bytes=args.host_gb * GIB)
+    try:
+        return plan(problem, costs_of(args.model, args.stages, tokens), options)
+    except InfeasibleError:
+        return None
+
+
+def figures(plan: Plan | None) -> Figures | None:
+    if plan is None:
+        return None
+    return {
+        "makespan_s": plan.predicted.makespan_us / 1e6,
+        "above_bound": plan.predicted.makespan_us / plan.predicted.lower_bound_us - 1,
+        "chunks": len(plan.chunks),
+        "kv_offload_stages": len(plan.kv_offload),
+        "copies": sum(map(len, plan.copies)),
+        "host_gib": max(host_peak_bytes(plan)) / GIB,
+    }
+
+
+def longest(args: Namespace, options: Options) -> int:
+    """Tokens of the longest sequence that fits: from the last context that does, in steps of a quarter of it."""
+    options, low = replace(options, slices=args.slices), 0
+    for tokens in args.contexts:
+        low = tokens * K if planned(args, tokens * K, options) else low
+    step = max(low // 4, 1)
+    while low and planned(args, low + step, options):
+        low += step
+    return low
+
+
+def row(args: Namespace, tokens: int) -> Figures:
+    if not tokens:
+        return {name: longest(args, options) for name, options in VARIANTS.items()}
+    return {name: figures(planned(args, tokens, options)) for name, options in VARIANTS.items()}
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    def cell(of: Figures | int | None) -> str:
+        if isinstance(of, int):
+            return f"{of // K}K"
+        return "no plan" if of is None else f"{of['makespan_s']:.1f} s, {of['host_gib']:.0f} GiB"
+
+    title = f"{args.model} on {args.stages} stages of {args.cap_gb} GB, {args.host_gb} GB in host memory"
+    lines = table(["context", *VARIANTS], [[row["case"], *(cell(row[name]) for name in VARIANTS)] for row in rows])
+    return f"# {title}\n\nMakespan, and most in host memory of a rank.\n\n{lines}"
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {f"{k}K": k * K for k in args.contexts} | ({LONGEST: 0} if args.longest else {}),
+    row=row,
+    text=text,
+    flags={
+        "model": {"default": "llama3-8b"},
+        "stages": {"type": int, "default": 8},
+        "cap-gb": {"type": int, "default": 80, "help": "device memory of a rank (default: 80)"},
+        "host-gb": {"type": int, "default": 200, "help": "host memory of a rank (default: 200)"},
+        "contexts": {"type": int, "nargs": "+", "default": [512, 1024, 2048], "metavar": "K"},
+        "slices": {"type": int, "default": 256, "help": "of the longest sequence that is looked for (default: 256)"},
+        "longest": {"action": "store_true", "help": "look for the longest sequence too"},
+    },
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

@@ -1,1 +1,0 @@
-"""The longest sequence that fits: `python -m scripts.bench.long`."""

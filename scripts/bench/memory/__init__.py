@@ -1,1 +1,0 @@
-"""Recompute and offload under caps: `python -m scripts.bench.memory`."""

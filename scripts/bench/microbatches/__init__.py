@@ -1,1 +1,0 @@
-"""Benchmark of uneven microbatches: plans against Megatron's own 1F1B."""

@@ -1,1 +1,0 @@
-"""Kernel plans that libraries build for the shapes of random plans: `python -m scripts.bench.shapes`."""

@@ -1,0 +1,144 @@
+"""Measures training speed against Megatron's own 1F1B schedule on this machine, and prints ratios.
+
+Two questions. On sequences of one length: do elastic plans cost anything? On skewed lengths, with the same bound on activation
+memory: what do they win over whole sequences, padded and packed? All runs use the same attention kernel, model, documents and
+token-weighted loss; every schedule is launched several times in turn, and medians over all its iterations are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.contrib.demos.rounds import turns
+from megatron_epp.data.sequence_lengths import wikipedia
+from megatron_epp.launch.runs import RecordedRun, learnt_costs, pipeline_size, tiny_gpt, train
+from scripts.bench.frame import RUNS, Bench, Figures
+from scripts.random_documents import write_documents
+from scripts.tables import table
+
+FOLDER = RUNS / "bench_training"
+
+
+def write_corpus(name: str, lengths: np.ndarray) -> str:
+    """Documents of random bytes with the given token counts; returns the prefix for --data-path."""
+    return write_documents(FOLDER / "corpus" / name, lengths.tolist())
+
+
+def speeds(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, float]:
+    """Launch every variant once per round, in turn, so that drift of the machine's speed hits all alike.
+
+    Returns:
+        Milliseconds per real token of each variant.
+    """
+    runs: dict[str, list[RecordedRun]] = {variant: [] for variant in variants}
+    for order in turns(tuple(variants), rounds):
+        for variant in order:
+            runs[variant].append(train(FOLDER / name / variant, ranks, variants[variant]))
+    return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}
+
+
+def median_ms_per_token(runs: list[RecordedRun]) -> float:
+    """Median over iterations (the first of each launch apart) of milliseconds per real token."""
+    return statistics.median(
+        ms / line["tokens"] for run in runs for line, ms in list(zip(run.lines, run.iteration_ms, strict=True))[1:]
+    )
+
+
+def settings_of(args: Namespace, prefix: str, context: int, **more: Any) -> dict[str, Any]:
+    """Return the flags of a training on documents of up to so many tokens."""
+    sizes = {"seq_length": context, "max_position_embeddings": context, "pipeline_model_parallel_size": args.pipeline}
+    return tiny_gpt(data_path=prefix, train_iters=args.iterations, **sizes, **more)
+
+
+def uniform(args: Namespace) -> Figures:
+    """Every document is of one length."""
+    base = settings_of(args, write_corpus("uniform", np.full(64, args.uniform_length)), args.uniform_length)
+    elastic = base | {"epp_costs": learnt_costs(FOLDER / "uniform" / "costs", args.pipeline, base)}
+    variants = {"1f1b": base | {"epp_schedule": "padded"}, "elastic": elastic}
+    return figures_of(speeds("uniform", args.pipeline, variants, args.rounds))
+
+
+def figures_of(speed: dict[str, float]) -> Figures:
+    return {
+        "tokens_per_second": {name: 1e3 / ms for name, ms in speed.items()},
+        "elastic_over": {name: ms / speed["elastic"] for name, ms in speed.items() if name != "elastic"},
+    }
+
+
+def fitting_recompute(ranks: int, settings: dict[str, Any], cap_bytes: int, layers: int) -> tuple[int, int]:
+    """Fewest layers per stage that must recompute for the measured peak to stay under the cap: ``(layers, peak bytes)``."""
+    peak = 0
+    for recompute in range(layers + 1):
+        short = settings | {"epp_recompute": recompute, "train_iters": 3, "epp_measure_memory": True}
+        peak = max(train(FOLDER / "fit", ranks, short).peak_activation_bytes)
+        if peak <= cap_bytes:
+            return recompute, peak
+    raise SystemExit(f"even with all {layers} layers recomputing, the peak of {peak:,} bytes is above the cap of {cap_bytes:,}")
+
+
+def skewed(args: Namespace) -> Figures:
+    """Skewed documents under a cap of a share of what whole sequences without recompute take."""
+    ranks, prefix = args.pipeline, write_corpus("skewed", wikipedia(4096, seed=1))
+    base = settings_of(args, prefix, args.context, epp_documents="truncate", global_batch_size=args.batch)
+    layers = base["num_layers"] // ranks
+    probe = train(FOLDER / "probe", ranks, base | {"epp_schedule": "packed", "train_iters": 3, "epp_measure_memory": True})
+    cap_bytes = int(args.cap_share * max(probe.peak_activation_bytes))
+    train(FOLDER / "probe", ranks, base | {"train_iters": 3, "epp_trace": 1})
+    static_bytes = max(json.loads((FOLDER / "probe" / "plan.json").read_text())["static_bytes"])
+    variants, peaks = {}, {}
+    for schedule in ("padded", "packed"):
+        settings = base | {"epp_schedule": schedule}
+        recompute, peaks[schedule] = fitting_recompute(ranks, settings, cap_bytes, layers)
+        variants[f"1f1b {schedule}"] = settings | {"epp_recompute": recompute}
+    capped = base | {"epp_memory_cap_gb": (cap_bytes + static_bytes) / 2**30}
+    elastic = capped | {"epp_costs": learnt_costs(FOLDER / "skewed" / "costs", ranks, capped)}
+    variants["elastic"] = elastic
+    check = train(FOLDER / "probe", ranks, elastic | {"train_iters": 3, "epp_measure_memory": True})
+    peaks["elastic"] = max(check.peak_activation_bytes)
+    return figures_of(speeds("skewed", ranks, variants, args.rounds)) | {
+        "activation_cap_mib": cap_bytes / 2**20,
+        "peak_activation_mib": {name: peak / 2**20 for name, peak in peaks.items()},
+        "recompute_layers": {name: s.get("epp_recompute", "planned") for name, s in variants.items()},
+    }
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    lines = []
+    for row in rows:
+        recompute = row.get("recompute_layers", {})
+        for name, speed in row["tokens_per_second"].items():
+            ratio = row["elastic_over"].get(name, 1)
+            lines.append([row["case"], name, f"{speed:,.0f}", f"{ratio:.2f}", recompute.get(name, 0)])
+    caps = [
+        f"{row['case']}: cap of {row['activation_cap_mib']:.0f} MiB; peaks {row['peak_activation_mib']}"
+        for row in rows
+        if "activation_cap_mib" in row
+    ]
+    return "\n".join([table(["documents", "schedule", "tokens/s", "elastic / this", "layers recomputed"], lines), *caps])
+
+
+CASES: dict[str, Callable[[Namespace], Figures]] = {"uniform": uniform, "skewed": skewed}
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: CASES,
+    row=lambda args, case: case(args),
+    text=text,
+    flags={
+        "pipeline": {"type": lambda text: pipeline_size(int(text)), "default": "2", "help": "pipeline size (default 2)"},
+        "rounds": {"type": int, "default": 3, "help": "launches of every schedule (default 3)"},
+        "iterations": {"type": int, "default": 8, "help": "iterations per launch (default 8)"},
+        "uniform-length": {"type": int, "default": 1024, "help": "tokens of every document, first part (default 1024)"},
+        "context": {"type": int, "default": 8192, "help": "context limit, second part (default 8192)"},
+        "batch": {"type": int, "default": 16, "help": "documents per iteration, second part (default 16)"},
+        "cap-share": {"type": float, "default": 0.5, "help": "the cap, as a share of packed 1F1B's peak (default 0.5)"},
+    },
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())

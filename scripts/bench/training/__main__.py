@@ -1,6 +1,0 @@
-"""Runs the benchmark."""
-
-from scripts.bench.training.bench import main
-
-if __name__ == "__main__":
-    main()
