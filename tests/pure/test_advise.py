@@ -311,24 +311,6 @@ def test_plans_are_made_with_what_training_is_to_do(capsys):
     assert "--epp-offload on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--devices", "12"], "--devices 12 is not a multiple of 8, the devices of a node of h100x8: give 8 or 16"),
-        (["--devices", "8", "--tensor-parallel", "3"], "give a multiple of 3"),
-        (["--devices", "8", "--expert-parallel", "2"], "a model with --experts"),
-        (
-            ["--devices", "8", "--expert-tensor-parallel", "2"],
-            "--expert-tensor-parallel 2 is for a model with --experts: leave",
-        ),
-        (["--devices", "8", "--costs", "llama3-8b-h100"], "was measured with ffn_hidden_size 14336"),
-    ],
-)
-def test_impossible_questions_are_refused(flags, message, capsys):
-    assert main(["advise", *SMALL, "--lengths", "900", *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 TWO = {"devices": 2, "fixed": {"context": 1, "tensor": 2}}
 
 

@@ -231,7 +231,8 @@ def test_a_line_says_what_takes_long_and_nothing_what_does_not(monkeypatch, caps
             seen.set()
         return f"{count} done"
 
-    with pytest.raises(KeyError), terminal.progress("thinking", detail):
+    with terminal.progress("thinking", detail):
         assert seen.wait(60)
+    with pytest.raises(KeyError), terminal.progress("failing"):
         raise KeyError
     assert capsys.readouterr().err.splitlines()[0] == "thinking, 0 s, 0 done"
