@@ -107,6 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FLEX = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
+PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+RETAIN = "--save FOLDER/run --save-retain-interval 6"
+TP = "--tensor-model-parallel-size"
 PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-batch-size"
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "documents": [
@@ -117,22 +120,12 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         (f"{BATCH} 6", 4, f"{BATCH} 6", "4 data-parallel replicas", "multiple of 4"),
         ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4", "--tensor-model-parallel-size 8", "multiple"),
         ("--num-experts 3 --expert-model-parallel-size 2", 2, "--num-experts 3", "-parallel-size 2", "multiple of 2"),
-        (
-            f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
-            2,
-            "--num-layers-per-virtual-pipeline-stage=1",
-            "--num-virtual-stages-per-pipeline-rank=2",
-            "No more than one",
-        ),
+        (f"{PP} 2 {PER_STAGE} 1 {PER_RANK} 2", 2, f"{PER_STAGE}=1", f"{PER_RANK}=2", "No more than one"),
         (f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3", 2, f"{LAYERS} 4", "-virtual-pipeline-stage 3", "multiple"),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "--num-virtual-stages-per-pipeline-rank 2", f"{PP} 2 or more"),
         (f"--epp-layout 3,2 {PP} 2", 2, "--epp-layout 3,2", "5", "4"),
         (f"{PP} 2 --pipeline-model-parallel-layout 'Et|tt|tL'", 2, "num_stages=3", f"{PP}=2", "divisible"),
-        (
-            f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --decoder-first-pipeline-num-layers 2",
-            2,
-            "use --num-virtual-stages-per-pipeline-rank",
-        ),
+        (f"{PP} 2 {PER_STAGE} 1 --decoder-first-pipeline-num-layers 2", 2, f"use {PER_RANK}"),
         ("--epp-slices 100", 1, "--seq-length 32", "100 slices", "raise it to 100", "--epp-slices"),
         ("--max-position-embeddings 8", 1, "--max-position-embeddings 8", "--seq-length 32", "raise"),
         ("--attention-dropout 0.1", 1, "--attention-dropout 0.1", "set it to 0"),
@@ -142,12 +135,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--recompute-activations", 1, "--recompute-activations", "--epp-recompute"),
         ("--mock-data", 1, "--mock-data", "--data-path"),
         ("--hybrid-layer-pattern D*D*", 1, "--hybrid-layer-pattern D*D*", "sparse attention", "can run"),
-        (
-            "--hybrid-layer-pattern M*M* --mamba-num-heads 6 --tensor-model-parallel-size 4",
-            4,
-            "--mamba-num-heads 6",
-            "--tensor-model-parallel-size 4",
-        ),
+        (f"--hybrid-layer-pattern M*M* --mamba-num-heads 6 {TP} 4", 4, "--mamba-num-heads 6", f"{TP} 4"),
         ("--epp-trace 3", 1, "--epp-trace", "--epp-report-dir"),
         ("--epp-host-memory-gb 4 --epp-offload off", 1, "--epp-host-memory-gb", "--epp-offload", "leave"),
         ("--epp-planner milp", 1, "--epp-planner milp", "use --epp-planner greedy"),
@@ -167,23 +155,12 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--train-iters 0", 1, "--train-iters", "missing"),
         ("--eval-interval 0", 1, "--eval-iters 1", "--eval-interval", "--eval-iters 0"),
         ("--lr-decay-style WSD", 1, "--lr-decay-style WSD", "--lr-wsd-decay-iters", "add it"),
-        (
-            "--save FOLDER/run --save-interval 4 --save-retain-interval 6",
-            1,
-            "--save-retain-interval 6",
-            "--save-interval 4",
-            "multiple",
-        ),
+        (f"{RETAIN} --save-interval 4", 1, "--save-retain-interval 6", "--save-interval 4", "multiple"),
         ("--seed 0", 1, "--seed 0", "1 or more"),
         ("--wandb-project a", 1, "--wandb-project", "--wandb-exp-name", "add it"),
         ("--overlap-param-gather", 1, "--overlap-param-gather only supported with distributed optimizer"),
         ("--weight-decay-incr-style linear", 1, "requires --start-weight-decay is not None"),
-        (
-            "--tokenizer-type SentencePieceTokenizer --tokenizer-model a/tokenizer.model",
-            1,
-            "--tokenizer-model",
-            "no file a/tokenizer.model",
-        ),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model a/b.model", 1, "--tokenizer-model", "no file a/b.model"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model ./where", 1, "--tokenizer-model", "no folder ./where"),
         ("--pretrained-checkpoint FOLDER/nowhere", 1, "--pretrained-checkpoint", "no folder FOLDER/nowhere"),
         ("--finetune --load FOLDER/nowhere", 1, "--load", "no folder FOLDER/nowhere"),
@@ -192,12 +169,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--pretrained-checkpoint FOLDER/weights", 1, "--pretrained-checkpoint", "Hugging Face", "convert"),
         (FLEX, 2, "flex by deepep needs deep_ep, which is not installed"),
         (f"{FLEX} --moe-flex-dispatcher-backend hybridep", 2, "flex by hybridep needs deep_ep, which is not installed"),
-        (
-            "--tensorboard-dir FOLDER/file/below",
-            1,
-            "--tensorboard-dir FOLDER/file/below",
-            "FOLDER/file is a file, not a folder",
-        ),
+        ("--tensorboard-dir FOLDER/file/below", 1, "--tensorboard-dir", "FOLDER/file is a file, not a folder"),
     ],
     "user": [
         ("--cuda-graph-impl local", 1, "--cuda-graph-impl local", "leave it out"),

@@ -19,6 +19,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
 from megatron_epp.planner import PLANNERS
 from tests.support.plan.bad_files import PLAN
+from tests.support.plan.report_plans import measured_run
 
 MODEL = "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --rates cpu"
 BATCH = f"--lengths 4096,300,200,100 {MODEL} --slices 4"
@@ -69,6 +70,12 @@ def test_show_writes_what_the_suffix_or_a_flag_says(run):
     run("show plan.json --png picture.png --trace trace")  # whatever the suffix
     assert Path("picture.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(Path("trace").read_text())["traceEvents"]
+
+
+def test_show_sets_a_run_beside_its_plan(run):
+    measured_run(PLAN, slowdown=2.0).save(Path("run.json"))
+    rows = {line.split("  ")[0]: line.split()[-1] for line in run("show plan.json --measured run.json").splitlines() if line}
+    assert rows["all F"] == rows["all B"] == "2.000"
 
 
 # ---- comparisons and schedules ---------------------------------------------------------------------------------------

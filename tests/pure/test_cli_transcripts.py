@@ -4,7 +4,6 @@ After a change that is meant, write them anew with ``MEGATRON_EPP_WRITE_GOLDEN=1
 read the difference.
 """
 
-import json
 import os
 import shlex
 import sys
@@ -16,7 +15,6 @@ import pytest
 from megatron_epp.cli import terminal
 from megatron_epp.plan.serialize import to_json
 from tests.support.plan.bad_files import PLAN, SOUND, exit_code, signed
-from tests.support.plan.report_plans import measured_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --rates cpu"
@@ -40,7 +38,6 @@ TRANSCRIPTS = {
         "check escapes.json",
         "simulate escapes.json",
         "show escapes.json",
-        "show plan.json --measured run.json --all",
     ],
     "compare": [
         f"compare {BATCH} --planner milp --planner greedy --planner 1f1b --planner 1f1b-packed",
@@ -48,7 +45,6 @@ TRANSCRIPTS = {
         f"compare --lengths 900,50 --planner greedy {TINY} --memory-gb 0.0001 --layout even --slices 1",
     ],
     "memory": [
-        f"plan --memory {BATCH} --memory-gb 0.2",
         f"plan --memory {BATCH} --memory-gb 0.02 -o absent.json",
     ],
     "room": [
@@ -66,7 +62,7 @@ ESCAPES = {"planner": "\x1b[31mred", "costs": "\x1b]0;title\x07", "notes": ["two
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder with a plan, what is wrong with it, and a run of it; no solver is installed, and no line tells of progress."""
+    """Folder with a plan and what is wrong with it; no solver is installed, and no line tells of progress."""
     first, *rest = PLAN.ranks[1]
     peaks = PLAN.predicted.peak_bytes
     plans = {
@@ -79,7 +75,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_text(to_json(plan))
     (tmp_path / "escapes.json").write_text(signed(SOUND["plan"] | ESCAPES))
-    (tmp_path / "run.json").write_text(json.dumps(json.loads(measured_run(PLAN, slowdown=2.0).to_json())))
     (tmp_path / "lengths.txt").write_text("900 50 60\n" * 4)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(terminal, "PATIENCE_S", 1e6)
