@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from argparse import Namespace
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_epp import run as way_in
 from megatron_epp.advice.question import Configuration
 from megatron_epp.callers import verl
 from megatron_epp.cost import ModelShape
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs import shape as shapes
 from megatron_epp.mcore.costs.watch import StageWatch
@@ -321,3 +324,35 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
     assert shapes._kernel(args, shape)
     ((case, preference),) = asked
     assert (case.dtype, preference) == (torch.bfloat16, "auto")
+
+
+# ---- the way in that runs a script unchanged -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Calls of what prepares Megatron, which here changes nothing."""
+    calls = []
+    monkeypatch.setattr(entry, "prepare", lambda: calls.append([*sys.argv]))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return calls
+
+
+def test_the_script_runs_as_main_with_its_own_flags_and_folder(prepared, monkeypatch, tmp_path, capsys):
+    (tmp_path / "beside.py").write_text("text = 'found'\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, beside\nprint(__name__, *sys.argv[1:], beside.text)\n")
+    monkeypatch.setattr(sys, "argv", ["run", str(script), "--epp", "--lr", "1"])
+    way_in.main()
+    assert capsys.readouterr().out == "__main__ --epp --lr 1 found\n"
+    assert prepared == [[str(script), "--epp", "--lr", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "say which script to run: torchrun"), (["nowhere.py"], "there is no script .*nowhere.py")]
+)
+def test_without_a_script_one_line_says_what_is_missing(prepared, monkeypatch, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    with pytest.raises(SystemExit, match=f"megatron_epp, rank 0: {words}"):
+        way_in.main()
+    assert prepared == []
