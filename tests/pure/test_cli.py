@@ -15,7 +15,7 @@ from megatron_epp.cli.main import _parser, main
 from megatron_epp.cost import H100_NODE, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Op, Plan
-from megatron_epp.plan.layout import Layout, staged_pattern
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES
@@ -221,7 +221,6 @@ def test_other_commands_take_the_layout_of_a_file_and_the_placement_of_a_planner
 
 
 def test_stages_of_a_hybrid_model_are_its_pattern(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    assert staged_pattern("M*-E/*E/*E", [3, 1]) == "M*-|E/*E/*E"
     planned("--model nemotron-3-nano --lengths 3000,200 --layout 27,25")
     pattern = load_flags("nemotron-3-nano")["hybrid_layer_pattern"]
     assert f"--hybrid-layer-pattern '{pattern[:27]}|{pattern[27:]}'" in capsys.readouterr().out
