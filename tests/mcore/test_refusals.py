@@ -1,24 +1,160 @@
-"""Arguments that `--epp` cannot honour are refused from them alone, by name, with numbers and with what to do instead."""
+"""Flags that `--epp` cannot honour are refused from them alone, by name, with numbers and what to do instead; so are models.
+
+A row of `REFUSED` is flags and what their refusal must hold; words between may change. `test_mistakes.py` has other doors.
+"""
 
 import argparse
 import functools
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_epp.cost.huggingface import flags_of_config
 from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, token_multiple
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS, REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.adopt import check_adopted
+from megatron_epp.mcore.model.adopt_built import refusal
 from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.patches import install, patching
+from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
+from tests.pure.test_huggingface import DENSE, GATED_DELTA, LATENT, NARROW, STATES
+from tests.support.mcore.launch import REPOSITORY
 
 MODEL = ["--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0", "--epp"]
+SIZES = "--num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --global-batch-size 48 --hidden-dropout 0"
+
+PP, TP, CP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size"
+PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+BALANCING, DISPATCHER, BACKEND = (
+    f"--moe-{name}" for name in ("router-load-balancing-type", "token-dispatcher-type", "flex-dispatcher-backend")
+)
+EP = "--expert-model-parallel-size"
+EXPERTS = f"--num-experts 8 {EP} 4 {DISPATCHER} alltoall {BALANCING} aux_loss"
+FLEX = f"{EXPERTS} {DISPATCHER} flex"
+OVERLAP = f"--epp-overlap-exchanges {TP} 2"
+REFUSED = [
+    # planning
+    ("--epp-plan-budget-ms 9 --epp-planner 1f1b", "--epp-plan-budget-ms", "--epp-planner greedy, not 1f1b"),
+    ("--epp-plan-budget-ms 2000 --epp-wait-limit-seconds 2", "--epp-plan-budget-ms 2000", "--epp-wait-limit-seconds 2"),
+    ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
+    ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
+    ("--epp-offload --epp-planner 1f1b", "--epp-offload", "--epp-planner greedy and orders of papers, not 1f1b"),
+    ("--epp-offload on --epp-recompute 1", "--epp-offload", "leave --epp-recompute at auto"),
+    ("--epp-offload --epp-planner mine:own --epp-recompute 1", "--epp-offload", "leave --epp-recompute at auto"),
+    ("--epp-host-memory-gb 4 --epp-recompute 1", "--epp-host-memory-gb", "leave --epp-recompute at auto"),
+    ("--epp-host-memory-gb 4 --epp-planner 1f1b", "--epp-host-memory-gb", "--epp-planner greedy"),
+    ("--epp-offload --epp-host-memory-gb 0", "--epp-host-memory-gb is 0.0", "a positive number up to 1,000,000,000"),
+    ("--epp-order given", "--epp-order given", "--epp-microbatches user"),
+    ("--epp-costs measure", "--epp-costs measure", "use learn"),
+    ("--epp-fragmentation-share 5", "--epp-fragmentation-share is 5.0", "a share, 0 to 1"),
+    ("--epp-loss-block-tokens some", "--epp-loss-block-tokens is 'some'", "auto or a number of tokens"),
+    ("--epp-loss-block-tokens -1", "--epp-loss-block-tokens is", "auto or a number"),
+    ("--epp-recompute ²", "--epp-recompute is", "auto or a number"),
+    ("--epp-recompute nan", "--epp-recompute is", "auto or a number"),
+    (f"--epp-recompute {'9' * 5000}", "--epp-recompute is", "auto or a number"),
+    ("--epp-overlap-exchanges", "--epp-overlap-exchanges", f"{TP} 1", "no exchange"),
+    (f"{OVERLAP} --epp-planner stp", "--epp-overlap-exchanges", "--epp-planner greedy, not stp", "leave one of them out"),
+    (f"{OVERLAP} --hidden-dropout 0.25", "--epp-overlap-exchanges", "--hidden-dropout 0.25"),
+    (f"{OVERLAP} --tp-comm-overlap", "--epp-overlap-exchanges", "--tp-comm-overlap"),
+    (f"{OVERLAP} --timing-log-level 2", "--epp-overlap-exchanges", "--timing-log-level 2"),
+    (f"{OVERLAP} --nvtx-ranges", "--epp-overlap-exchanges", "--nvtx-ranges"),
+    ("--transformer-impl transformer_engine --delay-wgrad-compute", "leave out --delay-wgrad-compute", "--epp-split-weight"),
+    # experts
+    (f"{EP} 4", f"{EP} 4", "a model with --num-experts"),
+    (f"{EXPERTS} --num-experts 6", "--num-experts 6", f"{EP} 4", "multiple of 4"),
+    (f"{FLEX} {BACKEND} ncclep", f"{BACKEND} ncclep", "a fixed number of tokens"),
+    (f"{FLEX} {BACKEND} hybridep --moe-expert-rank-capacity-factor 2", "--moe-expert-rank-capacity-factor 2.0 drops tokens"),
+    (f"{FLEX} {BACKEND} hybridep --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", BACKEND),
+    (f"{FLEX} {BACKEND} deepep {EP} 1", "flex by deepep needs several ranks", "all experts are on each"),
+    (f"{EXPERTS} {DISPATCHER} allgather", f"{DISPATCHER} allgather", "equally many tokens"),
+    (f"{EXPERTS} --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "equally many tokens"),
+    (f"{EXPERTS} {BALANCING} global_aux_loss", f"{BALANCING} global_aux_loss"),
+    (f"{EXPERTS} {BALANCING} aux_loss quantile_balancing", f"{BALANCING} quantile_balancing"),
+    (f"{EXPERTS} --epp-schedule packed", "--epp-schedule packed", "use padded"),
+    (f"{EXPERTS} --epp-planner stp", "replicas are planned together", "--epp-planner greedy"),
+    (f"{EXPERTS} --epp-plan-budget-ms 50", "without --epp-plan-budget-ms"),
+    # stages
+    (f"{PP} 2 {PER_RANK} 3", "--num-layers 8", f"2 x {PER_RANK} 3"),
+    (f"{PP} 2 --account-for-loss-in-pipeline-split", "--num-layers 8", "1 for --account-for-loss-in-pipeline-split"),
+    (f"{PP} 2 {PER_RANK} 0", f"{PER_RANK} is 0", "at least 1"),
+    (f"{PP} 2 {LAYOUT} 'Ett|ttL'", "4 layers", "--num-layers is 8"),
+    (f"{PP} 2 {FIRST} 3 {LAST} 5 {PER_RANK} 2", f"{FIRST} 3 cannot be shared evenly"),
+    (f"{PP} 3 {FIRST} 3", "5 of --num-layers 8 are left for 2 ranks"),
+    (f"{PP} 4 {FIRST} 5 {PER_RANK} 5", "1 of --num-layers 8 for every other rank"),
+    (f"{PP} 2 --epp-placement v", "v needs several stages", f"{PER_RANK} 2"),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --epp-placement v", "looped", "leave out --epp-placement v"),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule packed", "packed", "another number of microbatches"),
+    (
+        f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --global-batch-size 24",
+        "24 replicas",
+        "make --global-batch-size 24 a multiple of 48",
+    ),
+    # attention and layers
+    (f"{TP} 3", "--num-attention-heads 8", f"{TP} 3", "a multiple of 3"),
+    (f"{CP} 2 --cp-comm-type allgather", "--cp-comm-type ['allgather']"),
+    (f"{CP} 2 --epp-schedule stock", "--epp-schedule stock", "--epp-schedule whole"),
+    (f"{TP} 2 {CP} 4 --sequence-parallel --epp-slices 10", "--seq-length 64", "10 slices of at least 8", "raise it to 80"),
+    (f"--mtp-num-layers 1 {PP} 2 --save somewhere", "Megatron cannot save", "add --untie-embeddings-and-output-weights"),
+    (f"{PATTERN} GMD-*E", f"{PATTERN} GMD-*E", "sparse attention (DSA) (D)"),
+    (f"{PATTERN} *-/*", f"{PATTERN} *-/*", "multi-token"),
+    ("--hybrid-override-pattern GMD-*E", "sparse attention (DSA) (D)"),
+    # others
+    ("--eval-micro-batch-size 4", "--eval-micro-batch-size 4"),
+    ("--dataloader-type cyclic", "--dataloader-type cyclic"),
+    ("--iterations-to-skip 3", "--iterations-to-skip [3]"),
+    ("--num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances 2"),
+    ("--inprocess-restart", "--inprocess-restart True", "leave it out", "watchdog"),
+]
+TAKEN = [
+    f"{PP} 4 --global-batch-size 96",
+    "--epp-plan-budget-ms 500",
+    "--epp-loss-block-tokens 0",
+    "--epp-offload off --epp-planner zb-v",
+    "--epp-offload --epp-planner sppo",
+    "--epp-recompute 1 --epp-planner 1f1b",
+    "--epp-offload --epp-host-memory-gb 4 --epp-recompute-modes full",
+    f"{OVERLAP} --timing-log-level 1",
+    EXPERTS,
+    f"{FLEX} {BACKEND} deepep",
+    f"{FLEX} {BACKEND} hybridep",
+    f"{FLEX} {BACKEND} deepep {EP} 1 {TP} 2 --sequence-parallel",
+    f"{EXPERTS} {BALANCING} aux_loss seq_aux_loss",
+    f"{EXPERTS} --epp-schedule stock --epp-planner stp",
+    f"--num-experts 3 {DISPATCHER} allgather",
+    f"{PP} 2 {PER_STAGE} 2",
+    f"{PP} 2 {PER_RANK} 4",
+    f"{PP} 2 {PER_RANK} 1",
+    f"{PP} 2 {LAYOUT} 'Ett|t|tt|tttL'",
+    f"{PP} 2 {LAYOUT} 'E|t*8||L'",
+    f"{PP} 4 {LAYOUT} 'E(t|)*7tL'",
+    f"{PP} 2 {FIRST} 2",
+    f"{PP} 2 {FIRST} 2 {LAST} 6 {PER_RANK} 2",
+    f"{PP} 4 --num-layers 11 {FIRST} 2",
+    f"{PP} 2 --num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split {PER_RANK} 2",
+    f"{PP} 2 {PER_RANK} 2 --epp-placement looped",
+    f"{PP} 2 {PER_RANK} 2 --epp-placement v",
+    f"{PP} 2 {PER_RANK} 2 --epp-schedule stock",
+    f"{CP} 3",
+    f"{TP} 2 {CP} 8 --cp-comm-type p2p",
+    f"{TP} 8 {CP} 2 --cp-comm-type a2a",
+    f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
+    f"{PATTERN} *-|*-",
+]
 
 
 @functools.cache
@@ -33,84 +169,126 @@ def arguments(*flags, processes=8, **values):
     return argparse.Namespace(**vars(parsed) | values)
 
 
-def test_a_plain_model_is_taken():
-    prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, "--global-batch-size", 16))
+def of(flags, **values):
+    """Arguments of 48 processes."""
+    return arguments(*shlex.split(SIZES), *shlex.split(flags), processes=48, **values)
 
 
-WRONG = {
-    "--disable-mamba-mem-eff-path": False,
-    "--micro-batch-size": 4,
-    "--eval-micro-batch-size": 4,
-    "--attention-dropout": 0.1,
-    "--cp-comm-type": ["allgather"],
-    "--cuda-graph-impl": "local",
-    "--dataloader-type": "cyclic",
-    "--iterations-to-skip": [3],
-    "--position-embedding-type": "mrope",
-    "--cpu-offloading-num-layers": 2,
-    "--num-distributed-optimizer-instances": 2,
-}
+@pytest.mark.parametrize(("flags", "facts"), [(flags, facts) for flags, *facts in REFUSED])
+def test_what_plans_cannot_honour_is_refused_with_its_name_its_number_and_what_to_do(flags, facts):
+    with pytest.raises(EppError) as refused:
+        prepare_epp_args(of(flags))
+    assert [fact for fact in facts if fact not in str(refused.value)] == [], refused.value
 
 
-@pytest.mark.parametrize("conflict", OF_DOCUMENTS, ids=lambda conflict: conflict.flag)
-def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to_do(conflict):
-    value = WRONG.get(conflict.flag, True)
-    with pytest.raises(ArgumentError) as refusal:
-        prepare_epp_args(arguments(**{conflict.attribute: value}))
-    assert f"{conflict.flag} {value} ({conflict.advice})" in str(refusal.value)
+@pytest.mark.parametrize("flags", TAKEN)
+def test_what_plans_can_honour_is_taken(flags):
+    prepare_epp_args(of(flags))
 
 
-@pytest.fixture
-def command_line(monkeypatch):
-    """Sets it for Megatron's parser, with this package's flags."""
-    from megatron.training import arguments as megatron
-
-    for name, patch in (("add_megatron_arguments", install._add_flags), ("parse_args", install._read_yaml)):
-        monkeypatch.setattr(megatron, name, patching.around(getattr(megatron, name), patch))
-    return lambda *flags: monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
-
-
-def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrapped(command_line):
-    """A refusal inside what is wrapped would be one more failure to restart after. Megatron's scripts begin like this."""
-    from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart as maybe_wrap
-
-    command_line(*MODEL, "--inprocess-restart")
-    with pytest.raises(ArgumentError, match=re.escape("--inprocess-restart True (leave it out: the watchdog of the run")):
-        maybe_wrap(len)
-    command_line(*MODEL)
-    assert maybe_wrap(len) == (len, None)
-
-
-def test_a_model_that_megatron_cannot_save_is_refused_before_it_trains():
-    flags = ["--mtp-num-layers", 1, "--pipeline-model-parallel-size", 2, "--save", "somewhere"]
-    with pytest.raises(ArgumentError, match="model that Megatron cannot save: add --untie"):
-        prepare_epp_args(arguments(*flags, processes=2))
-    prepare_epp_args(arguments(*flags, "--untie-embeddings-and-output-weights", processes=2))
-
-
-def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
-    prepare_epp_args(
-        arguments("--pipeline-model-parallel-size", 4, "--decoder-first-pipeline-num-layers", 2, processes=4, num_layers=11)
-    )
+def test_flags_and_defaults_are_megatrons():
+    """What Megatron has where no flag is given is refused nowhere, and told nowhere."""
+    defaults = {option: (action.dest, action.default) for action in parser()._actions for option in action.option_strings}
+    for row in (*OF_DOCUMENTS, *IMPLIED, *IDLE, EOD):
+        if row.flag not in ("--attention-dropout", "--micro-batch-size"):  # which a run has to give
+            dest, default = defaults.get(row.flag, (row.attribute, row.allowed[0]))  # some releases lack it
+            assert dest == row.attribute
+            assert default in row.allowed, row.flag
 
 
 @pytest.mark.parametrize(
-    ("pattern", "named"),
-    [
-        ("GMD-*E", "sparse attention (DSA) (D)"),
-        ("*-/*", "multi-token"),
-    ],
+    "flag",
+    [action for action in add_epp_args(argparse.ArgumentParser())._actions if action.type in (int, float)],
+    ids=lambda action: action.dest,
 )
-def test_layers_whose_state_slices_cannot_hand_on_are_named(pattern, named):
-    with pytest.raises(EppError, match=re.escape(f"--epp cannot run {named}")) as refusal:
-        prepare_epp_args(arguments("--hybrid-layer-pattern", pattern))
-    assert f"--hybrid-layer-pattern {pattern}" in str(refusal.value)
-    with pytest.raises(EppError, match=re.escape(f"--epp cannot run {named}")):
-        prepare_epp_args(arguments("--hybrid-override-pattern", pattern))
+def test_no_flag_takes_what_is_no_finite_number(flag):
+    """Nor one below zero, or so large that it means none."""
+    needed = {"epp_host_memory_gb": "--epp-offload", "epp_trace": "--epp-report-dir reports"}.get(flag.dest, "")
+    for value in ["nan", "inf", "-1", "1e300"] if flag.type is float else ["-1", "0", "9" * 30]:
+        with pytest.raises(ArgumentError, match=f"{flag.option_strings[0]} is .*; it must be"):
+            prepare_epp_args(of(f"{needed} {flag.option_strings[0]}={value}"))
 
 
-def test_a_hybrid_model_of_attention_and_mlp_layers_is_taken():
-    prepare_epp_args(arguments("--hybrid-layer-pattern", "*-|*-"))
+@pytest.mark.parametrize("body", [DENSE, LATENT, NARROW, GATED_DELTA, STATES], ids=lambda body: body["model_type"])
+def test_every_flag_of_a_hugging_face_config_is_one_of_megatrons(body):
+    known = {option[2:].replace("-", "_") for action in parser()._actions for option in action.option_strings}
+    assert flags_of_config(body).keys() <= known
+
+
+def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrapped(monkeypatch):
+    """A refusal inside what is wrapped would be one more failure to restart after. Megatron's scripts begin like this."""
+    from megatron.training import arguments as megatron
+    from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart as maybe_wrap
+
+    for name, patch in (("add_megatron_arguments", install._add_flags), ("parse_args", install._read_yaml)):
+        monkeypatch.setattr(megatron, name, patching.around(getattr(megatron, name), patch))
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *MODEL, "--inprocess-restart"])
+    with pytest.raises(ArgumentError, match="--inprocess-restart True"):
+        maybe_wrap(len)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *MODEL])
+    assert maybe_wrap(len) == (len, None)
+
+
+# ---- what follows from flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_offload_is_left_to_plans_that_may_have_copies_on_gpus_and_with_host_memory(has_gpu, monkeypatch):
+    monkeypatch.setattr(caps.torch.cuda, "is_available", lambda: has_gpu)
+    assert caps.offloads(of("")) == has_gpu
+    assert caps.offloads(of("--epp-host-memory-gb 4"))
+    assert caps.offloads(of("--epp-offload"))
+    for no_copies in ("--epp-offload off", "--epp-planner 1f1b", "--epp-recompute 1", "--epp-order given"):
+        assert not caps.offloads(of(no_copies))
+
+
+def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_them():
+    def delays(flags):
+        prepare_epp_args(args := of(flags))
+        return args.delay_wgrad_compute
+
+    split, engine = "--epp-split-weight-gradient", "--transformer-impl transformer_engine"
+    assert delays(f"{split} {engine}")
+    assert not any(map(delays, (engine, f"{split} --transformer-impl local", f"{split} --epp-schedule whole {engine}")))
+
+
+def test_chunks_are_padded_to_what_the_ranks_that_share_tokens_divide():
+    assert token_multiple(of(f"{TP} 2 {CP} 4")) == 4
+    assert token_multiple(of(f"{TP} 2 {CP} 4 --sequence-parallel")) == 8
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_layer_that_megatron_has_is_in_the_table_of_kinds_or_refused_by_name():
+    symbols = {value for name, value in vars(Symbols).items() if name.isupper() and isinstance(value, str)}
+    run = {kind.symbol for kind in KINDS if kind.symbol}
+    assert symbols == {*run, *REFUSED_LAYERS, BETWEEN_STAGES}
+    for symbol in symbols - {*run, BETWEEN_STAGES}:
+        assert f"{REFUSED_LAYERS[symbol]} ({symbol})" in pattern_problem(f"*-{symbol}")
+    assert [pattern_problem(f"*-|{symbol}-") for symbol in run] == [""] * len(run)
+    assert "unknown (Z)" in pattern_problem("*Z-"), "a layer of a later Megatron"
+
+
+def test_the_table_of_kinds_is_read_without_megatron_and_torch():
+    """Commands on other machines check flags by it."""
+    code = (
+        "import sys; from megatron_epp.mcore.model.kinds import KINDS; assert len(KINDS) > 3; "
+        "sys.exit(bool({'torch', 'megatron.core'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
+
+
+def test_a_model_of_samples_is_refused_for_a_dispatcher_by_the_names_of_its_configuration():
+    plain = {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None}
+    plain |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": False}
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList()
+    for backend, says in {"hybridep": "needs equally many tokens", "ncclep": "has buffers for", "deepep": ""}.items():
+        model.config = argparse.Namespace(**plain, moe_flex_dispatcher_backend=backend)
+        assert says in refusal(model)
+        assert refusal(model).count(f"moe_flex_dispatcher_backend='{backend}'") == bool(says)
 
 
 class Hybrid(torch.nn.Module):
@@ -123,18 +301,26 @@ class Hybrid(torch.nn.Module):
             self.decoder = config
 
 
-def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(monkeypatch):
+@pytest.fixture
+def hybrid(monkeypatch):
+    """A script's model, adopted where it is built."""
     from megatron.training import global_vars
 
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
     monkeypatch.setattr(Hybrid, "__init__", patching.around(Hybrid.__init__, install._adopt))
+    return Hybrid
+
+
+def test_a_model_that_a_script_builds_without_the_flag_is_looked_at_too(hybrid):
     with pytest.raises(EppError, match=re.escape("sparse attention (DSA) (D)")):
-        Hybrid(None, "spec", hybrid_layer_pattern="D*")
+        hybrid(None, "spec", hybrid_layer_pattern="D*")
     with pytest.raises(EppError, match="needs --hybrid-layer-pattern"):
-        Hybrid(None, "spec")
-    model = Hybrid(None, "spec", hybrid_layer_pattern="*-")
+        hybrid(None, "spec")
+    model = hybrid(None, "spec", hybrid_layer_pattern="*-")
     assert model.layers == ("spec", "*-")
     check_adopted(model)
+    with pytest.raises(EppError, match="GPTModel and HybridModel; the script builds a Namespace"):
+        check_adopted(argparse.Namespace())
 
 
 def relay(number):
@@ -145,7 +331,7 @@ def relay(number):
     return module
 
 
-ONE = relay(2)
+SHARED = relay(2)
 
 
 def mixers(**named):
@@ -155,23 +341,14 @@ def mixers(**named):
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ({"self_attention": torch.nn.Conv1d(1, 1, 4)}, "decoder.0.self_attention (Conv1d) mixes tokens without the attention"),
+        ({"self_attention": torch.nn.Conv1d(1, 1, 4)}, "decoder.0.self_attention (Conv1d)"),
         ({"self_attention": torch.nn.ModuleList([relay(1), torch.nn.Conv1d(1, 1, 4)])}, "decoder.0.self_attention.1 (Conv1d)"),
-        ({"self_attention": relay(1), "mixer": torch.nn.Linear(1, 1)}, "decoder.1.mixer (Linear) mixes tokens without the att"),
-        ({"self_attention": ONE, "mixer": ONE}, "decoder.0.self_attention and decoder.1.mixer are one attention in two layers"),
+        ({"self_attention": relay(1), "mixer": torch.nn.Linear(1, 1)}, "decoder.1.mixer (Linear)"),
+        ({"self_attention": SHARED, "mixer": SHARED}, "decoder.0.self_attention and decoder.1.mixer are one attention"),
     ],
 )
-def test_layers_in_which_sequences_or_layers_would_be_mixed_up_are_refused_by_name(monkeypatch, layers, said):
-    from megatron.training import global_vars
-
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
-    monkeypatch.setattr(Hybrid, "__init__", patching.around(Hybrid.__init__, install._adopt))
+def test_layers_in_which_sequences_or_layers_would_be_mixed_up_are_refused_by_name(hybrid, layers, said):
     with pytest.raises(EppError, match=re.escape(said)):
-        Hybrid(mixers(**layers), "spec", hybrid_layer_pattern="*-")
+        hybrid(mixers(**layers), "spec", hybrid_layer_pattern="*-")
     pointwise = torch.nn.ModuleList([relay(2), torch.nn.Conv1d(1, 1, 1)])
-    Hybrid(mixers(self_attention=pointwise, mixer=relay(1), cross_attention=IdentityOp()), "spec", hybrid_layer_pattern="*-")
-
-
-def test_a_model_of_another_kind_is_refused_by_name():
-    with pytest.raises(EppError, match="--epp trains GPTModel and HybridModel; the script builds a Namespace"):
-        check_adopted(argparse.Namespace())
+    hybrid(mixers(self_attention=pointwise, mixer=relay(1), cross_attention=IdentityOp()), "spec", hybrid_layer_pattern="*-")

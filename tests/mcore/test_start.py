@@ -84,13 +84,9 @@ def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_fi
     assert asked.problems(user) == []
 
 
-@pytest.mark.parametrize("user", ["", "--epp-microbatches user"])
-def test_a_package_that_exchanges_experts_tokens_and_is_not_installed_is_named(asked: Asked, user: str) -> None:
-    flags = f"--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex {user}"
-    for more, backend in (("", "deepep"), ("--moe-flex-dispatcher-backend hybridep", "hybridep")):
-        (problem,) = asked.problems(f"{flags} {more}", world_size=2)
-        assert problem.startswith(f"--moe-token-dispatcher-type flex by {backend} needs deep_ep, which is not installed")
-    assert asked.problems(flags, world_size=2, wants_files=False) == []  # it may be where the run will be
+def test_a_package_that_is_not_installed_may_be_where_the_run_will_be(asked: Asked) -> None:
+    flags = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
+    assert asked.problems(flags, world_size=2, wants_files=False) == []
 
 
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
@@ -120,19 +116,6 @@ def test_a_folder_that_cannot_be_written_is_named(asked: Asked, monkeypatch: pyt
     assert asked.problems(f"--save {tmp_path / 'run'} --save-interval 5") == [
         f"--save {tmp_path / 'run'}: the folder {tmp_path} cannot be written; choose another folder"
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "says"),
-    [
-        ("SentencePieceTokenizer", "a/tokenizer.model", "there is no file a/tokenizer.model"),
-        ("HuggingFaceTokenizer", "/no/where", "there is no folder /no/where"),
-        ("HuggingFaceTokenizer", "./where", "there is no folder ./where"),
-    ],
-)
-def test_files_of_a_tokenizer_that_are_missing_are_named(asked: Asked, kind: str, model: str, says: str) -> None:
-    problems = asked.problems(f"--tokenizer-type {kind} --tokenizer-model {model}")
-    assert problems[-1] == f"--tokenizer-model: {says}"
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -220,28 +203,6 @@ def test_layers_that_follow_from_a_pattern_are_not_compared_before_megatron_coun
 def test_a_checkpoint_that_cannot_be_read_is_left_to_who_loads_it(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / start.TRACKER).write_text("10")
     assert asked.problems(f"--load {tmp_path}") == []
-
-
-MISSING = {
-    "--pretrained-checkpoint": "--pretrained-checkpoint: ",
-    "--finetune --load": "--load: ",
-    "--exit-on-missing-checkpoint --load": "--load: ",
-}
-
-
-@pytest.mark.parametrize("flags", MISSING)
-def test_a_checkpoint_that_is_not_there_is_named(asked: Asked, tmp_path: Path, flags: str) -> None:
-    nowhere, empty, other = tmp_path / "nowhere", tmp_path / "empty", tmp_path / "other"
-    (problem,) = asked.problems(f"{flags} {nowhere}")
-    assert problem.startswith(f"{MISSING[flags]}there is no folder {nowhere}")
-    empty.mkdir()
-    (problem,) = asked.problems(f"{flags} {empty}")
-    assert problem.startswith(f"{MISSING[flags]}there is no checkpoint in {empty} (no latest_checkpointed_iteration.txt)")
-    other.mkdir()
-    (other / "config.json").touch()
-    (other / "model.safetensors").touch()
-    (problem,) = asked.problems(f"{flags} {other}")
-    assert "its weights are in the format of Hugging Face: convert them to Megatron's" in problem
 
 
 def test_a_run_that_begins_without_the_checkpoint_that_it_names_says_so(

@@ -34,36 +34,28 @@ def words(text):
     return " ".join(text.split())
 
 
-def test_a_step_takes_the_sum_of_its_parts():
-    assert PARTS.step_us == 1000.0
-    assert entry(bubble_us=250.0).parts.step_us == 1250.0
+def test_a_step_takes_the_sum_of_its_parts_and_tokens_per_second_are_those_of_the_whole_batch():
+    assert (PARTS.step_us, entry(bubble_us=250.0).parts.step_us) == (1000.0, 1250.0)
     assert BEST.peak_bytes == 3 << 30
-
-
-def test_tokens_per_second_are_those_of_the_whole_batch():
     assert advice().tokens_per_s(1000.0) == 10_000.0
 
 
 @pytest.mark.parametrize(
-    ("part", "reason"),
+    ("part", "facts"),
     [
-        ("compute_us", "compute takes 73% of a step (best: 60%): each of 3 chunks is shared by 1, and short kernels are slow"),
-        ("exchange_us", "exchange within  takes 40% of a step (best: 10%)"),
-        ("recompute_us", "recompute takes 40% of a step (best: 10%), as weights and optimizer leave 1.00 GiB for activations"),
-        ("bubble_us", "the bubble of a pipeline of 2 is 40% of a step (best: 10%), with 10 tokens for each replica"),
-        (
-            "waiting_us",
-            "2 replicas wait for the slowest for 37% of a step (best: 6%): the longest document has 4 tokens, "
-            "where a fair share has 5",
-        ),
-        ("reduction_us", "reducing gradients over 2 ranks takes 36% of a step (best: 4%)"),
+        ("compute_us", ("compute takes 73%", "(best: 60%)", "each of 3 chunks is shared by 1")),
+        ("exchange_us", ("exchange within", "40%", "(best: 10%)")),
+        ("recompute_us", ("recompute takes 40%", "(best: 10%)", "leave 1.00 GiB for activations")),
+        ("bubble_us", ("a pipeline of 2 is 40%", "(best: 10%)", "10 tokens for each replica")),
+        ("waiting_us", ("2 replicas", "37%", "(best: 6%)", "the longest document has 4 tokens", "a fair share has 5")),
+        ("reduction_us", ("gradients over 2 ranks takes 36%", "(best: 4%)")),
     ],
 )
-def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, reason):
+def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, facts):
     other = entry(**{part: 500.0, "compute_us" if part != "compute_us" else "bubble_us": 1.0})
     room = replace(other.plan, cap_bytes=(2 << 30, 3 << 30), static_bytes=(1 << 30, 1 << 30))
     why = why_slower(QUESTION, replace(other, plan=room), BEST)
-    assert words(why) == words(f"1.50x the time: {reason}")
+    assert [fact for fact in ("1.50x the time", *facts) if fact not in words(why)] == []
 
 
 def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_leave_a_node():

@@ -100,29 +100,3 @@ def test_a_distribution_is_drawn_alike_by_all_commands_and_as_the_seed_says():
         assert lengths_of(plan) == batches_of(compare)[0][1] == lengths
     assert advised["0"] != advised["1"]
     assert len(lengths_of(parsed("plan", "--lengths", "chat"))) == 512
-
-
-def test_devices_say_nothing_without_a_cluster(capsys):
-    assert main(["plan", "--lengths", "5", "--devices", "8"]) == 2
-    assert "--devices says how the devices of a --cluster are linked: name one, or leave it out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("layout", "placement"), [("v:2,2,2,2", (0, 1, 1, 0)), ("looped:2,2,2,2", (0, 1, 0, 1)), ("looped:4,4", (0, 1))]
-)
-def test_a_list_of_layers_may_say_where_several_stages_of_a_rank_are(layout, placement, again):
-    made, _ = again([*SMALL, "--lengths", "900,300", "--stages", "2", "--layout", layout])
-    assert made.placement == placement
-
-
-@pytest.mark.parametrize(
-    ("layout", "refusal"),
-    [
-        ("v:4,4", "--layout v: has 2 stages for 2 ranks (--stages): give 4 stages, two on each"),
-        ("looped:3,3,2", "--layout looped: has 3 stages for 2 ranks (--stages): give a multiple of as many stages"),
-        ("v:2,2,2,1", "7"),
-    ],
-)
-def test_a_list_that_does_not_fit_the_ranks_is_refused(layout, refusal, capsys):
-    assert main(["plan", *SMALL, "--lengths", "900", "--stages", "2", "--layout", layout]) == 2
-    assert refusal in capsys.readouterr().err

@@ -67,91 +67,46 @@ def test_on_a_machine_that_has_everything_every_line_is_ok(machine):
     assert found["NCCL"].found == "2.29.7"
 
 
-@pytest.mark.parametrize(
-    ("name", "subject", "status", "todo"),
-    [
-        (
-            "transformer-engine",
-            "Transformer Engine",
-            WARNING,
-            "pip install 'megatron-epp[te]', or train with --transformer-impl",
-        ),
-        ("flash-attn", "flash-attn", OK, "pip install flash-attn --no-build-isolation"),
-        ("flash-attn-3", "FlashAttention 3", OK, "in the folder hopper of github.com/Dao-AILab/flash-attention"),
-        ("apex", "NVIDIA Apex", WARNING, "pip install -v --no-build-isolation . in a checkout"),
-        ("numba", "numba", WARNING, "pip install 'megatron-epp[fast]'"),
-    ],
+def without(name):
+    return {key: value for key, value in FULL.items() if key != name}
+
+
+TE, ALLOC, OLD_ALLOC, TF32 = (
+    "transformer-engine",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-def test_what_is_missing_comes_with_what_to_install(machine, name, subject, status, todo):
-    found = machine({key: value for key, value in FULL.items() if key != name}, SET)[subject]
+EXPANDABLE = "expandable_segments:True"
+FINDINGS = [
+    # what is missing, with what to install
+    (without(TE), SET, "Transformer Engine", WARNING, "not found", "pip install 'megatron-epp[te]'", "--transformer-impl"),
+    (without("flash-attn"), SET, "flash-attn", OK, "not found", "pip install flash-attn --no-build-isolation"),
+    (without("flash-attn-3"), SET, "FlashAttention 3", OK, "not found", "github.com/Dao-AILab/flash-attention"),
+    (without("apex"), SET, "NVIDIA Apex", WARNING, "not found", "pip install -v --no-build-isolation ."),
+    (without("numba"), SET, "numba", WARNING, "not found", "pip install 'megatron-epp[fast]'"),
+    ({"numba": "0.68.1"}, {}, "torch", PROBLEM, "not found"),
+    # versions outside what is known to work; NVIDIA's container 25.01 has torch 2.6.0a0, which counts as the release
+    (FULL | {"torch": "2.5.1"}, SET, "torch", PROBLEM, "2.5.1, outside >=2.6"),
+    (FULL | {"flash-attn": "2.6.3"}, SET, "flash-attn", OK, "2.6.3, outside >=2.7"),
+    (FULL | {"torch": "2.6.0a0+ecf3bae40a.nv25.01"}, SET, "torch", OK),
+    (FULL | {"torch": "2.5.0a0+872d972e41.nv24.08"}, SET, "torch", PROBLEM),
+    # settings; torch 2.8 ignores the new name of the allocator's
+    (FULL, {OLD_ALLOC: "max_split_size_mb:64"}, ALLOC, WARNING, "max_split_size_mb:64", f"export {ALLOC}={EXPANDABLE}"),
+    (FULL, {}, "CUDA_DEVICE_MAX_CONNECTIONS", WARNING, "export CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    (FULL | {"torch": "2.8.0+cu128"}, SET, OLD_ALLOC, WARNING, f"export {OLD_ALLOC}={EXPANDABLE}"),
+    (FULL, {OLD_ALLOC: EXPANDABLE}, OLD_ALLOC, OK),
+    (FULL, SET | {TF32: "1"}, TF32, OK, "1: fp32 matrices are multiplied in TF32", "3e-4"),
+]
+
+
+@pytest.mark.parametrize(("packages", "environment", "subject", "status", "facts"), [(*row[:4], row[4:]) for row in FINDINGS])
+def test_what_is_missing_too_old_or_costs_memory_is_told_with_what_to_do(
+    machine, packages, environment, subject, status, facts
+):
+    found = machine(packages, environment)[subject]
     assert found.status == status
-    assert found.found.startswith("not found")
-    assert todo in found.todo
-
-
-def test_a_version_outside_what_is_known_to_work_is_told_with_the_range(machine):
-    found = machine(FULL | {"torch": "2.5.1", "flash-attn": "2.6.3"}, SET)
-    assert (found["torch"].status, found["torch"].found) == (PROBLEM, "2.5.1, outside >=2.6")
-    assert found["flash-attn"].found == "2.6.3, outside >=2.7"
-
-
-def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_path):
-    (tmp_path / "torch.py").write_text("raise RuntimeError('operator is registered twice')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
-    found = {finding.subject: finding for finding in cli_doctor.look()}
-    assert found["torch"].status == PROBLEM
-    assert found["torch"].found.endswith("but its import fails: operator is registered twice")
-    assert "CUDA" not in found
-
-
-def test_without_torch_nothing_that_needs_it_is_looked_at(machine):
-    found = machine({"numba": "0.68.1"})
-    assert found["torch"].status == PROBLEM
-    assert "CUDA" not in found
-
-
-def test_without_a_gpu_its_libraries_and_settings_are_not_asked_for(machine):
-    found = machine({"torch": "2.13.0", "numba": "0.68.1"}, has_gpu=False)
-    assert [f.subject for f in found.values() if f.status != OK] == ["GPU"]
-
-
-def test_settings_that_cost_memory_or_stop_megatron_are_told_with_what_to_export(machine):
-    found = machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
-    assert found["PYTORCH_ALLOC_CONF"].found == "max_split_size_mb:64"
-    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True" in found["PYTORCH_ALLOC_CONF"].todo
-    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in found["CUDA_DEVICE_MAX_CONNECTIONS"].todo
-
-
-def test_the_allocator_is_told_under_the_name_that_this_torch_reads(machine):
-    before = machine(FULL | {"torch": "2.8.0+cu128"}, SET)  # which ignores the new name
-    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in before["PYTORCH_CUDA_ALLOC_CONF"].todo
-    assert machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_CUDA_ALLOC_CONF"].status == OK
-
-
-def test_a_build_from_before_a_release_counts_as_the_release(machine):
-    """NVIDIA's container 25.01 has torch 2.6.0a0."""
-    assert machine(FULL | {"torch": "2.6.0a0+ecf3bae40a.nv25.01"}, SET)["torch"].status == OK
-    assert machine(FULL | {"torch": "2.5.0a0+872d972e41.nv24.08"}, SET)["torch"].status != OK
-
-
-def test_products_of_fp32_in_tf32_are_told_where_they_are_allowed(machine):
-    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"})
-    found = machine(FULL, SET | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"})["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]
-    assert found.found == "1: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)"
-
-
-def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
-    machine(FULL, SET)
-
-    def broken():
-        raise RuntimeError("undefined symbol")
-        yield
-
-    monkeypatch.setattr(cli_doctor, "_megatron", broken)
-    found = {finding.subject: finding for finding in cli_doctor.look()}
-    assert found["megatron-core"] == Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
+    assert [fact for fact in facts if fact not in f"{found.found} {found.todo}"] == [], found
 
 
 @pytest.mark.parametrize(
@@ -166,6 +121,36 @@ def test_a_library_that_is_there_and_cannot_be_imported_is_told_with_what_it_lac
     found = machine(FULL, SET, broken={"transformer_engine.pytorch": error})["Transformer Engine"]
     assert (found.status, found.found) == (WARNING, f"2.9.0, but its import fails: {error}")
     assert todo in found.todo
+
+
+def test_what_is_not_there_or_not_allowed_is_not_asked_for(machine):
+    assert "CUDA" not in machine({"numba": "0.68.1"}), "without torch"
+    found = machine({"torch": "2.13.0", "numba": "0.68.1"}, has_gpu=False)
+    assert [finding.subject for finding in found.values() if finding.status != OK] == ["GPU"]
+    assert TF32 not in machine(FULL, SET | {TF32: "0"})
+
+
+def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('operator is registered twice')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
+    found = {finding.subject: finding for finding in cli_doctor.look()}
+    assert found["torch"].status == PROBLEM
+    assert found["torch"].found.endswith("but its import fails: operator is registered twice")
+    assert "CUDA" not in found
+
+
+def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
+    machine(FULL, SET)
+
+    def broken():
+        raise RuntimeError("undefined symbol")
+        yield
+
+    monkeypatch.setattr(cli_doctor, "_megatron", broken)
+    found = {finding.subject: finding for finding in cli_doctor.look()}
+    assert found["megatron-core"] == Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])

@@ -1,165 +1,77 @@
-"""Refusals say what would do: the nearest name, the flags with which a batch fits, the file that is meant."""
+"""What a refusal says would do does: flags, caps and contexts that fit, by the names of who asked; help imports little."""
 
-import json
+import ast
+import pickle
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import megatron_epp
 from megatron_epp.cli import alternatives, plan
+from megatron_epp.cli import main as cli
 from megatron_epp.cli.doctor import OK, PROBLEM, Finding, text
 from megatron_epp.cli.main import MODULES, NAMES
-from megatron_epp.cost.library import load_costs
-from megatron_epp.plan import EppError
-from megatron_epp.plan.layout import Layout
-from tests.support.plan.bad_files import error_line, exit_code, written
+from megatron_epp.cost import ModelShape
+from megatron_epp.mcore.arguments.parser import names_of
+from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
+from megatron_epp.plan.reading import naming_file
+from megatron_epp.plan.units import enough_gib, format_bytes, format_gib
+from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.message_room import MessageRoomError
+from tests.support.plan.bad_files import exit_code
 
-SMALL = ["plan", "--lengths", "1000", "--model", "llama3-8b", "--cluster", "h100x8", "--stages", "1"]
-NEAREST = {
-    "command": (["plam"], "'plan'"),
-    "flag": (["plan", "--lengths", "5", "--chunk-token", "5", "--stage-s", "2"], "'--stages'"),
-    "required flag": (["plan", "--lenghts", "5"], "'--lengths'"),
-    "choice": (["plan", "--lengths", "5", "--documents", "spilt"], "'split'"),
-    "planner": (["plan", "--lengths", "5", "--planner", "greddy"], "'greedy'"),
-    "model": (["plan", "--lengths", "5", "--model", "llama3-8"], "'llama3-8b'"),
-    "cluster": (["plan", "--lengths", "5", "--cluster", "h100x"], "'h100x8'"),
-    "profile": (["plan", "--lengths", "5", "--costs", "llama3-8b-h10"], "'llama3-8b-h100'"),
-    "distribution": (["plan", "--lengths", "wikipdia"], "'wikipedia'"),
-    "layout": (["plan", "--lengths", "5", "--layout", "balnced"], "'balanced'"),
-    "recipe": (["train", "-c", "recipes/tiny-cp"], "'recipes/tiny-cpu'"),
-    "section": (["train", "-c", "recipes/tiny-cpu", "lunch.nodes=2"], "'launch'"),
-    "launch key": (["train", "-c", "recipes/tiny-cpu", "launch.node=2"], "'nodes'"),
-    "tokens with a unit": (["plan", "--lengths", "8k"], "8192"),
-    "context with a unit": (["plan", "--lengths", "5", "--context", "128k"], "131072"),
-    "memory with a unit": (["plan", "--lengths", "5", "--memory-gb", "80GB"], "80"),
-}
+LLAMA = ["plan", "--lengths", "1000", "--model", "llama3-8b"]
+SMALL = [*LLAMA, "--cluster", "h100x8", "--stages", "1"]
 
 
-@pytest.mark.parametrize("case", NEAREST)
-def test_an_unknown_name_is_refused_with_the_nearest(case, capsys):
-    argv, nearest = NEAREST[case]
-    assert f"did you mean {nearest}?" in error_line(capsys, argv)
+def told(capsys: pytest.CaptureFixture[str], argv: list[str], behind: str) -> str:
+    """Return the word behind others in the refusal of a command."""
+    assert exit_code(argv) == 2
+    return capsys.readouterr().err.rpartition(behind)[2].split()[0].rstrip(".,")
 
 
-def test_unknown_keys_of_files_are_refused_with_the_nearest(tmp_path, capsys):
-    cluster = written(tmp_path / "cluster.yaml", "linear_flop: 1e15\ndevice_memory_gb: 80\n")
-    assert "did you mean 'linear_flops'?" in error_line(capsys, ["plan", "--lengths", "5", "--cluster", cluster])
-    model = written(tmp_path / "model.yaml", "megatron: {hidden_sise: 64}\n")
-    assert "there is 'hidden_sise'" in error_line(capsys, ["plan", "--lengths", "5", "--model", model])
-    profile = json.loads(load_costs("llama3-8b-h100").to_json())
-    profile["mesage_latency_us"] = profile.pop("message_latency_us")
-    path = written(tmp_path / "profile.json", json.dumps(profile))
-    assert "did you mean 'message_latency_us'?" in error_line(capsys, ["plan", "--lengths", "5", "--costs", path])
-    layout = {"schema": "megatron-epp/layout", "version": 1, "layers_per_stage": [1, 1], "rank_of": [0, 1]}
-    with pytest.raises(EppError, match="vocabluary is unknown; did you mean 'vocabulary'"):
-        Layout.from_json(json.dumps(layout | {"vocabluary": "sharded"}))
-
-
-def test_what_weights_do_not_leave_room_for_is_refused_with_flags_that_fit_and_none_that_cannot_help(capsys):
+def test_flags_that_are_said_to_fit_do_and_none_is_named_that_cannot_help(capsys):
     assert exit_code(SMALL) == 2
-    first, second = [line for line in capsys.readouterr().err.splitlines() if ", 2 s" not in line]
-    assert first.startswith("megatron-epp: error: no plan fits a memory cap of 72.00 GiB per rank")
-    assert "weights, gradients and optimizer alone are 135.60 GiB on rank 0, whatever the batch" in first
-    assert second.startswith("A device of 80 GiB has less. Would fit, each by itself: --stages 4 (")
-    assert not any(word in second for word in ("--memory", "--chunk-tokens", "--context", "--offload"))
+    would_fit = capsys.readouterr().err.splitlines()[-1]
+    assert not any(word in would_fit for word in ("--memory", "--chunk-tokens", "--context", "--offload"))
     for flags in (["--stages", "4"], ["--tensor-parallel", "2", "--sequence-parallel"], ["--data-parallel", "4"]):
-        assert f"{' '.join(flags)} (" in second
+        assert f"{' '.join(flags)} (" in would_fit
         assert exit_code([*SMALL, *flags]) == 0
 
 
-def test_even_layers_that_fit_where_balanced_ones_do_not_are_named(capsys):
-    argv = [*SMALL, "--stages", "2"]
-    assert exit_code(argv) == 2
-    assert "--layout even (" in capsys.readouterr().err
-    assert exit_code([*argv, "--layout", "even"]) == 0
+def test_a_layout_and_a_context_that_are_said_to_fit_do(capsys):
+    two = [*SMALL[:-1], "2"]
+    assert told(capsys, two, "--layout ") == "even"
+    assert exit_code([*two, "--layout", "even"]) == 0
+    long = [*two[:2], "400000", *two[3:], "--layers", "8"]
+    context = told(capsys, long, "--context ")
+    assert exit_code([*long, "--context", context]) == 0
 
 
-def test_a_sequence_that_is_too_long_is_refused_with_the_context_that_fits(capsys):
-    argv = [*SMALL[:2], "400000", *SMALL[3:-1], "2", "--layers", "8"]
-    assert exit_code(argv) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    (context,) = (
-        word.strip(".,") for before, word in zip(said.split(), said.split()[1:], strict=False) if before == "--context"
-    )
-    assert exit_code([*argv, "--context", context]) == 0
-
-
-def test_a_cap_that_the_device_could_have_may_be_raised(capsys):
-    assert exit_code([*SMALL[:5], "--memory-gb", "72", "--stages", "1"]) == 2
-    _, raised, *_, would_fit = capsys.readouterr().err.splitlines()
-    assert raised == "Raise --memory-cap-gb to 136.52."
-    assert would_fit.startswith("Would fit, each by itself: ")
-
-
-def test_the_parallelism_that_a_models_file_assumes_is_told(capsys):
-    argv = ["plan", "--lengths", "1000", "--model", "llama3-70b", "--cluster", "h100x8", "--stages", "8"]
-    told = "model llama3-70b: tensor parallelism over 8 ranks, as its file says; --tensor-parallel changes it"
-    assert exit_code(argv) == 0
-    assert told in capsys.readouterr().err
-    assert exit_code([*argv, "--tensor-parallel", "4"]) == 0
-    assert "as its file says" not in capsys.readouterr().err
-
-
-def test_a_missing_profile_is_not_a_machine_that_cannot_train():
-    profile = Finding("profile", PROBLEM, "there is no file missing.json", "give another file")
-    assert text([Finding("torch", OK, "2.13.0"), profile]).splitlines()[-1].startswith("training can run here, but not with")
-    broken = Finding("torch", PROBLEM, "not found")
-    assert text([broken, profile]).splitlines()[-1].startswith("training cannot run here: 2 problem(s)")
-
-
-def test_tokens_given_as_lengths_are_named_as_such(tmp_path, capsys):
-    tokens = written(tmp_path / "corpus.bin", b"\xff\xfe" * 50)
-    index = tmp_path / "corpus.idx"
-    expected = f"--lengths {tokens} holds the tokens of documents, not their lengths: those are in {index}"
-    assert f"{expected}; it is not there" in error_line(capsys, ["plan", "--lengths", tokens])
-    written(index, b"")
-    assert error_line(capsys, ["plan", "--lengths", tokens]).endswith(expected)
-    assert f"{index} is empty" in error_line(capsys, ["plan", "--lengths", str(tmp_path / "corpus")])  # the prefix is the index
-
-
-@pytest.mark.parametrize(
-    "argv", [["plan", "--lengths", "5", "--model"], ["plan", "--lengths", "5", "--costs"], ["train", "-c"]]
-)
-def test_a_folder_where_a_file_should_be_is_named_as_such(argv, tmp_path, capsys):
-    assert f"{tmp_path} is a folder, not a file" in error_line(capsys, [*argv, str(tmp_path)])
-
-
-@pytest.mark.parametrize("argv", [["check"], ["show"], ["plan", "--lengths", "5", "--costs"], ["train", "-c"]])
-def test_an_empty_file_is_named_as_such(argv, tmp_path, capsys):
-    assert "is empty" in error_line(capsys, [*argv, written(tmp_path / "file.json", b"")])
-
-
-def test_help_imports_nothing_heavy():
-    """All commands run in one process, which names the first that imports such a package."""
-    commands = ["", *MODULES, *NAMES]
-    program = (
-        "import sys; from megatron_epp.cli.main import main\n"
-        f"for command in {commands}:\n"
-        " try: main([*command.split(), '--help'])\n"
-        " except SystemExit:\n"
-        "  heavy = {'numba', 'torch', 'matplotlib', 'megatron', 'highspy'} & set(sys.modules)\n"
-        "  if heavy: sys.exit(f'{command}: {heavy}')\n"
-        "  print('end of help')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *texts, rest = done.stdout.split("end of help\n")
-    assert (len(texts), rest) == (len(commands), "")
-    assert all(text.startswith("usage: megatron-epp") for text in texts)
-
-
-def test_only_the_module_of_a_command_is_imported():
-    program = "import sys; from megatron_epp.cli.main import main; main(['check', 'nowhere'])"
-    program += "; print('megatron_epp.cli.advise' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+def test_a_cap_that_is_said_to_do_does_and_looks_larger_than_the_one_before(capsys):
+    small = [
+        "plan",
+        *shlex.split("--layers 2 --hidden 64 --ffn 128 --heads 2 --kv-heads 2 --vocab 128 --lengths 100 --stages 2"),
+    ]
+    assert float(told(capsys, [*small, "--memory-gb", "0.001"], "would do is ")) > 0.001
+    raised = told(capsys, [*small, "--memory-gb", "0.001"], "Raise --memory-cap-gb to ")
+    assert exit_code([*small, "--memory-gb", raised]) == 0
 
 
 OFFLOADED = [*SMALL[:2], "60000,300", *SMALL[3:-1], "8", "--slices", "4", "--offload", "--memory-gb", "28.5"]
 
 
 def test_a_refusal_comes_before_what_would_fit(capsys, monkeypatch):
-    def later(*_):
+    """The search may take long."""
+
+    def later(*asked):
         assert "error: no plan fits a memory cap of 28.50 GiB" in capsys.readouterr().err
         return "Would fit, each by itself: nothing."
 
@@ -170,12 +82,140 @@ def test_a_refusal_comes_before_what_would_fit(capsys, monkeypatch):
 
 def test_what_was_not_tried_within_the_limit_of_work_is_named(capsys, monkeypatch):
     assert exit_code(OFFLOADED) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("Would fit, each by itself: --stages 16 (")
-    assert "Not tried" not in said
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--stages 16 (" in last
+    assert "Not tried" not in last
     monkeypatch.setattr(alternatives, "MOST_WORK", 0)
     assert exit_code(OFFLOADED) == 2
-    late = "--stages, --layout, --tensor-parallel, --vocab-parallel, --data-parallel, --context"
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("No change of one of its flags was found to do")
-    assert said.endswith(f"Not tried, since plans of this batch take long: {late}.")
+    _, _, late = capsys.readouterr().err.splitlines()[-1].partition("Not tried")
+    for flag in ("--stages", "--layout", "--tensor-parallel", "--vocab-parallel", "--data-parallel", "--context"):
+        assert flag in late
+
+
+def test_a_missing_profile_is_not_a_machine_that_cannot_train():
+    profile = Finding("profile", PROBLEM, "there is no file missing.json", "give another file")
+    assert text([Finding("torch", OK, "2.13.0"), profile]).splitlines()[-1].startswith("training can run here, but not with")
+    broken = Finding("torch", PROBLEM, "not found")
+    assert text([broken, profile]).splitlines()[-1].startswith("training cannot run here: 2 problem(s)")
+
+
+def test_help_imports_nothing_heavy_and_a_command_no_other():
+    """All run in one process, which names the first that imports such a package."""
+    commands = ["check", "", *MODULES, *NAMES]
+    program = (
+        "import sys; from megatron_epp.cli.main import main\n"
+        f"for number, command in enumerate({commands}):\n"
+        " try: main([*command.split(), '--help'])\n"
+        " except SystemExit:\n"
+        "  heavy = {'numba', 'torch', 'matplotlib', 'megatron', 'highspy'} & set(sys.modules)\n"
+        "  if heavy: sys.exit(f'{command}: {heavy}')\n"
+        "  if number == 0 and 'megatron_epp.cli.advise' in sys.modules: sys.exit('check imports advise')\n"
+        "  print('end of help')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *texts, rest = done.stdout.split("end of help\n")
+    assert (len(texts), rest) == (len(commands), "")
+    assert all(text.startswith("usage: megatron-epp") for text in texts)
+
+
+# ---- remedies --------------------------------------------------------------------------------------------------------
+
+ROOT = Path(megatron_epp.__file__).parent
+PURE = ("plan", "cost", "planner", "data")
+FIELDS = {field.name for kind in (Options, Problem, ModelShape) for field in fields(kind)}
+MEGATRONS = {"global_batch_size", "num_stages", "vocab_parallel", "eod_mask_loss", "tokenizer_type", "tokenizer_model"}
+"""Settings of errors that are no field of the planner's own, but a flag of Megatron, or a number of fields."""
+ERROR = InfeasibleError(
+    "no plan fits.\n",
+    Remedy("raise", "cap_bytes", (5 << 28) + 1),
+    Remedy("raise", "host_cap_bytes", 1 << 31),
+    Remedy("lower", "chunk_tokens"),
+    Remedy("set", "planner", "greedy"),
+    least_cap_bytes=7,
+)
+
+
+def flags_of(name: str) -> dict[str, str]:
+    """Return the flags of a command by their settings."""
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
+    return names_of(commands.choices[name])
+
+
+def nodes(package: str) -> Iterator[ast.AST]:
+    for path in (ROOT / package).rglob("*.py"):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def remedied(package: str) -> set[str]:
+    """Settings that a package names in `Remedy(change, setting)`."""
+    calls = (node for node in nodes(package) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    return {arg.value for call in calls if call.func.id == "Remedy" for arg in call.args[1:2] if isinstance(arg, ast.Constant)}
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_a_pure_package_names_settings_and_no_flag(package):
+    texts = (node.value for node in nodes(package) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    words = (word.strip("(`'\"") for text in texts for word in text.split())
+    assert [word for word in words if word[:2] == "--" and word.strip("-")[:1].isalpha()] == []
+    assert remedied(package) <= (FIELDS | MEGATRONS) & set(TRAINING)
+
+
+def test_each_door_has_its_own_name_for_a_setting():
+    doors = {name: flags_of(name) for name in ("plan", "advise", "prepare")}
+    assert doors["plan"]["global_batch_size"] == "--batch-size"
+    assert doors["advise"]["global_batch_size"] == "--global-batch-size"
+    assert (doors["plan"]["cap_bytes"], doors["plan"]["num_layers"]) == ("--memory-cap-gb", "--layers")
+    assert doors["prepare"]["tokenizer_model"] == "--tokenizer-model"
+    settings = set().union(*map(remedied, PURE)) - {"eod_mask_loss"}
+    assert settings - set().union(*doors.values()) == set()
+
+
+def test_the_text_is_of_who_asked():
+    assert str(ERROR) == (
+        "no plan fits.\nRaise cap_bytes to 1342177281 or host_cap_bytes to 2147483648, or lower chunk_tokens, or set planner "
+        "to greedy."
+    )
+    assert ERROR.text(TRAINING) == (
+        "no plan fits.\nRaise --epp-memory-cap-gb to 1.26 or --epp-host-memory-gb to 2.00, or lower --epp-chunk-tokens, or set "
+        "--epp-planner to greedy."
+    )
+    assert ERROR.text(flags_of("plan")).endswith("lower --chunk-tokens, or set --planner to greedy.")
+    both = EppError("too few", Remedy("drop", "slices"), Remedy("use", value="another file"))
+    assert str(both) == "too few; leave out slices, or use another file"
+    with pytest.raises(PlanError) as refused, naming_file("a.yaml", PlanError):
+        raise EppError("too few", Remedy("raise", "slices", 3))
+    assert refused.value.text(TRAINING) == "a.yaml: too few; raise --epp-slices to 3"
+
+
+@pytest.mark.parametrize("moved", [copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_keep_everything_on_their_way_from_process_to_process(moved):
+    error = moved(ERROR.with_context("a batch: ", "\nIt was long.", TRAINING))
+    assert type(error) is InfeasibleError
+    assert (error.least_cap_bytes, error.remedies) == (7, ERROR.remedies)
+    assert str(error) == f"a batch: {ERROR.text(TRAINING)}\nIt was long."
+    assert moved(MessageRoomError("full", (1, 2))).needed == (1, 2)
+
+
+# ---- bytes: two sizes that differ never look alike together, and what is to suffice does -----------------------------
+
+GIB = 1 << 30
+PAIRS = [(72 * GIB, 72 * GIB + 1), (10_737_418, 11_000_000), (80_745_586_688, 80_745_586_680), (1, 2), (5 << 20, 5 << 30)]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_sizes_that_differ_look_different_and_a_limit_raised_to_the_number_suffices(pair):
+    for shown in (format_bytes, format_gib):
+        first, other = (shown(*sizes) for sizes in (pair, pair[::-1]))
+        assert first != other
+        assert all(text.split()[1] in ("GiB", "MiB", "KiB", "B") for text in (first, other))
+    for size in (0, *pair):
+        enough = float(enough_gib(size)) * GIB
+        assert size <= enough <= max(size * 1.01, size + 0.01 * GIB)
+        assert enough <= 1.01 * size or not 10_000 < size < GIB, "small ones keep their digits"
+    assert format_bytes(pair[0], pair[0]) == format_bytes(pair[0])
+
+
+def test_equal_sizes_take_no_more_digits():
+    assert format_bytes(3 * GIB, 3 * GIB) == format_gib(3 * GIB, 3 * GIB) == "3.00 GiB"
+    assert enough_gib((5 << 28) + 1) == "1.26"

@@ -1,9 +1,11 @@
-"""The measured events of a run."""
+"""Measured runs next to their plans; a run passes where it is as near to the reference as Megatron's own."""
 
 import json
+import math
 
 import pytest
 
+from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.simulate import simulate
@@ -87,3 +89,25 @@ def test_a_run_on_another_number_of_ranks_is_refused():
     measured = measured_run(plan)
     with pytest.raises(PlanError, match="1 ranks, the plan has 2"):
         measured_boxes(plan, Measured(measured.plan_digest, measured.ranks[:1]))
+
+
+# ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------
+
+
+def test_twice_as_far_as_megatrons_own_is_allowed_and_more_is_not():
+    near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
+    assert near.theirs == pytest.approx(1e-3)
+    assert near.allowed == pytest.approx(2e-3)
+    assert near.holds
+    assert not deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0081], floor=1e-6).holds
+
+
+def test_where_megatrons_own_is_exact_the_floor_is_allowed():
+    assert deviation([2.0], [2.0], [2.00001], floor=1e-5).holds
+    assert not deviation([2.0], [2.0], [2.0001], floor=1e-5).holds
+
+
+def test_a_loss_that_is_not_a_number_passes_nowhere():
+    found = deviation([2.0, 2.0], [2.0, 2.0], [2.0, math.nan], floor=1.0)
+    assert math.isinf(found.ours)
+    assert not found.holds

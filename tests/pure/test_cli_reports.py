@@ -1,0 +1,245 @@
+"""What commands print and write of plans: comparisons, pictures, memory, schedules and help, called in-process."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cli import main as cli
+from megatron_epp.cli import terminal
+from megatron_epp.cli.compare import sizes_of
+from megatron_epp.cli.main import MODULES, NAMES, main
+from megatron_epp.cli.schedules import usual
+from megatron_epp.plan.check import check
+from megatron_epp.plan.grid import from_grid
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.serialize import digest, load, save
+from megatron_epp.planner import PLANNERS
+from tests.support.plan.bad_files import PLAN
+from tests.support.plan.report_plans import measured_run
+
+MODEL = "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --rates cpu"
+BATCH = f"--lengths 4096,300,200,100 {MODEL} --slices 4"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return what a command prints that succeeds, in a folder with `plan.json`."""
+    save(PLAN, tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+
+    def printed(command: str) -> str:
+        assert main(shlex.split(command)) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_plan_writes_a_sound_plan_and_prints_its_digest(run):
+    out, made = run(f"plan {BATCH} -o made.json"), load("made.json")
+    assert check(made) == []
+    assert (made.lengths, made.num_stages) == ((4096, 300, 200, 100), 2)
+    assert digest(made)[:12] in out
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("check plan.json", "show plan.json --proof"),
+        ("simulate plan.json", "show plan.json --times"),
+        (f"memory {BATCH}", f"plan --memory {BATCH}"),
+    ],
+)
+def test_a_short_or_older_name_prints_what_its_command_does(name, command, run):
+    assert run(name) == run(command)
+
+
+def test_show_prints_what_each_rank_issues(run):
+    assert from_grid(run("show plan.json --lowered")) == lower(PLAN)
+
+
+def test_show_writes_what_the_suffix_or_a_flag_says(run):
+    for suffix in ("svg", "json", "txt"):
+        run(f"show plan.json -o out.{suffix}")
+    assert "<svg" in Path("out.svg").read_text()
+    assert json.loads(Path("out.json").read_text())["traceEvents"]
+    assert "rank 0 | 0F0" in Path("out.txt").read_text()
+    run("show plan.json --png picture.png --trace trace")  # whatever the suffix
+    assert Path("picture.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("trace").read_text())["traceEvents"]
+
+
+def test_show_sets_a_run_beside_its_plan(run):
+    measured_run(PLAN, slowdown=2.0).save(Path("run.json"))
+    rows = {line.split("  ")[0]: line.split()[-1] for line in run("show plan.json --measured run.json").splitlines() if line}
+    assert rows["all F"] == rows["all B"] == "2.000"
+
+
+# ---- comparisons and schedules ---------------------------------------------------------------------------------------
+
+
+def test_all_planners_are_ranked_with_the_placements_that_they_need(run):
+    rows = json.loads(run(f"compare {BATCH} --planner all --json"))
+    assert {row["planner"] for row in rows} == set(PLANNERS)
+    ranked = [row for row in rows if "makespan_us" in row]
+    times = [row["makespan_us"] for row in ranked]
+    assert times == sorted(times)
+    assert all(row["makespan_us"] >= row["lower_bound_us"] > 0 for row in ranked)
+    assert [row["makespan_over_best"] for row in ranked] == [time / times[0] for time in times]
+    assert all("refusal" in row for row in rows[len(times) :])
+    assert {"greedy", "interleaved", "v-min", "gpipe"} <= {row["planner"] for row in ranked}
+
+
+def test_every_planner_is_listed_and_those_that_training_cannot_run_as_such_and_they_plan(run):
+    listed = run("schedules")
+    rows = listed.split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in rows if not line.startswith(" ")] == list(PLANNERS.entries())
+    for name, flags in (("helixpipe", ""), ("flexsp", "--context-parallel-size 4 --model llama3-8b")):
+        assert f"{name} is planned, not run: training lacks {PLANNERS.entries()[name].lacks}." in listed
+        run(f"plan --lengths 9000,900,800,700 --stages 2 --planner {name} -o {name}.json {flags}")
+        assert "sound" in run(f"check {name}.json")
+        assert name not in usual()
+
+
+def test_every_planner_gets_its_best_packing_size_with_the_same_layers_under_the_same_caps(run):
+    names = " ".join(f"--planner {name}" for name in ("1f1b-packed", "zb-v", "seq1f1b", "greedy", "milp"))
+    command = f"compare --lengths 4096,3000,2000,300,200,100 {MODEL} --json {names} --context 16384"
+    best, fixed = ({row["planner"]: row for row in json.loads(run(command + more))} for more in ("", " --slices 4"))
+    assert {row["layers"] for row in best.values()} == {"balanced"}
+    assert best["1f1b-packed"]["makespan_us"] < fixed["1f1b-packed"]["makespan_us"]
+    assert best["1f1b-packed"]["size"] == 4096, "rows are no longer than the longest sequence"
+    assert best["greedy"]["makespan_us"] <= fixed["greedy"]["makespan_us"]
+    assert best["seq1f1b"]["size"] is None, "it tries sizes itself"
+    assert best["milp"]["size"] == best["greedy"]["size"]
+    assert len({tuple(row["cap_bytes"]) for row in best.values()}) == 1
+
+
+def test_sizes_keep_sequences_whole_where_they_are_not_cut_and_are_few():
+    args = argparse.Namespace(token_multiple=2, chunk_tokens=None, slices=None, context=None)
+    lengths = (9001, 500, 30)
+    assert sizes_of(args, lengths, 4, "1f1b-packed") == [9002]
+    args.context = 1 << 20
+    assert sizes_of(args, lengths, 4, "1f1b-padded") == [9002, 16384, 32768, 65536, 131072]
+    assert sizes_of(args, lengths, 4, "zb-v") == [256, 512, 1024, 2048, 4096]
+    assert sizes_of(args, (9001,) * 4096, 64, "greedy") == [], "the work is limited"
+    assert sizes_of(args, (9001,) * 1024, 8, "greedy") == [4096], "to the coarsest"
+    assert sizes_of(args, lengths, 4, "seq1f1b") == sizes_of(args, lengths, 4, "module:function") == []
+    for setting in ("chunk_tokens", "slices"):
+        changed = argparse.Namespace(**vars(args) | {setting: 4})
+        assert sizes_of(changed, lengths, 4, "greedy") == sizes_of(changed, lengths, 4, "1f1b-packed") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"), [("--chunk-tokens 300", "more than 16 chunks"), ("--forward-only", "it does not know evaluations")]
+)
+def test_plan_and_compare_say_why_the_exact_planner_leaves_a_plan_as_it_is(flags, why, capsys):
+    batch = ["--lengths", "2000,1500,1000,800", "--stages", "2", *flags.split(), "--planner", "milp"]
+    assert main(["plan", *batch]) == 0
+    assert why in capsys.readouterr().err
+    assert main(["compare", *batch, "--planner", "greedy", "--json"]) == 0
+    assert [why in row.get("note", "") for row in json.loads(capsys.readouterr().out)] == [True, False]
+
+
+def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(capsys):
+    pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
+    batch = ["--lengths", "2000,1500", "--stages", "2", "--slices", "2", "--planner", "milp", "--plan-limit-seconds", "0.5"]
+    for command in ("plan", "compare"):
+        assert main([command, *batch]) == 0
+        assert "above the bound" in "".join(capsys.readouterr())
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+HELD = "--lengths 8192,700,300 --stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3"
+
+
+def row_of(text: str, name: str) -> list[float]:
+    """Return the figures in the columns behind a name."""
+    line = next(line for line in text.splitlines() if line.startswith(f"{name}  "))
+    return [float(figure) for figure in re.findall(r"[\d.]+", line.removeprefix(name))]
+
+
+def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
+    text = run(f"plan --memory {HELD} --memory-gb 0.2 --memory-out memory.png -o made.json")
+    made = load("made.json")
+    peaks, static = made.predicted.peak_bytes, made.static_bytes
+    assert row_of(text, "peak") == [round(peak / 2**20, 2) for peak in peaks]
+    assert row_of(text, "static, in all") == [round(held / 2**20, 2) for held in static]
+    assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(run(f"plan --memory {HELD} --memory-gb 0.2 --json"))
+    assert (told["refusal"], [rank["rank"] for rank in told["ranks"]]) == ("", [0, 1])
+    for rank, peak in zip(told["ranks"], peaks, strict=True):
+        assert sum(rank["peak"].values()) == rank["peak_bytes"] == rank["cap_bytes"] - rank["headroom_bytes"] == peak
+        assert max(num_bytes for _, num_bytes in rank["live_bytes"]) == peak
+    smallest = told["smallest_cap"]["without offload"]
+    assert 0 < smallest["cap_bytes"] <= max(peaks)
+    assert smallest["makespan_us"] > 0
+
+
+def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(run):
+    there = "--optimizer-cpu-offload --use-precision-aware-optimizer"
+    device, host = (row_of(run(f"plan --memory {HELD} {flags}"), "static, in all") for flags in ("", there))
+    assert all(with_states > without for with_states, without in zip(device, host, strict=True))
+
+
+def test_the_smallest_cap_that_is_told_where_nothing_fits_does_and_a_smaller_one_does_not(run):
+    text = run(f"plan --memory {HELD} --memory-gb 0.02")
+    (smallest, _) = row_of(text, "without offload")
+    assert row_of(text, "cap")[0] / 1024 == pytest.approx(smallest, abs=2e-4)
+    run(f"plan {HELD} --memory-gb {smallest}")
+    assert main(shlex.split(f"plan {HELD} --memory-gb {0.99 * smallest}")) == 2
+
+
+# ---- help and progress -----------------------------------------------------------------------------------------------
+
+
+def help_of(capsys, *argv):
+    with pytest.raises(SystemExit) as caught:
+        main(list(argv))
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*MODULES, *NAMES])
+def test_every_command_explains_itself_and_all_its_flags(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of(capsys, command, "--help")
+    assert text == help_of(capsys, command, "--help-all")
+    assert text.startswith(f"usage: megatron-epp {command} [options]")
+    assert text.count("\n") <= 160
+    commands = next(action for action in cli._parser([command])._actions if hasattr(action, "choices") and action.choices)
+    named = {name for flags in re.findall(r"^  (-.+?)(?:  |$)", text, re.MULTILINE) for name in re.findall(r"--[\w-]+", flags)}
+    shown = [action for action in commands.choices[command]._actions if action.help != argparse.SUPPRESS]
+    assert [action.dest for action in shown if action.option_strings and named.isdisjoint(action.option_strings)] == []
+    assert "example: " in text or command in ("schedules", *NAMES)
+
+
+def test_the_list_has_at_most_ten_commands_and_names_the_others_below(capsys):
+    above, _, below = help_of(capsys, "--help").partition("\nalso:\n")
+    listed = re.findall(r"^  ([\w-]+) +\w", above.partition("\ncommands:\n")[2].partition("\noptions:\n")[0], re.MULTILINE)
+    assert len(listed) <= 10
+    assert all(re.search(rf"\b{name}\b", below) for name in {*MODULES, *NAMES} - set(listed))
+
+
+def test_a_line_says_what_takes_long_and_nothing_what_does_not(monkeypatch, capsys):
+    with terminal.progress("thinking"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(terminal, "_LOG_EVERY_S", 0.01)
+    lines, seen = iter(range(100)), terminal.threading.Event()
+
+    def detail():
+        count = next(lines)
+        if count == 2:
+            seen.set()
+        return f"{count} done"
+
+    with terminal.progress("thinking", detail):
+        assert seen.wait(60)
+    with pytest.raises(KeyError), terminal.progress("failing"):
+        raise KeyError
+    assert capsys.readouterr().err.splitlines()[0] == "thinking, 0 s, 0 done"

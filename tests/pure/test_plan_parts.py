@@ -1,0 +1,219 @@
+"""Small parts of the plan language: placements, sizes of buffers, trees of ranks, rows as text, violations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.plan import Action, Op, PlanError, check, from_grid, lower, report, to_grid
+from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
+from scripts import write_communicators
+from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import make_plan, offload, one_f_one_b, two_by_two, whole, with_rows, with_step
+
+# ---- placements: stages go to ranks round and round, or there and back -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks"),
+    [
+        (Placement("looped", 3, 1), (0, 1, 2)),
+        (Placement("looped", 3, 2), (0, 1, 2, 0, 1, 2)),
+        (Placement("v", 3, 2), (0, 1, 2, 2, 1, 0)),
+        (Placement("v", 2, 3), (0, 1, 1, 0, 0, 1)),
+    ],
+)
+def test_every_stage_has_a_rank_and_every_rank_its_stages_in_order(placement: Placement, ranks: tuple[int, ...]) -> None:
+    assert placement.rank_of == ranks
+    for rank in range(placement.num_ranks):
+        stages = placement.stages(rank)
+        assert len(stages) == placement.num_chunks
+        assert [ranks[stage] for stage in stages] == [rank] * placement.num_chunks
+        assert sorted(stages) == list(stages)
+    assert placement.last_rank == ranks[-1]
+
+
+def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
+    kinds = [("looped", 2, 2), ("v", 2, 2), ("v", 2, 3), ("v", 4, 4), ("looped", 1, 1)]
+    assert [Placement(*kind).ends_share_rank for kind in kinds] == [False, True, False, True, False]
+
+
+# ---- sizes of buffers: few, none too small, none much too large ------------------------------------------------------
+
+
+COUNTS = st.integers(0, 1 << 30)
+
+
+@given(COUNTS)
+def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more(count):
+    assert count <= size_class(count) <= count * (1 + 1 / SIZES_PER_OCTAVE)
+
+
+@given(COUNTS, COUNTS)
+def test_more_tokens_never_get_a_smaller_buffer(one, other):
+    assert size_class(min(one, other)) <= size_class(max(one, other))
+
+
+@given(COUNTS)
+def test_a_size_that_there_is_stays_as_it_is(count):
+    assert size_class(size_class(count)) == size_class(count)
+
+
+def test_sizes_are_few():
+    counts = np.arange(1024, 1 << 20)
+    assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
+
+
+@given(st.lists(COUNTS, min_size=1))
+def test_many_at_a_time_are_as_one_by_one(counts):
+    assert size_classes(np.array(counts)).tolist() == [size_class(count) for count in counts]
+
+
+# ---- trees: groups of ranks whose first ranks are divided again, so that each is connected to few --------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 63, 64])
+def test_few_ranks_are_one_group(num_ranks):
+    assert tree_of(num_ranks) == ((tuple(range(num_ranks)),),)
+    assert num_connections(num_ranks, 0) == num_ranks - 1
+
+
+@pytest.mark.parametrize(("num_ranks", "largest"), [(65, 64), (512, 64), (4096, 64), (5000, 64), (8, 4), (9, 2), (27, 3)])
+def test_every_level_divides_the_first_ranks_of_the_one_below(num_ranks, largest):
+    levels, members = tree_of(num_ranks, largest), tuple(range(num_ranks))
+    for level in levels:
+        assert tuple(rank for group in level for rank in group) == members
+        sizes = [len(group) for group in level]
+        assert max(sizes) <= largest
+        assert max(sizes) - min(sizes) <= 1
+        members = tuple(group[0] for group in level)
+    assert members == (0,)
+
+
+def test_a_rank_of_a_large_job_has_fewer_connections_than_two_full_groups_have():
+    for num_ranks in (65, 512, 1024, 4096):
+        most = max(num_connections(num_ranks, rank) for rank in range(num_ranks))
+        assert most <= 2 * (LARGEST_MESH - 1)
+    assert num_connections(512, 0) == 63 + 7
+    assert num_connections(512, 1) == 63
+
+
+def test_the_page_is_written_from_the_formulas():
+    current = write_communicators.TARGET.read_text()
+    assert current == write_communicators.document(), "run: python -m scripts.write_communicators"
+
+
+@pytest.mark.parametrize("placement", [Placement("looped", 8, 1), Placement("looped", 8, 2), Placement("v", 8, 2)])
+@pytest.mark.parametrize("num_sms", [132, 108, 46])
+def test_links_hold_a_quarter_of_the_sms_and_as_much_memory_as_their_ctas_have_channels(placement, num_sms):
+    use = link_use(placement, num_sms)
+    assert use.num_sms == use.num_links * use.ctas <= num_sms / 4
+    assert use.num_bytes == use.num_sms * CHANNEL_BYTES
+    by_nccl = link_use(placement, num_sms, ctas=16)
+    assert by_nccl.num_bytes / use.num_bytes == 16 / use.ctas
+
+
+def test_a_pipeline_in_a_line_has_two_communicators_for_each_pair_of_neighbours():
+    assert link_use(Placement("looped", 8, 1), 132).num_communicators == 2 * 7
+    assert link_use(Placement("looped", 8, 2), 132).num_communicators == 2 * 8
+    assert link_use(Placement("v", 8, 2), 132).num_communicators == 2 * 2 * 7
+
+
+# ---- rows as text ----------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_has_a_line_per_rank():
+    assert to_grid(one_f_one_b()) == "rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2\nrank 1 | 1F0 1B0 1F1 1B1 1F2 1B2\n"
+
+
+def test_copies_follow_in_lines_of_their_own():
+    assert to_grid(offload()).splitlines()[2:] == ["copy 0 | 0O0 0L0", "copy 1 |"]
+
+
+def test_rank_numbers_line_up():
+    lines = to_grid([[Action(Op.F, rank, 0)] for rank in range(11)]).splitlines()
+    assert lines[0] == "rank  0 | 0F0"
+    assert lines[10] == "rank 10 | 10F0"
+
+
+@given(sound_plans())
+def test_the_grid_reads_back(plan):
+    text = to_grid(plan)
+    assert from_grid(text) == tuple(plan.actions(rank) for rank in range(plan.num_ranks))
+    copies = tuple(tuple(step.action for step in steps) for steps in plan.copies)
+    assert from_grid(text, block="copy") == (copies if any(copies) else ())
+
+
+@given(sound_plans())
+def test_a_lowered_plan_reads_back(plan):
+    rows = lower(plan)
+    assert from_grid(to_grid(rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rank 0 | 0F0\nrank 2 | 1F0", "line 2 of the grid is rank 2; expected rank 1"),
+        ("rank 0 | 0F0\nrank 0 | 1F0", "line 2 of the grid is rank 0; expected rank 1"),
+        ("0F0 0F1", "expected 'rank <n>"),
+        ("rank 0 | 0F0 0Q0", "'0Q0' is not an action"),
+    ],
+)
+def test_what_is_no_grid_is_refused(text, reason):
+    with pytest.raises(PlanError, match=reason):
+        from_grid(text)
+
+
+# ---- violations ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_puts_an_arrow_under_the_fault():
+    plan = with_rows(two_by_two(), "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
+    assert report(plan, check(plan)[:2]).splitlines() == [
+        "2 violations",
+        "rank 0 | 0F0 0B0 0F1 0B1",
+        "             ^^^ deadlock: waits for 1B0 (rank 1, position 3), which is never reached",
+        "rank 1 | 1F1 1B1 1F0 1B0",
+        "         ^^^ deadlock: waits for 0F1 (rank 0, position 2), which is never reached",
+    ]
+
+
+def test_the_report_says_when_there_is_nothing_to_report():
+    assert report(two_by_two(), []) == "sound: 2 ranks, 2 stages, 2 chunks\n"
+
+
+def test_the_report_tells_faults_in_copies_from_faults_in_compute():
+    plan = make_plan(["0F0 0B0"], whole(4), copies=["0L0 0O0"], offload_share=0.5)
+    assert report(plan, check(plan)).splitlines()[1:] == [
+        "rank 0 | 0F0 0B0",
+        "copy 0 | 0L0 0O0",
+        "         ^^^ runs before 0O0 (position 1), which it needs",
+    ]
+
+
+def test_the_report_cuts_long_rows_and_long_lists():
+    many = range(60)
+    plan = make_plan([" ".join([f"0F{c}" for c in many] + [f"0B{c}" for c in many])], whole(*[1] * 60))
+    lines = report(plan, check(with_step(plan, "0B9", free_bytes=99))).splitlines()
+    at = lines[1].index("0B9")
+    assert lines[1].startswith("rank 0 | ... ")
+    assert lines[1].endswith(" ...")
+    assert lines[2][at - 1 : at + 3] == " ^^^"
+    assert report(plan, check(replace(plan, ranks=((),)))).splitlines()[-1] == "... and 100 more"
+
+
+@given(sound_plans(), st.integers(0, 2**32))
+def test_the_report_shows_every_fault_of_a_broken_plan(plan, seed):
+    rows = tuple(tuple(sorted(steps, key=lambda s: hash((seed, s.action.chunk, s.action.stage)))) for steps in plan.ranks)
+    broken = replace(plan, ranks=rows)
+    found = check(broken)[:20]
+    text = report(broken, found)
+    assert all(fault.reason in text for fault in found)
+    assert text.count("^ ") == sum(fault.position is not None for fault in found)
