@@ -111,7 +111,6 @@ REFUSED = [
     (f"{TP} 2 {CP} 4 --sequence-parallel --epp-slices 10", "--seq-length 64", "10 slices of at least 8", "raise it to 80"),
     (f"--mtp-num-layers 1 {PP} 2 --save somewhere", "Megatron cannot save", "add --untie-embeddings-and-output-weights"),
     (f"{PATTERN} GMD-*E", f"{PATTERN} GMD-*E", "sparse attention (DSA) (D)"),
-    (f"{PATTERN} *-/*", f"{PATTERN} *-/*", "multi-token"),
     ("--hybrid-override-pattern GMD-*E", "sparse attention (DSA) (D)"),
     # others
     ("--eval-micro-batch-size 4", "--eval-micro-batch-size 4"),

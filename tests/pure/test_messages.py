@@ -124,7 +124,9 @@ def test_help_imports_nothing_heavy_and_a_command_no_other():
 ROOT = Path(megatron_epp.__file__).parent
 PURE = ("plan", "cost", "planner", "data")
 FIELDS = {field.name for kind in (Options, Problem, ModelShape) for field in fields(kind)}
-MEGATRONS = {"global_batch_size", "num_stages", "vocab_parallel", "eod_mask_loss", "tokenizer_type", "tokenizer_model"}
+MEGATRONS = {
+    *("global_batch_size", "num_stages", "vocab_parallel", "eod_mask_loss", "tokenizer_type", "tokenizer_model", "fp8_recipe")
+}
 """Settings of errors that are no field of the planner's own, but a flag of Megatron, or a number of fields."""
 ERROR = InfeasibleError(
     "no plan fits.\n",
