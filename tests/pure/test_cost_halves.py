@@ -13,12 +13,11 @@ from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Recompute, Segment
 from megatron_epp.plan.check import check
-from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import plan
-from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import headline
+from tests.support.plan.campaign import faults_of_breakdown
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 EXPERTS = replace(SHAPE, num_experts=4, experts_per_token=2, tensor_parallel=2)
@@ -94,13 +93,9 @@ def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
     tight = plan(Problem(lengths, ranks, caps), costs, Options(split_weight=split, slices=2))
     for made in (wide, tight):
         assert check(made) == []
-        assert from_json(to_json(made)) == made
         assert [made.num_layers[stage] + made.half_layers[stage] / 2 for stage in ranks] == layers
         assert " 4 layers" in headline(made)[0]
-        breakdown = memory_breakdown(made, costs)
-        for step in (step for _, rows in made.tables for row in rows for step in row):
-            assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes
-            assert sum(breakdown.gives[step.action].values()) == step.free_bytes
+        assert list(faults_of_breakdown(made, costs)) == []
 
 
 def test_the_backward_of_a_half_alone_has_room_for_the_gradient_of_its_keys_and_values():

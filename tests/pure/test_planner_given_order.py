@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.plan import Chunk, Op, Plan, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import UNLIMITED_BYTES
-from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline
+from tests.support.plan.planner_cases import pipeline
 
 Case = tuple[tuple[Chunk, ...], Problem]
 LAYERS = 4
@@ -99,19 +99,3 @@ def test_an_evaluation_takes_chunks_of_a_rank_in_turns_of_as_many_microbatches_a
     for row in plan.ranks:
         actions = [action for step in row for action in step.actions]
         assert [(action.stage // ranks, action.chunk) for action in actions] == turns
-
-
-def test_plain_plans_are_1f1b() -> None:
-    chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
-    for rank, row in enumerate(planned(chunks, problem, plain=True).ranks):
-        ops = [action.op for step in row for action in step.actions]
-        assert ops.index(Op.B) == 4 - rank
-        alive = [sum(1 if op is Op.F else -1 for op in ops[:end]) for end in range(len(ops))]
-        assert max(alive) == 4 - rank
-
-
-def test_a_cap_that_no_recompute_meets_is_refused_with_one_that_would_do() -> None:
-    chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
-    with pytest.raises(InfeasibleError) as error:
-        planned(chunks, replace(problem, cap_bytes=(GIB,) * 4))
-    check_order(planned(chunks, replace(problem, cap_bytes=(named_cap_bytes(error.value),) * 4)), len(chunks))

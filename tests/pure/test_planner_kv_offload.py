@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
-from megatron_epp.cost import memory as item
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
@@ -19,11 +18,9 @@ from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.memory.kv_offload_choice import (
     COPIES_SHARING,
     SHARINGS,
-    kv_offload_entries,
     leaves_link,
     with_kv_offload,
 )
@@ -33,6 +30,8 @@ from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
+from tests.support.plan.campaign import faults_of_answer
+from tests.support.plan.campaign_cases import Case
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
@@ -98,14 +97,7 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
     built = build_plan(asked, costs, options, made)
     assert check(built) == []
     assert built.predicted.makespan_us == pytest.approx(made.makespan_us(asked, costs), rel=1e-12)
-    breakdown = memory_breakdown(built, costs)
-    assert item.KV_OFFLOAD in breakdown.items
-    for step in (step for row in built.ranks for step in row):
-        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
-    for rank in range(stages):
-        assert all(min(moment.items.values()) >= 0 for moment in breakdown.moments(rank))
-        assert breakdown.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
+    assert list(faults_of_answer(Case(asked, costs, options), (built,))) == []
 
 
 def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either():
@@ -134,24 +126,6 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     assert peaks[0][1] == peaks[1][1] > peaks[2][1]
     assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
     assert max(bounds) <= times[0]  # what streaming takes can be spared
-
-
-def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch):
-    costs, asked, asked_of = pipeline(4), problem([40_000] * 6, 4), []
-    kv_offload_costs = PipelineCosts.kv_offload_costs
-    monkeypatch.setattr(
-        PipelineCosts,
-        "kv_offload_costs",
-        lambda self, stage, *rest: asked_of.append(stage) or kv_offload_costs(self, stage, *rest),
-    )
-    chunks = plan(asked, costs, Options(slices=4)).chunks
-    every = frozenset(product(range(4), range(6)))
-    entries = kv_offload_entries(chunks, asked, costs, every)
-    assert sorted(asked_of) == sorted(set(costs.equal_stages))
-    asked_of.clear()
-    assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
-    with_kv_offload(tabulate(chunks, asked, costs), chunks, asked, costs, FULL_ONLY, every)
-    assert sorted(asked_of) == sorted(set(costs.equal_stages))
 
 
 def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
@@ -188,17 +162,6 @@ def named_host_bytes(error: Exception) -> int:
 
 
 @BATCHES
-def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it(lengths: list[int]):
-    costs, host = pipeline(2), GIB // 8
-    with pytest.raises(InfeasibleError) as refused:
-        plan(problem(lengths, 2, int(0.3 * least_cap(lengths, 2, costs, FIXED)), host_cap_bytes=host), costs, FIXED_ON)
-    cap = refused.value.least_cap_bytes
-    made = plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
-    assert max(made.predicted.peak_bytes) <= cap
-    assert max(host_peaks(simulate(made)), default=0) <= host
-
-
-@BATCHES
 @some_by_default("offloadable_share", [0.0, 0.9], 1)
 def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: list[int], offloadable_share: float):
     costs, host = replace(pipeline(2), offloadable_share=offloadable_share), GIB // 8
@@ -231,18 +194,6 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     tables = made.tables(asked, costs)
     assert improve(made, tables, asked, options) != made
     assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made
-
-
-def test_an_evaluation_fits_too():
-    costs, lengths = pipeline(2), [400_000]
-    free = plan(problem(lengths, 2, forward_only=True), costs, Options(slices=40))
-    cap = int(0.6 * max(free.predicted.peak_bytes) + 0.4 * max(free.static_bytes))
-    asked = problem(lengths, 2, cap, forward_only=True)
-    with pytest.raises(InfeasibleError):
-        plan(asked, costs, Options(slices=40))
-    made = plan(asked, costs, Options(slices=40, offload=True))
-    assert made.kv_offload
-    assert max(made.predicted.peak_bytes) <= cap
 
 
 def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():

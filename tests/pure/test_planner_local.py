@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 
 from megatron_epp.planner import Options
-from megatron_epp.planner import local_search as local
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
-from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.kernels.split import EAGER, split_off, storage
 from megatron_epp.planner.local_search import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
-from megatron_epp.planner.orders.completion import split_weights, with_split_weights
+from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import search
@@ -28,19 +22,6 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
     return search(Replicas((given,), costs, options)).best().whole[0]
-
-
-def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of every run of the search from here on."""
-    taken: list[int] = []
-    search = local.search
-
-    def counted(*args):
-        taken.append(args[6])
-        return search(*args)
-
-    monkeypatch.setattr(local, "search", counted)
-    return taken
 
 
 def test_the_search_runs_unasked_for_small_plans_without_a_budget():
@@ -56,17 +37,6 @@ def test_a_long_iteration_gets_the_long_search_which_takes_a_small_share_of_it()
     assert runs_of(Options(), 0.99 * shortest_us) == RUNS
     assert sum(RUNS) < LONG_STEPS
     assert runs_of(Options(steps=7), shortest_us) == (7,)
-
-
-def test_runs_go_on_from_the_best_while_they_gain(monkeypatch: pytest.MonkeyPatch):
-    start = fastest(GIVEN, COSTS, OPTIONS)
-    tables, taken = start.tables(GIVEN, COSTS), steps_taken(monkeypatch)
-    better = improve(start, tables, GIVEN, OPTIONS)
-    assert better.makespan_us(GIVEN, COSTS) < start.makespan_us(GIVEN, COSTS)
-    assert taken == [*RUNS]
-    taken.clear()
-    assert improve(better, tables, GIVEN, OPTIONS).makespan_us(GIVEN, COSTS) <= better.makespan_us(GIVEN, COSTS)
-    assert taken == [RUNS[0]]
 
 
 def test_equal_arguments_take_equal_steps():
@@ -86,18 +56,6 @@ def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_fo
 
     assert split_us(split) < min(split_us(start), split_us(whole))
     assert split.makespan_us(given, costs) >= whole.makespan_us(given, costs)
-
-
-def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
-    made = fastest(GIVEN, COSTS, OPTIONS)
-    tables = made.tables(GIVEN, COSTS)
-    codes, columns = encode(made.order, len(made.chunks)), tables.columns
-    whole, filled = storage(codes.actions, codes.starts, columns)
-    steps = integers(chain.from_iterable(made.recompute_steps))
-    took_us = split_off(whole, columns, steps, integers(GIVEN.cap_bytes), integers([]), filled, EAGER)
-    order = split_weights(codes, tables, made.recompute_steps, GIVEN.cap_bytes, (), EAGER)
-    assert any(code & KIND_MASK == WEIGHT for code in order.actions)
-    assert took_us == makespan_us(order, tables, made.recompute_steps)
 
 
 def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unasked(monkeypatch: pytest.MonkeyPatch):

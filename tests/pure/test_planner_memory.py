@@ -94,13 +94,6 @@ def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_
     assert (below.recompute_steps, below.needed_bytes) == (None, least)
 
 
-def test_nothing_is_recomputed_where_memory_is_loose():
-    order, tables = small_case(3)
-    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).recompute_steps == [[0] * tables.num_chunks] * len(
-        order
-    )
-
-
 def recompute_us(made: Plan) -> float:
     costs = {s: pipeline(made.num_stages).stages[s].line("backward") for s in range(made.num_stages)}
     base = 0.0
@@ -156,7 +149,7 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
     assert made.predicted.makespan_us <= makespan_us(order, tables, by_stay)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.2, 0.8])
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
@@ -171,12 +164,18 @@ def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     assert any(sum(again) > again.full for row in made.recompute for again in row)
 
 
-def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
-    lengths = (16384,) * 6
-    cap = least_cap(lengths, 4, Options(slices=1)) - 1
-    made = plan(problem(lengths, 4, cap), pipeline(4))
-    assert check(made) == []
-    assert len(made.chunks) > len(lengths)
+def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
+    costs = pipeline(1)
+    made = plan(problem((8192,), 1), costs, Options(slices=2))
+    stage = costs.stages[0]
+    steps = {str(step.action): step for step in made.ranks[0]}
+    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
+    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
+    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
+    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
+    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
+    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
+    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
 def least_cap(lengths: tuple[int, ...], stages: int, options: Options, costs: PipelineCosts | None = None) -> int:
@@ -223,26 +222,6 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
     given = problem(WHALE, 4)
     made = plan(type(given)(given.lengths, given.placement, caps), pipeline(4), Options(slices=24))
     assert [any(again.num_layers for again in row) for row in made.recompute] == [False, False, True, False]
-
-
-def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
-    for recompute_steps, kept in ((0, 0), (3, 3), (99, 4)):
-        made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=recompute_steps))
-        assert {again.full for row in made.recompute for again in row} == {kept}
-
-
-def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
-    costs = pipeline(1)
-    made = plan(problem((8192,), 1), costs, Options(slices=2))
-    stage = costs.stages[0]
-    steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
-    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
-    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
-    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
-    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
-    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
 @pytest.mark.parametrize("seed", range(60))
