@@ -132,13 +132,6 @@ def test_layers_of_a_stage_are_halves_or_whole():
         PROFILE.costs([2.25, 1.75])
 
 
-def test_json_keeps_halves_and_refuses_unknown_ones():
-    costs = PROFILE.costs([2.5, 1.5])
-    assert PipelineCosts.from_json(costs.to_json()) == costs
-    with pytest.raises(EppError, match=r"kind is 'norm'"):
-        PipelineCosts.from_json(costs.to_json().replace('"kind": "mlp"', '"kind": "norm"'))
-
-
 def test_learnt_times_are_shared_with_the_half():
     base = PROFILE.costs([2.5, 1.5])
     sizes = [(64 * n, 2080 * n * n) for n in range(1, 7)]

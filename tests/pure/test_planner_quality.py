@@ -168,15 +168,6 @@ def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int
         assert more <= 1.01 * less
 
 
-@some_by_default("seed", [0, 2, 5, 1, 3, 4, *range(6, 12)], 3)
-def test_the_order_in_which_sequences_come_does_not_matter(seed: int):
-    draw = random.Random(seed)
-    lengths = list(web_lengths(draw.choice([2, 4, 5, 7, 9, 12, 20, 30, 100]), seed))
-    before = plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us
-    draw.shuffle(lengths)
-    assert plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us == pytest.approx(before, rel=1e-9)
-
-
 def test_steps_of_local_search_only_help_and_repeat():
     given, costs = problem((9000, 5000, 3000, 2500, 700, 600), 3, 12 * GIB), pipeline(3, 2)
     bare, few, many = (

@@ -130,7 +130,6 @@ def test_the_work_and_the_weights_of_the_output_layer_are_divided():
     moved = whole.stages[-1].static_bytes - parts.stages[-1].static_bytes
     gained = sum(stage.static_bytes for stage in parts.stages[:-1]) - sum(stage.static_bytes for stage in whole.stages[:-1])
     assert moved == pytest.approx(gained, abs=len(parts.stages) * 4)
-    assert PipelineCosts.from_json(parts.to_json()) == parts
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

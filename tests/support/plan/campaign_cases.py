@@ -79,9 +79,9 @@ def exact_case_of(seed: int) -> Case | None:
 
 
 def demanding_case_of(seed: int) -> Case:
-    """Return the case of a seed with more that is asked: loss groups, spans, little memory at the host, replicas in lockstep."""
+    """Return the case of a seed that asks for more: loss groups, spans, little memory at the host, replicas in lockstep."""
     draw, case = random.Random(seed), case_of(seed)
-    asked, options = case.problem, case.options
+    asked, options = case.problem, replace(case.options, offload=draw.random() < 0.6)
     in_groups, has_spans, is_lockstep = (draw.random() < share for share in (0.5, 0.4, 0.4))
     if draw.random() < 0.4:
         asked = replace(asked, host_cap_bytes=draw.choice([10**6, 10**7, 10**8]))
@@ -99,7 +99,8 @@ def demanding_case_of(seed: int) -> Case:
         )
         for lengths in batches
     )
-    return Case(first, case.costs, options, tuple(others))
+    unlimited = (UNLIMITED_BYTES,) * asked.num_ranks
+    return _capped(draw, with_caps(Case(first, case.costs, options, tuple(others)), unlimited))
 
 
 def _groups_of(draw: random.Random, sequences: int) -> tuple[int, ...]:
@@ -179,10 +180,10 @@ def _capped(draw: random.Random, case: Case) -> Case:
         if kind in ("least", "below"):
             least = least_cap_bytes(case)
             return with_caps(case, (least - (kind == "below"),) * ranks) if least else case
-        free = plan(case.problem, case.costs, case.options)
+        free = plans_of(case)
     except EppError:
         return case
-    most, static = max(free.predicted.peak_bytes), max(free.static_bytes)
+    most, static = max(max(made.predicted.peak_bytes) for made in free), max(free[0].static_bytes)
     shares = [draw.uniform(0.0, 1.1)] * ranks if kind == "share" else [draw.uniform(0.2, 1.1) for _ in range(ranks)]
     return with_caps(case, tuple(static + int((most - static) * share) for share in shares))
 
