@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.plan import InfeasibleError, Op, Plan
+from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
@@ -69,13 +69,3 @@ LINK = {"host_latency_us": 1.0, "host_us_per_byte": 1e-5}
 def test_where_less_than_a_layers_input_may_leave_nothing_is_copied(lengths: tuple[int, ...], share: float, copies: bool):
     made = copied(lengths, 0.5, replace(pipeline(2, 2), offloadable_share=share, **LINK))
     assert any(made.copies) == copies
-
-
-@pytest.mark.parametrize(("lengths", "slices"), [((100_000,), 5), ((20_000, 5000), 5)])
-def test_a_cap_named_for_keys_and_values_at_the_host_would_do_where_it_then_asks_for_none_there(lengths, slices: int):
-    """The last stage then holds most memory, and less with the slices that hosting is tried with than with others."""
-    shape = ModelShape(num_layers=5, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
-    costs, options = analytic_costs(shape, CPU, [2, 3, 0]), Options(slices=slices, offload=True)
-    with pytest.raises(InfeasibleError) as refused:
-        plan(problem(lengths, 3, 1, forward_only=True), costs, options)
-    assert check(plan(problem(lengths, 3, refused.value.least_cap_bytes, forward_only=True), costs, options)) == []

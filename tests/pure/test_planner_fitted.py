@@ -148,9 +148,3 @@ def changed(rank: int, at: int, *actions: Action) -> Order:
 def test_a_mistake_in_the_order_is_reported(order: Order, words: str):
     with pytest.raises(PlanError, match=words):
         fitted(order, CHUNKS, BATCH, COSTS)
-
-
-@pytest.mark.parametrize("chunks", [(), CHUNKS[:-1], (*CHUNKS[:-1], Chunk(()))])
-def test_a_mistake_in_the_chunks_is_reported(chunks: tuple[Chunk, ...]):
-    with pytest.raises(PlanError, match="made a plan that cannot run"):
-        fitted(ZERO_BUBBLE, chunks, BATCH, COSTS)

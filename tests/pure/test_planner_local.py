@@ -1,17 +1,19 @@
-"""Local search: how many steps it takes unasked, and that more of them are not wasted on short iterations."""
+"""Local search: steps that gain, equal ones for equal arguments, and against a deadline more in more time."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from megatron_epp.planner import Options
+from megatron_epp.plan.check import check
+from megatron_epp.planner import Options, plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.local_search import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
+from megatron_epp.planner.local_search import SMALL, improve
 from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import greedy, improved_until, plan_within_budget
 from megatron_epp.planner.search import search
 from scripts.bench.exact.small import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
@@ -22,21 +24,6 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
     return search(Replicas((given,), costs, options)).best().whole[0]
-
-
-def test_the_search_runs_unasked_for_small_plans_without_a_budget():
-    assert searches(Options(), SMALL)
-    assert not searches(Options(), SMALL + 1)
-    assert not searches(Options(budget_ms=0), SMALL)
-    assert searches(Options(steps=1, budget_ms=0), SMALL + 1)
-
-
-def test_a_long_iteration_gets_the_long_search_which_takes_a_small_share_of_it():
-    shortest_us = LONG_STEPS * STEP_US / SHARE
-    assert runs_of(Options(), shortest_us) == (LONG_STEPS,)
-    assert runs_of(Options(), 0.99 * shortest_us) == RUNS
-    assert sum(RUNS) < LONG_STEPS
-    assert runs_of(Options(steps=7), shortest_us) == (7,)
 
 
 def test_equal_arguments_take_equal_steps():
@@ -67,3 +54,36 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     assert made.makespan_us(given, costs) == pytest.approx(211_727, abs=1)
     monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
+
+
+BUDGET = replace(OPTIONS, budget_ms=1000)
+
+
+def ticking(step_s: float):
+    """A clock that advances by as much whenever it is read."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
+
+
+def test_more_time_is_never_slower():
+    untouched = replace(BUDGET, budget_ms=0)
+    spans = [plan(GIVEN, COSTS, untouched).predicted.makespan_us]
+    for step_s in (0.9, 0.3, 0.15):  # of a second's budget, so more and more runs
+        made = plan_within_budget(GIVEN, COSTS, BUDGET, ticking(step_s))
+        assert check(made) == []
+        spans.append(made.predicted.makespan_us)
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] < spans[0]
+
+
+def test_even_no_time_at_all_is_never_slower_than_no_budget():
+    without = plan(GIVEN, COSTS, replace(BUDGET, budget_ms=None))
+    assert plan_within_budget(GIVEN, COSTS, BUDGET, ticking(9)).predicted.makespan_us <= without.predicted.makespan_us
+
+
+@pytest.mark.parametrize(("deadline_s", "tick_s"), [(0, 1), (10, 3), (100, 0.7)])
+def test_it_ends_at_the_deadline(deadline_s: float, tick_s: float):
+    start, clock = greedy(GIVEN, COSTS, replace(BUDGET, budget_ms=0)), ticking(tick_s)
+    made = improved_until(start, GIVEN, COSTS, BUDGET, deadline_s, clock)
+    assert clock() <= deadline_s + 2 * tick_s
+    assert deadline_s or made == start

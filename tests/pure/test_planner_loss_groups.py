@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.plan import Chunk, Op, Plan, PlanError, Segment, check
-from megatron_epp.planner import PLANNERS, Chunker, Options, plan, slice_groups
-from megatron_epp.planner.chunks.align import align
-from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.planners import PLANNERS as CORE
@@ -81,17 +79,6 @@ def test_more_replicas_than_groups_are_refused():
     asked = replace(problem((5, 6, 7, 8), 2), loss_groups=(0, 0, 0, 1))
     with pytest.raises(PlanError, match="2 groups of sequences cannot be shared by 3 replicas"):
         divide(asked, pipeline(2), ((0,), (1,), (2,)), lambda shares: 1.0)
-
-
-def test_a_chunk_that_is_cut_for_other_replicas_leaves_its_group_together():
-    own = replace(problem((40, 40, 50, 50), 2), loss_groups=(0, 0, 1, 2))
-    other = replace(problem((90,) * 4, 2), loss_groups=(0, 1, 2, 3))
-    pair, *rest = Chunk((Segment(0, 0, 40), Segment(1, 0, 40))), Chunk((Segment(2, 0, 50),)), Chunk((Segment(3, 0, 50),))
-    tables = (pair, *rest), whole_sequences(other.lengths)
-    aligned = align(tables, [Chunker.of(one, pipeline(2), None) for one in (own, other)])
-    assert aligned is not None
-    for group in joint_losses(aligned.chunks[0], own.loss_groups):
-        assert group == tuple(range(group[0], group[-1] + 1))
 
 
 def test_as_many_groups_as_sequences_are_needed():

@@ -168,15 +168,6 @@ def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int
         assert more <= 1.01 * less
 
 
-def test_steps_of_local_search_only_help_and_repeat():
-    given, costs = problem((9000, 5000, 3000, 2500, 700, 600), 3, 12 * GIB), pipeline(3, 2)
-    bare, few, many = (
-        plan(given, costs, Options(slices=2, steps=steps, budget_ms=0)).predicted.makespan_us for steps in (0, 100, 2000)
-    )
-    assert many <= few <= bare
-    assert plan(given, costs, Options(slices=2, steps=2000)) == plan(given, costs, Options(slices=2, steps=2000))
-
-
 def test_a_given_chunk_table_is_planned_as_it_is():
     given, costs = problem(EQUAL, 4, 60 * GIB), pipeline(4)
     chunks = plan(given, costs, Options(slices=3)).chunks

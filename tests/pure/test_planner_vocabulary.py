@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 
@@ -29,16 +28,11 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us as order_us
-from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
-from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.kernels.shard_insertion import insert
 from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.orders.completion import completed
-from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, storage
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import greedy, written
+from megatron_epp.planner.result import written
 from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
@@ -173,20 +167,6 @@ def test_local_search_judges_steps_with_the_shards(split):
 
     aware, blind = (improve(start, known, given, Options(slices=1), split) for known in (tables, replace(tables, added={})))
     assert took_us(aware) < min(took_us(start), took_us(blind))
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_the_time_of_an_insertion_is_that_of_the_order_that_it_makes(placement, split):
-    given, shared = Problem(LENGTHS, placement, (30 * GIB,) * 4), costs(placement)
-    chosen = greedy(given, shared, Options(split_weight=split))
-    tables, steps = chosen.tables(given, shared), chosen.recompute_steps
-    base = [[one for one in row if one.op in KINDS] for row in chosen.order]
-    codes, run = encode(base, len(chosen.chunks), SHARD_KINDS), storage(tables, list(map(len, base)))
-    columns, flat = tables.columns_with(SHARD_KINDS), integers(chain.from_iterable(steps))
-    took_us = [insert(codes.actions, codes.starts[:-1], codes.starts[1:], columns, flat, run) for _ in range(2)]
-    found = CodedOrder(Codes(run.out, run.first, SHARD_KINDS), len(chosen.chunks))
-    assert took_us == [order_us(found, tables, steps)] * 2
 
 
 def test_costs_of_other_ranks_are_refused():

@@ -25,6 +25,7 @@ from megatron_epp.plan import (
     InfeasibleError,
     Op,
     Plan,
+    Recompute,
     check,
     check_lockstep,
     from_json,
@@ -35,6 +36,7 @@ from megatron_epp.plan import (
 )
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.writing import append_line
+from megatron_epp.planner import Options
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.spans import parted
 from tests.support.plan import second_simulator
@@ -72,11 +74,25 @@ def faults_of_answer(case: Case, plans: tuple[Plan, ...]) -> Iterator[str]:
             yield "the plan is of another batch, or comes back from JSON as another one"
         if asked.spans:
             yield from filter(None, [parted(plan.chunks, plan.lengths, asked.spans)])
-        if max(map(plan.padded_tokens, range(len(plan.chunks)))) > (case.options.chunk_tokens or plan.num_tokens * 128):
-            yield f"a chunk has more than {case.options.chunk_tokens} tokens"
+        yield from _faults_of_settings(plan, case.options)
         yield from _faults_of_groups(plan, asked.loss_groups)
         if not plan.extensions:
             yield from faults_of_breakdown(plan, case.costs)
+
+
+def _faults_of_settings(plan: Plan, options: Options) -> Iterator[str]:
+    """Yield what the default planner does not do of what the user fixed."""
+    if options.planner != "greedy":
+        return
+    if options.chunk_tokens and max(map(plan.padded_tokens, range(len(plan.chunks)))) > options.chunk_tokens:
+        yield f"a chunk has more than {options.chunk_tokens} tokens"
+    segments = [part for chunk in plan.chunks for part in chunk.segments]
+    if any(part.end % plan.token_multiple and part.end < plan.lengths[part.sequence] for part in segments):
+        yield f"a slice ends on no multiple of {plan.token_multiple}"
+    if options.recompute != "auto" and not plan.forward_only:
+        for layers, row in zip(plan.num_layers, plan.recompute, strict=True):
+            if {*row} != {Recompute(min(options.recompute, layers))}:
+                yield f"{options.recompute} layers are to recompute"
 
 
 def _faults_of_groups(plan: Plan, loss_groups: tuple[int, ...]) -> Iterator[str]:
@@ -125,8 +141,8 @@ def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
 
 
 def is_slower_with_more(case: Case, plan: Plan) -> bool:
-    """Return True if more memory makes the default planner's plan slower."""
-    if case.options.planner != "greedy":
+    """Return True if more memory makes the default planner's plan of one pipeline slower."""
+    if case.options.planner != "greedy" or case.others:
         return False
     more = with_caps(case, tuple(int(cap * MORE_MEMORY) for cap in case.problem.cap_bytes))
     return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us

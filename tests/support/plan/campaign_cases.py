@@ -89,7 +89,7 @@ def demanding_case_of(seed: int) -> Case:
         options = replace(options, planner="greedy", overlap_exchanges=False)
     elif in_groups:
         options = replace(options, planner=draw.choice(["greedy", *CORE]))
-    batches = [asked.lengths, *(lengths_of(draw) for _ in range(draw.randint(1, 2) * is_lockstep))]
+    batches = [asked.lengths, *(_like(draw, asked.lengths) for _ in range(draw.randint(1, 2) * is_lockstep))]
     first, *others = (
         replace(
             asked,
@@ -101,6 +101,11 @@ def demanding_case_of(seed: int) -> Case:
     )
     unlimited = (UNLIMITED_BYTES,) * asked.num_ranks
     return _capped(draw, with_caps(Case(first, case.costs, options, tuple(others)), unlimited))
+
+
+def _like(draw: random.Random, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Lengths of another replica: with batches that have little in common, chunks are aligned for minutes."""
+    return tuple(1 + int(length * draw.uniform(0.5, 1.5)) for length in lengths)
 
 
 def _groups_of(draw: random.Random, sequences: int) -> tuple[int, ...]:
