@@ -23,7 +23,7 @@ def test_no_problem_has_a_fault(first: int):
     assert {kind for kind, *_ in found} == {"planned", "refused"}
 
 
-DEMANDING = [3, 7, 9, 13, 14, 15, 17]
+DEMANDING = [0, 1, 6, 7, 8, 9]
 
 
 @some_by_default("seed", [*DEMANDING, *sorted({*range(200)} - {*DEMANDING})], len(DEMANDING))
