@@ -19,14 +19,12 @@ from megatron_epp.cost import (
     Profile,
     analytic_profile,
     on_device,
-    work_of,
 )
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line, fit_profile
-from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.plan import EppError
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
-WORK = work_of([Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),))], [150])
 PROFILE = Profile(
     name="by hand",
     num_layers=6,

@@ -19,11 +19,9 @@ from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.kv_offload_choice import (
-    SHARINGS,
     with_kv_offload,
 )
 from megatron_epp.planner.problem import FULL_ONLY
-from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
@@ -199,20 +197,6 @@ def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     cap = 2 * least_cap([60_000], 2, costs, Options())
     assert not plan(problem([60_000], 2, cap), costs, Options()).kv_offload
     assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
-
-
-@pytest.mark.parametrize(("length", "sharing"), [(400_000, SHARINGS[1]), (800_000, SHARINGS[0])], ids=["many", "few"])
-def test_copies_of_activations_get_half_of_the_link_and_few_leave_keys_and_values_most_of_it(length: int, sharing: float):
-    costs = pipeline(2)
-    cap = int(0.5 * least_cap([length], 2, costs, Options()))
-    asked = problem([length], 2, cap, host_cap_bytes=400 * GIB)
-    made, decisions = plan(asked, costs, ON), greedy(asked, costs, ON)
-    assert made.kv_offload
-    copy = next(copy for row in made.copies for copy in row)
-    assert copy.time_us == pytest.approx(
-        costs.host_latency_us + 2 * costs.host_us_per_byte * (copy.alloc_bytes + copy.free_bytes)
-    )
-    assert decisions.kv_sharing == sharing
 
 
 @pytest.mark.parametrize("slices", [1, 8])

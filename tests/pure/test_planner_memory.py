@@ -6,7 +6,6 @@ import itertools
 import random
 from dataclasses import replace
 from itertools import product
-from operator import attrgetter
 
 import pytest
 
@@ -23,10 +22,8 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -268,13 +265,3 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 held += comes - int(kept[c]) + stays
             left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
             assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)
-
-
-def test_what_fits_comes_before_what_does_not_where_ranks_have_other_caps():
-    asked = problem(WHALE, 2)
-    least = least_cap_bytes(asked, pipeline(2, 2), Options())
-    candidates = search(Replicas((replace(asked, cap_bytes=(80 * GIB, least)),), pipeline(2, 2), Options()))
-    ranked = sorted(candidates.by_recipe.values(), key=attrgetter("key"))
-    assert {candidate.fits for candidate in ranked} == {True, False}
-    assert [candidate.fits for candidate in ranked] == sorted((candidate.fits for candidate in ranked), reverse=True)
-    assert all(candidate.decisions for candidate in ranked if candidate.fits)

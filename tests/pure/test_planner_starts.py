@@ -7,7 +7,6 @@ from itertools import chain
 
 import pytest
 
-from megatron_epp.cost import ModelShape
 from megatron_epp.plan import UNLIMITED_BYTES, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
@@ -21,9 +20,6 @@ from tests.support.plan.planner_cases import pipeline, problem
 
 STAGES = 4
 COSTS = pipeline(STAGES)
-SHAPE = ModelShape(
-    num_layers=12, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, vocab_size=4096
-)
 LENGTHS = (60000, 16000, 9000, *[5000] * 4, *[2000] * 24)
 BATCH = problem(LENGTHS, STAGES, token_multiple=16)
 CHUNKER = Chunker.of(BATCH, COSTS, None)
