@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.plan import EppError, InfeasibleError
 from tests.support.plan import campaign
-from tests.support.plan.campaign_cases import case_of, exact_case_of, planned
+from tests.support.plan.campaign_cases import case_of, demanding_case_of, exact_case_of, planned
 from tests.support.seeds import some_by_default
 
 
@@ -21,6 +21,14 @@ def test_no_problem_has_a_fault(first: int):
     found = [campaign.judged(case_of(seed), seed) for seed in range(first, first + 10)]
     assert [faults for *_, faults in found if faults] == []
     assert {kind for kind, *_ in found} == {"planned", "refused"}
+
+
+DEMANDING = [1, 6, 7, 8, 9, 12, 15, 16]
+
+
+@some_by_default("seed", [*DEMANDING, *sorted({*range(200)} - {*DEMANDING})], len(DEMANDING))
+def test_no_problem_with_loss_groups_spans_little_host_memory_or_replicas_has_a_fault(seed: int):
+    assert campaign.judged(demanding_case_of(seed), seed)[2] == []
 
 
 OF_SEARCH = [68, 137, 260, 661, 4630, 198, 620, 3773, 2660, 1351, 1671, 2745, 18, 163, 1129, 4510, 4890, 332]

@@ -22,23 +22,12 @@ def costs(layers: tuple[int, ...]) -> PipelineCosts:
     return PROFILE.costs(layers)
 
 
-@pytest.mark.parametrize(("extra_us", "num_layers"), [((0, 0, 0), 9), ((1, 0, 7), 12), ((0, 0, 25), 8), ((3, 3, 3), 10)])
-def test_no_other_layers_make_the_busiest_stage_faster(extra_us: tuple[float, ...], num_layers: int):
-    def busiest_us(layers: tuple[int, ...]) -> float:
-        return max(5 * count + extra for count, extra in zip(layers, extra_us, strict=True))
-
-    found = spread_layers(5, extra_us, num_layers)
-    every = [layers for layers in product(range(1, num_layers), repeat=3) if sum(layers) == num_layers]
-    assert found in every
-    assert busiest_us(found) == min(map(busiest_us, every))
-
-
-@pytest.mark.parametrize("rank_of", [(0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
 @pytest.mark.parametrize(("extra_us", "num_layers"), [((1, 0, 0, 7), 12), ((0, 0, 0, 25), 8), ((2, 3, 0, 4), 11)])
 def test_no_other_layers_make_the_busiest_rank_faster(rank_of: tuple[int, ...], extra_us: tuple[float, ...], num_layers: int):
     def busiest_us(layers: tuple[int, ...]) -> float:
         times = [5 * count + extra for count, extra in zip(layers, extra_us, strict=True)]
-        return max(sum(time for time, rank in zip(times, rank_of, strict=True) if rank == wanted) for wanted in (0, 1))
+        return max(sum(time for time, rank in zip(times, rank_of, strict=True) if rank == wanted) for wanted in set(rank_of))
 
     found = spread_layers(5, extra_us, num_layers, rank_of)
     every = [layers for layers in product(range(1, num_layers), repeat=4) if sum(layers) == num_layers]

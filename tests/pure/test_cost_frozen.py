@@ -100,12 +100,6 @@ def test_advice_counts_what_trains() -> None:
     assert "trained" not in flags_text(questions[1], config)  # it is no flag of training, which counts itself
 
 
-def test_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--lengths", "300", "--trained-parameters", "40M"])
-    assert "'40M' is not a whole number" in capsys.readouterr().err
-
-
 def test_costs_of_stages_are_as_they_have_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(analytic_profile(SHAPE, H100).costs([2, 2]).to_json())

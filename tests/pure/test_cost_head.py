@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cost import H100, LinearTime, PipelineCosts, Profile, analytic_profile
+from megatron_epp.cost import H100, LinearTime, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.plan.serialize import load
@@ -53,13 +53,6 @@ def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():
     assert costs.static_bytes(1) == costs.stages[1].static_bytes + workspace
     assert loss_workspace_bytes(4096, 128256, 4096, 2) - workspace == 2048 * 128256 * 6
     assert loss_workspace_bytes(0, 128256, 4096, 2) == 0
-
-
-def test_a_workspace_survives_the_files():
-    profile = analytic_profile(BLOCKS, H100)
-    assert Profile.from_json(profile.to_json()) == profile
-    costs = profile.costs([16, 16])
-    assert PipelineCosts.from_json(costs.to_json()) == costs
 
 
 def test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence(tmp_path):

@@ -135,11 +135,6 @@ def test_a_measured_profile_keeps_its_times_and_gets_the_bytes_of_latents() -> N
     assert profile_for(slow, deepseek(epp_latents="off"), H100) is slow
 
 
-def test_files_hold_what_latents_need() -> None:
-    assert Profile.from_json(profile(True).to_json()) == profile(True)
-    assert PipelineCosts.from_json(costs(True).to_json()) == costs(True)
-
-
 @pytest.mark.parametrize(("cap_gib", "relays_latents"), [(1 << 10, False), (200, False), (40, True), (1, True)])
 def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: int, relays_latents: bool) -> None:
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(cap_gib << 30,) * 4, token_multiple=8)

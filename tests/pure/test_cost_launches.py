@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_epp.cost import H100, H100_NODE, LinearTime, PipelineCosts, analytic_costs, work_of
+from megatron_epp.cost import H100, H100_NODE, LinearTime, analytic_costs, work_of
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import RATES, load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
@@ -93,10 +93,6 @@ def test_slices_are_fewer_where_launching_bounds_them():
     )
     device, bound = (plan(problem, analytic_costs(SHAPE, each, [2] * 4), Options()) for each in rates)
     assert len(bound.chunks) < len(device.chunks)
-
-
-def test_files_keep_times_of_launching():
-    assert PipelineCosts.from_json(BOUND.to_json()) == BOUND
 
 
 def test_learnt_lines_keep_the_time_of_launching_unless_a_pass_took_less():

@@ -1,15 +1,29 @@
-"""Costs learnt from measured iterations reproduce the times and bytes that they were learnt from."""
+"""Costs learnt from measured iterations reproduce their times and bytes; few sizes only scale the costs by formula."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, LinearTime, ModelShape, analytic_profile
-from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of, with_static
+from megatron_epp.cost import CPU, LinearTime, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost.blocks import HEAD, INPUT
+from megatron_epp.cost.learning import (
+    RECORDED,
+    WARM_UP,
+    Learner,
+    deviation,
+    fitted_costs,
+    of_whole_microbatches,
+    size_of,
+    with_static,
+)
 from megatron_epp.cost.memory import Static
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Segment
+from megatron_epp.cost.timed import Timed, fitted_line, undetermined
+from megatron_epp.cost.work import causal_pairs
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Plan, Recompute, Segment
 from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
@@ -17,20 +31,20 @@ FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
 FORWARD = {0: LinearTime(100.0, 2.0, 0.01), 1: LinearTime(50.0, 1.0, 0.0)}
 BACKWARD = {0: LinearTime(200.0, 4.0, 0.02), 1: LinearTime(80.0, 3.0, 0.01)}
 WEIGHT = {0: LinearTime(10.0, 1.0, 0.0), 1: LinearTime(20.0, 0.5, 0.0)}
-LENGTHS = (64, 500, 1000, 3000)
+SIZES = (64, 500, 1000, 3000)
 
 
-def plan_of_sizes():
-    segments = [Chunk((Segment(number, 0, length),)) for number, length in enumerate(LENGTHS)]
-    table = ((NO_RECOMPUTE,) * len(LENGTHS),) * 2
-    return replace(one_f_one_b(), lengths=LENGTHS, chunks=tuple(segments), recompute=table)
+def plan_of(sizes: tuple[int, ...] = SIZES, recompute: Recompute = NO_RECOMPUTE) -> Plan:
+    chunks = tuple(Chunk((Segment(number, 0, length),)) for number, length in enumerate(sizes))
+    rows = ((recompute,) * len(sizes),) * 2
+    return replace(one_f_one_b(), lengths=sizes, chunks=chunks, recompute=rows)
 
 
 def events(plan, stage, scale=1.0, split=False):
     """Events of an iteration that took `scale` times as long as `FORWARD`, `BACKWARD` and, if split, `WEIGHT` say."""
     found, now = [], 0.0
     for op, lines in ((Op.F, FORWARD), (Op.B, BACKWARD), (Op.W, WEIGHT))[: 3 if split else 2]:
-        for chunk in range(len(LENGTHS)):
+        for chunk in range(len(SIZES)):
             took = scale * lines[stage].time_us(*size_of(plan, chunk))
             found.append((f"{stage}{op}{chunk}", now, now + took, None))
             now += took
@@ -39,7 +53,7 @@ def events(plan, stage, scale=1.0, split=False):
 
 def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
     """Learners of both ranks."""
-    plan, found = plan_of_sizes(), []
+    plan, found = plan_of(), []
     for rank in (0, 1):
         learner = Learner()
         for _ in range(WARM_UP):
@@ -50,7 +64,7 @@ def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
             kept = {
                 (op, rank, chunk): kept_per_token * size_of(plan, chunk)[0] // (1 if op is Op.F else 4)
                 for op in (Op.F, Op.W)[: 2 if split else 1]
-                for chunk in range(len(LENGTHS))
+                for chunk in range(len(SIZES))
             }
             learner.add(plan, events(plan, rank, scale, split), kept if kept_per_token else {}, 7, 0.75 - rank / 4)
         assert not learner.is_recording
@@ -84,7 +98,7 @@ def test_weight_gradients_of_their_own_are_a_part_of_the_backward(stage):
 
 
 def test_times_of_spans_are_those_of_as_many_tokens():
-    plan, more = plan_of_sizes(), [0, 2000, 100, 700]
+    plan, more = plan_of(), [0, 2000, 100, 700]
 
     def slower(rank):
         """Events in which spans take the first rank's passes as long as more tokens."""
@@ -143,3 +157,141 @@ def test_static_bytes_are_changed_by_stage():
         with_static(learnt(), lambda stage, _: Static(weights=5 * stage)), lambda _, held: replace(held, buffers=2)
     )
     assert [stage.static_bytes for stage in costs.stages] == [2, 7]
+
+
+LAYER = LinearTime(20.0, 2.0, 0.01)
+OF_LAYERS, OF_BACKWARDS = LAYER.scaled(2), LinearTime(200.0, 9.0, 0.05)
+
+
+def learner_of(plan: Plan, again_us: LinearTime = LinearTime()) -> Learner:  # noqa: B008 - frozen
+    """Learner of the first stage, whose layers take `LAYER` and nothing else."""
+    learner = Learner()
+    for _ in range(WARM_UP):
+        learner.add(plan, (), {})
+    for _ in range(RECORDED):
+        events = []
+        for chunk in range(len(plan.chunks)):
+            size = size_of(plan, chunk)
+            backward_us = OF_BACKWARDS.time_us(*size) + again_us.time_us(*size)
+            events.append((f"0F{chunk}", 0.0, OF_LAYERS.time_us(*size), None))
+            events.append((f"0B{chunk}", 0.0, backward_us, None))
+        learner.add(plan, events, {})
+    return learner
+
+
+def first_stage(learner: Learner) -> StageCosts:
+    formulas = replace(FORMULAS, stages=(only_layers(FORMULAS.stages[0]), FORMULAS.stages[1]))
+    return fitted_costs(formulas, [learner.learnt], keeps_weights=True).stages[0]
+
+
+def only_layers(stage: StageCosts) -> StageCosts:
+    return stage.changed(INPUT, HEAD, forward=LinearTime(), backward=LinearTime(), weight=LinearTime())
+
+
+def same(found: LinearTime, expected: LinearTime) -> bool:
+    return all(
+        found.time_us(*s) == pytest.approx(expected.time_us(*s)) for s in ((64, 2080), (700, 245_350), (3000, 4_501_500))
+    )
+
+
+def test_a_backward_is_learnt_without_the_forward_that_layers_run_again() -> None:
+    plan = plan_of(recompute=Recompute(full=1))
+    stage = first_stage(learner_of(plan, again_us=LAYER))
+    assert same(stage.line("forward"), OF_LAYERS)
+    assert same(stage.line("backward"), OF_BACKWARDS)
+    assert same(stage.layers.forward, LAYER)
+
+
+def test_other_recompute_modes_change_as_the_forward_does() -> None:
+    before, stage = FORMULAS.stages[0].layers.recompute, first_stage(learner_of(plan_of()))
+    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.layers.recompute.items()}
+    assert factors
+    assert len({round(factor, 9) for factor in factors.values()}) == 1
+    assert factors.popitem()[1] != pytest.approx(1.0, rel=0.1)
+    assert of_whole_microbatches(FORMULAS).stages[0].layers.recompute == {}
+
+
+def test_weight_gradients_that_were_not_split_keep_their_share_of_the_backward() -> None:
+    before, after = FORMULAS.stages[0], first_stage(learner_of(plan_of()))
+    assert after.line("weight").per_token_us > 0
+    assert after.layers.weight == after.layers.weight.within(after.layers.backward)
+    assert after.line("weight").per_token_us != pytest.approx(before.line("weight").per_token_us, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(700,), (700, 900), (700, 800, 900, 1000, 1100)])
+def test_nearly_equal_sizes_scale_the_formulas(sizes: tuple[int, ...]) -> None:
+    before, after = only_layers(FORMULAS.stages[0]), first_stage(learner_of(plan_of(sizes)))
+    assert same(
+        after.layers.forward,
+        before.layers.forward.scaled(after.layers.forward.per_token_us / before.layers.forward.per_token_us),
+    )
+    assert after.line("forward").time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
+        OF_LAYERS.time_us(*size_of(plan_of(sizes), 0)), rel=0.15
+    )
+
+
+def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> None:
+    learner = learner_of(plan_of())
+    stage = fitted_costs(FORMULAS, [learner.learnt]).stages[0]
+    before = FORMULAS.stages[0]
+    assert before.line_of_ends("forward").per_token_us > 0
+    share = before.line_of_ends("forward").per_token_us / before.line("forward").per_token_us
+    assert stage.line_of_ends("forward").per_token_us / stage.line("forward").per_token_us == pytest.approx(share)
+
+
+def test_stages_without_layers_have_their_time_in_the_rest() -> None:
+    costs = analytic_profile(SHAPE, CPU).costs((0, 4))
+    stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
+    assert stage.layers.forward == LinearTime()
+    assert same(stage.line_of_ends("forward"), OF_LAYERS)
+
+
+def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() -> None:
+    plan, last, shares, slowness = plan_of(), FORMULAS.stages[1], (0.1, 1.0, 0.3, 0.0), 1.7
+    learner = Learner()
+    for _ in range(WARM_UP + RECORDED):
+        events = []
+        for op, whole, extra in (
+            ("F", last.line("forward"), last.line_of_ends("forward")),
+            ("B", last.line("backward"), last.line_of_ends("backward")),
+        ):
+            for chunk, share in enumerate(shares):
+                tokens, *_ = size = size_of(plan, chunk)
+                time_us = whole.time_us(*size) - extra.per_token_us * tokens * (1 - share)
+                events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
+        learner.add(plan, events if learner.is_recording else (), {}, output_share=shares.__getitem__)
+    found = fitted_costs(FORMULAS, [learner.learnt], keeps_weights=True).stages[1]
+    assert same(found.line("forward"), last.line("forward").scaled(slowness))
+    assert same(found.line("backward"), last.line("backward").scaled(slowness))
+    assert found.line_of_ends("forward").per_token_us == pytest.approx(slowness * last.line_of_ends("forward").per_token_us)
+
+
+def equal_in_time(line: LinearTime, length: int, count: int) -> list[tuple[int, int]]:
+    """Starts and ends of slices of a sequence that take equal times."""
+    whole_us = line.time_us(length, causal_pairs(0, length))
+    ends = [
+        min(range(length + 1), key=lambda end: abs(line.time_us(end, causal_pairs(0, end)) - whole_us * part / count))
+        for part in range(1, count)
+    ]
+    return [*pairwise([0, *ends, length])]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_that_take_equal_times_do_not_make_tokens_look_free(seed: int) -> None:
+    """Any mixture of times per slice, token and pair goes through their times, so noise would choose one."""
+    noise, truth = random.Random(seed), OF_LAYERS.scaled(1.5)
+    slices = [(end - start, causal_pairs(start, end)) for start, end in equal_in_time(OF_LAYERS, 4000, 8)]
+    times = [Timed(*size, truth.time_us(*size) * noise.uniform(0.9, 1.1)) for size in slices * RECORDED]
+    line = fitted_line(OF_LAYERS, times)
+    for start, end in equal_in_time(OF_LAYERS, 4000, 2):
+        size = end - start, causal_pairs(start, end)
+        assert line.time_us(*size) == pytest.approx(truth.time_us(*size), rel=0.1)
+
+
+def test_it_is_told_which_times_the_batches_do_not_tell() -> None:
+    cut = [(end - start, causal_pairs(start, end)) for start, end in equal_in_time(OF_LAYERS, 4000, 8)]
+    assert undetermined(OF_LAYERS, [Timed(*size, 1.0) for size in cut]) == ("fixed time",)
+    assert undetermined(OF_LAYERS, [Timed(700, 250_000, 1.0)]) == ("fixed time", "time per token", "time per pair")
+    alone = [Timed(size, causal_pairs(0, size), 1.0) for size in SIZES]
+    assert undetermined(OF_LAYERS, alone) == ()
+    assert undetermined(OF_LAYERS, []) == ()

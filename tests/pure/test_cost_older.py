@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_epp.cost import (
-    CPU,
-    H100,
     LinearTime,
     ModeCosts,
-    ModelShape,
     PipelineCosts,
     StageCosts,
     Static,
-    analytic_profile,
-    on_device,
 )
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, BlockCosts
 from megatron_epp.cost.kv_costs import KVBytes
-from megatron_epp.cost.older import _ENDS, _KV, _LAYER
 from megatron_epp.plan import EppError
 
-SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
-CUTS = [[2, 2], [2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [0, 2.5, 0, 1.5]]
+GOLDEN = Path(__file__).parent.parent / "golden"
 BY_HAND = {
     "num_layers": 2,
     "half": {"kind": "attention", "forward": {"fixed_us": 5.0}, "backward": {"fixed_us": 6.0}, "bytes_per_token": 60.0},
@@ -46,30 +39,6 @@ BY_HAND = {
 }
 
 
-def older(costs: PipelineCosts) -> dict[str, Any]:
-    """Return the fields of version 1."""
-    return {"schema": "megatron-epp/costs", "version": 1, **asdict(costs), "stages": [*map(flat, costs.stages)]}
-
-
-def flat(stage: StageCosts) -> dict[str, Any]:
-    own, (received, *head) = stage.layers, stage.ends
-    ends = {old: sum((getattr(end, new) for end in head), getattr(received, new)) for old, new in _ENDS.items()}
-    kept = {
-        "extra_bytes_per_token": stage.ends_bytes_per_token,
-        "head_bytes_per_token": sum(one.bytes_per_token for one in head),
-    }
-    of_half = ("kind", "forward", "backward", "weight", "bytes_per_token", "weight_bytes_per_token")
-    half = {name: getattr(stage.inner[0], name) for name in of_half} if stage.inner else {"kind": ""}
-    of_layer = {old: getattr(own, new) for old, new in _LAYER.items()} | {
-        old: getattr(stage.kv, new) for old, new in _KV.items()
-    }
-    return of_layer | ends | kept | {"half": half, "static": stage.static}
-
-
-def text_of(body: dict[str, Any]) -> str:
-    return json.dumps(body, default=asdict)
-
-
 def by_hand(**changes: Any) -> str:
     """Return a file of one stage; a change to None leaves a field out."""
     stage = {name: value for name, value in (BY_HAND | changes).items() if value is not None}
@@ -77,13 +46,12 @@ def by_hand(**changes: Any) -> str:
     return json.dumps(body)
 
 
-@pytest.mark.parametrize("layers", CUTS)
-@pytest.mark.parametrize("shares", [(), (0.25, 0.75)])
-def test_a_file_of_version_1_gives_the_costs_that_were_written(layers: list[float], shares: tuple[float, ...]):
-    costs = analytic_profile(SHAPE, H100).costs(layers, vocabulary_shares=shares)
-    for written in (costs, on_device(costs), on_device(analytic_profile(SHAPE, CPU).costs(layers))):
-        written = replace(written, host_us_per_byte=0.5)
-        assert PipelineCosts.from_json(text_of(older(written))) == written
+def test_a_file_of_version_1_gives_the_costs_that_one_of_version_2_has():
+    """Of two stages of a model, the first of which ends inside a layer, with the vocabulary in shards."""
+    older, newer = (PipelineCosts.from_json((GOLDEN / f"costs_version_{version}.json").read_text()) for version in (1, 2))
+    assert older == newer
+    assert older.vocabulary is not None
+    assert [len(stage.inner) for stage in older.stages] == [1, 1]
 
 
 def test_each_field_becomes_one_of_a_block():

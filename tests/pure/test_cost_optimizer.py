@@ -11,7 +11,6 @@ from megatron_epp.advice.question import Configuration
 from megatron_epp.advice.recipe import flags_text
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
-from megatron_epp.cli.main import main
 from megatron_epp.cli.planning_flags import costs_of, problem_of
 from megatron_epp.cost import OptimizerBytes, Static
 from megatron_epp.cost.library import even_layers
@@ -171,11 +170,6 @@ def test_weights_and_optimizer_of_an_8b_model_under_context_parallelism(tmp_path
     args = parsed(f"plan --lengths 4096 --model {model} --stages 1 --context-parallel 8")
     held = costs_of(args, (4096,), Layout.of_layers([36], Placement("looped", 1, 1))).stages[0].static
     assert (held.weights + held.gradients + held.optimizer) / GIB == pytest.approx(57.3, abs=0.2)  # sharded over one: 137.3
-
-
-def test_a_flag_of_the_optimizer_that_means_nothing_alone_is_refused(capsys):
-    assert main(["plan", "--lengths", "300", "--exp-avg-dtype", "bf16"]) == 2
-    assert "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer" in capsys.readouterr().err
 
 
 def test_flags_of_a_model_file_count_and_those_given_win(tmp_path):

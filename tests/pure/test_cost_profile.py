@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,20 +11,20 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
+    H100_NODE,
     LinearTime,
     ModelPart,
     ModelShape,
     PipelineCosts,
     Profile,
     analytic_profile,
-    work_of,
+    on_device,
 )
-from megatron_epp.cost.library import load_cluster
+from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line, fit_profile
-from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.plan import EppError
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
-WORK = work_of([Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),))], [150])
 PROFILE = Profile(
     name="by hand",
     num_layers=6,
@@ -61,38 +62,45 @@ def test_a_pipeline_has_the_embedding_in_its_first_stage_and_the_head_in_its_las
     assert PROFILE.costs([6]).stages[0].line_of_ends("backward") == LinearTime(4, 6.5)
 
 
-def test_weight_gradients_are_a_part_of_the_backward():
-    costs = PROFILE.costs([2, 1])
-    assert costs.splits_weight
-    assert costs.weight_us(1, WORK).tolist() == [1 + 1 + 2.75 * n for n in (100, 50)]
-    assert costs.weight_bytes(1, WORK).tolist() == [(60 + 11) * n for n in (100, 50)]
-    for stage in range(2):
-        assert (costs.weight_us(stage, WORK) < costs.backward_us(stage, WORK)).all()
-
-
 def test_costs_without_weight_lines_do_not_split():
     stages = tuple(stage.changed(weight=LinearTime()) for stage in PROFILE.costs([2, 1]).stages)
     assert not replace(PROFILE.costs([2, 1]), stages=stages).splits_weight
 
 
-def test_a_host_copy_costs_its_latency_and_its_bytes_and_takes_for_ever_without_a_link():
-    assert PROFILE.costs([6]).host_us(10) == 8.0
-    assert replace(PROFILE, host_us_per_byte=math.inf).costs([6]).host_us(0) == math.inf
+FLAGS = {"num_layers": 6, "epp_loss_block_tokens": 64}
+EXAMPLES = {
+    "by hand": PROFILE,
+    "without a link": replace(PROFILE, host_us_per_byte=math.inf),
+    "loss by blocks": analytic_profile(shape_of(load_flags("llama3-8b") | FLAGS), H100),
+    "launched": analytic_profile(SHAPE, H100_NODE),
+    "latents": analytic_profile(shape_of(load_flags("deepseek-v3") | FLAGS | {"epp_latents": "on"}), H100),
+}
 
 
-@pytest.mark.parametrize("host_us_per_byte", [0.5, math.inf])
-def test_json_gives_back_equal_objects_without_the_word_infinity(host_us_per_byte: float):
-    profile = replace(PROFILE, host_us_per_byte=host_us_per_byte)
-    for kept, read in ((profile, Profile.from_json), (profile.costs([4, 2]), PipelineCosts.from_json)):
-        text = kept.to_json()
-        assert read(text) == kept
+@pytest.mark.parametrize("profile", EXAMPLES.values(), ids=EXAMPLES)
+def test_profiles_and_costs_come_back_from_json_without_the_word_infinity(profile: Profile):
+    shares = () if profile.shards is None else (0.25, 0.75)
+    costs = [profile.costs([profile.num_layers - 2, 2]), on_device(profile.costs([2.5, profile.num_layers - 2.5]))]
+    costs += [profile.costs([3, profile.num_layers - 3], vocabulary_shares=shares)]
+    for written, read in ((profile, Profile.from_json), *((own, PipelineCosts.from_json) for own in costs)):
+        text = written.to_json()
+        assert read(text) == written
         assert "Infinity" not in text
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": "megatron-epp/profile", "version": 9}', "{"])
-def test_text_that_is_no_profile_is_refused(text: str):
+TEXT = PROFILE.costs([4, 2]).to_json()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"schema": "megatron-epp/profile", "version": 9}', TEXT])
+@pytest.mark.parametrize("read", [Profile.from_json, PipelineCosts.from_json])
+def test_text_that_is_no_profile_is_refused(read: Callable[[str], object], text: str):
     with pytest.raises(EppError, match="profile"):
-        Profile.from_json(text)
+        read(text.replace('"stages"', '"stage"'))
+
+
+def test_a_half_of_an_unknown_kind_is_refused():
+    with pytest.raises(EppError, match="kind is 'norm'"):
+        PipelineCosts.from_json(PROFILE.costs([2.5, 3.5]).to_json().replace('"kind": "mlp"', '"kind": "norm"'))
 
 
 def test_half_a_rate_at_so_many_tokens_is_as_many_tokens_more():

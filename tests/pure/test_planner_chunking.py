@@ -52,14 +52,6 @@ def test_every_long_sequence_is_cut_where_the_longest_is():
         assert own[-1] == WHALE[sequence]
 
 
-@pytest.mark.parametrize("multiple", [1, 64, 4096])
-def test_slices_end_on_the_multiple_except_the_last_of_a_sequence(multiple: int):
-    cut = chunker(WHALE, multiple=multiple)
-    for chunk in cut.table(cut.grain(slices=20)):
-        first = chunk.segments[0]
-        assert first.end % multiple == 0 or first.end == WHALE[first.sequence]
-
-
 def test_a_multiple_above_the_slice_length_means_fewer_slices():
     cut = chunker((1000,), multiple=400)
     assert slices_of(cut.table(cut.grain(slices=50)), 0) == [(0, 400), (400, 800), (800, 1000)]
@@ -82,11 +74,6 @@ def test_a_cap_asks_for_as_many_slices_more_as_it_has_to_and_leaves_the_others_o
         assert max(times[: len(long)]) < even.sequence_us(262_144) / slices
         assert max(times[len(long) :]) == pytest.approx(min(times[len(long) :]), rel=2e-3)  # to the nearest token
         assert [end - start for start, end in cuts] == sorted((end - start for start, end in cuts), reverse=True)
-
-
-def test_even_slices_are_as_long_as_each_other_whatever_the_cap_leaves_over():
-    (even,) = (shape for shape in chunker((10_000,), chunk_tokens=4096, multiple=16).shapes if shape.is_even)
-    assert even.mesh(1) == [3344, 6688, 10_000]
 
 
 @pytest.mark.parametrize(("tokens", "cap", "shapes"), [(9000, None, 1), (9000, 9000, 1), (9000, 3000, 2), (262_144, 1000, 1)])
@@ -114,21 +101,13 @@ def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, mu
     cut = replace(chunker(lengths, multiple=multiple, chunk_tokens=cap), is_even=is_even)
     for chunks in (cut.table(cut.grain(chunks=3 + 5 * seed)), cut.table(cut.grain(slices=1 + seed))):
         found = sorted(segment for chunk in chunks for segment in chunk.segments)
+        assert all(s.start == 0 and s.end == lengths[s.sequence] for chunk in chunks for s in chunk.segments[1:])
+        assert all(s.end % multiple == 0 or s.end == lengths[s.sequence] for s in found)
         for sequence, length in enumerate(lengths):
             parts = [(s.start, s.end) for s in found if s.sequence == sequence]
             assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
             assert parts[-1][1] == length
         assert max(chunk.padded_tokens(multiple) for chunk in chunks) <= (cap or sum(lengths))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_chunk_holds_at_most_one_slice_and_holds_it_first(seed: int):
-    lengths = web_lengths(60, seed)
-    cut = chunker(lengths)
-    chunks = cut.table(cut.grain(chunks=48))
-    assert {"batched", "split", "hybrid"} >= {chunk.kind(lengths) for chunk in chunks}
-    for chunk in chunks:
-        assert all(s.start == 0 and s.end == lengths[s.sequence] for s in chunk.segments[1:])
 
 
 def test_tail_slices_take_short_sequences_along():
@@ -156,18 +135,6 @@ def test_chunks_of_web_text_are_of_about_the_same_time(seed: int):
     mean = sum(times) / len(times)
     assert times[-1] < 1.35 * mean
     assert sum(abs(time - mean) for time in times) < 0.15 * sum(times)
-
-
-def test_tiny_sequences_share_chunks():
-    cut = chunker((100,) * 512)
-    chunks = cut.table(cut.grain(chunks=16))
-    assert len(chunks) == 16
-    assert {len(chunk.segments) for chunk in chunks} == {32}
-
-
-def test_equal_sequences_stay_whole_at_one_slice():
-    cut = chunker((4096,) * 8)
-    assert [len(chunk.segments) for chunk in cut.table(cut.grain(slices=1))] == [1] * 8
 
 
 def items(count: int, seed: int) -> list[PackedItem]:

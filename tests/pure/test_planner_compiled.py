@@ -75,47 +75,6 @@ def test_where_no_folder_can_keep_compiled_loops_they_are_compiled_again_and_a_l
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
-COUNTING = """
-import sys
-from typing import NamedTuple
-
-from megatron_epp.planner.kernels import compiled
-from megatron_epp.planner.kernels.compiled import IntegerList, integers
-
-class Columns(NamedTuple):
-    first: IntegerList
-    second: IntegerList
-
-class Found(NamedTuple):
-    at: IntegerList
-    sums: IntegerList
-
-def add(columns, found):
-    while found.at[0] < len(columns.first):
-        at = found.at[0]
-        found.at[0] += 1
-        if columns.second[at] < 0:
-            break
-        while found.sums[0] < columns.first[at]:
-            if found.sums[1] > columns.second[at]:
-                break
-            found.sums[0] += columns.first[columns.second[at]]
-    return found.at[0]
-
-loop = getattr(compiled, sys.argv[1])(add)
-assert loop(Columns(integers([1, 2]), integers([1, 0])), Found(integers([0]), integers([0, 0]))) == 2
-print("NRT_incref" in "".join(loop.inspect_llvm().values()))
-"""
-
-
-@NEEDS_NUMBA
-@pytest.mark.parametrize(("make", "counts"), [("compiled", "False\n"), ("compiled_with_lists", "True\n")])
-def test_loops_that_make_no_lists_count_no_references_to_columns(tmp_path: Path, make: str, counts: str):
-    own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", COUNTING, make]
-    assert subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True).stdout == counts
-
-
 KEEPING = """
 import numpy as np
 from megatron_epp.planner.kernels.timing import mark_split

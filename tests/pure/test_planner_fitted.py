@@ -16,8 +16,6 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.settings import REACHES, ReachRule
-from megatron_epp.planner.tables import Tables
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 LENGTHS = (20_000, 9000, 700, 16_000, 60, 5000)
@@ -97,12 +95,6 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
         fitted(order, chunks, replace(BATCH, cap_bytes=(cap - 1,) * 3), COSTS, options)
 
 
-def test_with_nothing_to_fit_nothing_recomputes():
-    made = fitted(ZERO_BUBBLE, CHUNKS, BATCH, COSTS, Options(offload=True))
-    assert not any(map(any, made.recompute_steps))
-    assert not made.copies
-
-
 def test_of_whole_backwards_it_recomputes_what_the_planner_does():
     made = plan(capped(0.5, elastic_1f1b(CHUNKS, 3, False)), COSTS, Options(slices=3))
     order = tuple(made.actions(rank) for rank in range(3))
@@ -110,14 +102,6 @@ def test_of_whole_backwards_it_recomputes_what_the_planner_does():
     again = build_plan(asked, COSTS, Options(), fitted(order, made.chunks, asked, COSTS))
     assert again.predicted.makespan_us <= made.predicted.makespan_us * 1.05
     assert check(again) == []
-
-
-def test_a_fixed_recompute_is_kept_and_refused_where_it_does_not_fit():
-    asked = capped(0.4)
-    made = fitted(ZERO_BUBBLE, CHUNKS, replace(BATCH, cap_bytes=(UNLIMITED_BYTES,) * 3), COSTS, Options(recompute=1))
-    assert {count for row in made.recompute_steps for count in row} == {1}
-    with pytest.raises(InfeasibleError):
-        fitted(ZERO_BUBBLE, CHUNKS, replace(asked, cap_bytes=capped(0.05).cap_bytes), COSTS, Options(recompute=1))
 
 
 def test_copies_are_used_where_they_are_faster_than_recompute():
@@ -164,24 +148,3 @@ def changed(rank: int, at: int, *actions: Action) -> Order:
 def test_a_mistake_in_the_order_is_reported(order: Order, words: str):
     with pytest.raises(PlanError, match=words):
         fitted(order, CHUNKS, BATCH, COSTS)
-
-
-@pytest.mark.parametrize("chunks", [(), CHUNKS[:-1], (*CHUNKS[:-1], Chunk(()))])
-def test_a_mistake_in_the_chunks_is_reported(chunks: tuple[Chunk, ...]):
-    with pytest.raises(PlanError, match="made a plan that cannot run"):
-        fitted(ZERO_BUBBLE, chunks, BATCH, COSTS)
-
-
-def test_a_new_order_enters_the_search_with_one_entry(monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-
-    class Backwards:
-        """1F1B, noted."""
-
-        def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-            asked.append(len(chunks))
-            return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
-
-    monkeypatch.setitem(REACHES, "noted", ReachRule(lambda lead, slack: Backwards()))
-    assert check(plan(BATCH, COSTS)) == []
-    assert asked

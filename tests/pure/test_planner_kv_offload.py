@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
-from megatron_epp.cost import memory as item
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
@@ -19,20 +18,15 @@ from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.memory.kv_offload_choice import (
-    COPIES_SHARING,
-    SHARINGS,
-    kv_offload_entries,
-    leaves_link,
     with_kv_offload,
 )
-from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.problem import FULL_ONLY
-from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
+from tests.support.plan.campaign import faults_of_answer
+from tests.support.plan.campaign_cases import Case
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
@@ -98,14 +92,7 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
     built = build_plan(asked, costs, options, made)
     assert check(built) == []
     assert built.predicted.makespan_us == pytest.approx(made.makespan_us(asked, costs), rel=1e-12)
-    breakdown = memory_breakdown(built, costs)
-    assert item.KV_OFFLOAD in breakdown.items
-    for step in (step for row in built.ranks for step in row):
-        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
-    for rank in range(stages):
-        assert all(min(moment.items.values()) >= 0 for moment in breakdown.moments(rank))
-        assert breakdown.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
+    assert list(faults_of_answer(Case(asked, costs, options), (built,))) == []
 
 
 def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either():
@@ -134,24 +121,6 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     assert peaks[0][1] == peaks[1][1] > peaks[2][1]
     assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
     assert max(bounds) <= times[0]  # what streaming takes can be spared
-
-
-def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch):
-    costs, asked, asked_of = pipeline(4), problem([40_000] * 6, 4), []
-    kv_offload_costs = PipelineCosts.kv_offload_costs
-    monkeypatch.setattr(
-        PipelineCosts,
-        "kv_offload_costs",
-        lambda self, stage, *rest: asked_of.append(stage) or kv_offload_costs(self, stage, *rest),
-    )
-    chunks = plan(asked, costs, Options(slices=4)).chunks
-    every = frozenset(product(range(4), range(6)))
-    entries = kv_offload_entries(chunks, asked, costs, every)
-    assert sorted(asked_of) == sorted(set(costs.equal_stages))
-    asked_of.clear()
-    assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
-    with_kv_offload(tabulate(chunks, asked, costs), chunks, asked, costs, FULL_ONLY, every)
-    assert sorted(asked_of) == sorted(set(costs.equal_stages))
 
 
 def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
@@ -185,17 +154,6 @@ def named_host_bytes(error: Exception) -> int:
     found = re.search(r"GiB \((\d+) bytes\) in host memory", str(error))
     assert found is not None, str(error)
     return int(found[1])
-
-
-@BATCHES
-def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it(lengths: list[int]):
-    costs, host = pipeline(2), GIB // 8
-    with pytest.raises(InfeasibleError) as refused:
-        plan(problem(lengths, 2, int(0.3 * least_cap(lengths, 2, costs, FIXED)), host_cap_bytes=host), costs, FIXED_ON)
-    cap = refused.value.least_cap_bytes
-    made = plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
-    assert max(made.predicted.peak_bytes) <= cap
-    assert max(host_peaks(simulate(made)), default=0) <= host
 
 
 @BATCHES
@@ -233,47 +191,12 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made
 
 
-def test_an_evaluation_fits_too():
-    costs, lengths = pipeline(2), [400_000]
-    free = plan(problem(lengths, 2, forward_only=True), costs, Options(slices=40))
-    cap = int(0.6 * max(free.predicted.peak_bytes) + 0.4 * max(free.static_bytes))
-    asked = problem(lengths, 2, cap, forward_only=True)
-    with pytest.raises(InfeasibleError):
-        plan(asked, costs, Options(slices=40))
-    made = plan(asked, costs, Options(slices=40, offload=True))
-    assert made.kv_offload
-    assert max(made.predicted.peak_bytes) <= cap
-
-
 def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     costs = pipeline(2)
     assert not plan(problem([60_000, 500], 2), costs, ON).kv_offload
     cap = 2 * least_cap([60_000], 2, costs, Options())
     assert not plan(problem([60_000], 2, cap), costs, Options()).kv_offload
     assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
-
-
-@pytest.mark.parametrize(("length", "sharing"), [(400_000, SHARINGS[1]), (800_000, SHARINGS[0])], ids=["many", "few"])
-def test_copies_of_activations_get_half_of_the_link_and_few_leave_keys_and_values_most_of_it(length: int, sharing: float):
-    costs = pipeline(2)
-    cap = int(0.5 * least_cap([length], 2, costs, Options()))
-    asked = problem([length], 2, cap, host_cap_bytes=400 * GIB)
-    made, decisions = plan(asked, costs, ON), greedy(asked, costs, ON)
-    assert made.kv_offload
-    copy = next(copy for row in made.copies for copy in row)
-    assert copy.time_us == pytest.approx(
-        costs.host_latency_us + 2 * costs.host_us_per_byte * (copy.alloc_bytes + copy.free_bytes)
-    )
-    assert decisions.kv_sharing == sharing
-    few, half = (replace(decisions, kv_sharing=one).tables(asked, costs) for one in SHARINGS)
-    assert sum(map(sum, few.backward_us)) < sum(map(sum, half.backward_us))
-    copies, makespan_us = timed(decisions.as_offload, few), made.predicted.makespan_us
-    assert leaves_link(copies, few, makespan_us, SHARINGS[0]) == (sharing == SHARINGS[0])
-    assert leaves_link(copies, half, makespan_us, SHARINGS[1])
-    took_us = max(sum(time_us for _, time_us, _ in row) for row in copies) / COPIES_SHARING
-    enough_us = took_us / ((1 - 1 / SHARINGS[0]) / 2)
-    assert leaves_link(copies, few, 1.001 * enough_us, SHARINGS[0])
-    assert not leaves_link(copies, few, 0.999 * enough_us, SHARINGS[0])
 
 
 @pytest.mark.parametrize("slices", [1, 8])

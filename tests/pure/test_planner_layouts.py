@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -12,12 +11,9 @@ import pytest
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
-from megatron_epp.planner.layouts import estimates
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.layout_choice import WORTH, Sample, choose, placements_of
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork, moved
@@ -90,19 +86,6 @@ def test_ranks_have_several_stages_only_where_that_is_allowed_and_pays():
     assert found.layout.placement.num_chunks == 1 or found.makespan_us <= plainer.makespan_us * (1 - WORTH / 2)
 
 
-def test_under_a_cap_the_layout_fits_it():
-    static = max(stage.static_bytes for stage in sample().costs_of(sample().even).stages)
-    asked = sample(cap_bytes=static + (6 << 30))
-    found = choose(asked)
-    placed = replace(asked.problems[0], placement=found.layout.placement.rank_of)
-    assert max(plan(placed, asked.costs_of(found.layout)).predicted.peak_bytes) <= asked.problems[0].cap_bytes[0]
-
-
-def test_where_nothing_fits_the_error_is_that_of_even_layers():
-    with pytest.raises(InfeasibleError, match="fit"):
-        choose(sample(cap_bytes=1 << 20, placements=placements_of(4)[:1]))
-
-
 def test_one_rank_has_one_layout():
     assert choose(sample(ranks=1)).layout == Layout.of_layers((16,), Placement("looped", 1, 1))
 
@@ -112,42 +95,6 @@ def test_plans_of_the_choice_are_made_with_the_options():
     by_default, again = (choose(sample(placements=placements_of(4)[:1])) for _ in range(2))
     assert found.makespan_us > by_default.makespan_us
     assert again == by_default
-
-
-@pytest.fixture
-def estimated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Grains of every estimate that is made."""
-    made: list[tuple[int, ...]] = []
-
-    def noted(problem: Problem, costs: PipelineCosts, options: Options, grains: tuple[int, ...]) -> Estimate:
-        made.append(grains)
-        return estimate(problem, costs, options, grains)
-
-    monkeypatch.setattr(estimates, "estimate", noted)
-    return made
-
-
-def test_estimates_are_made_once_and_those_of_neighbours_with_one_grain(estimated: list[tuple[int, ...]]):
-    asked = sample()
-    floors = LayerWork.of(asked.problems, asked.costs_of, halves=False)
-    known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
-    mean_us, grains = known.mean_us(asked.even), known.grains(asked.even)
-    assert estimated == [CHUNKS_PER_RANK] * len(BATCHES)
-    assert known.mean_like_us(asked.even, grains) == pytest.approx(mean_us)
-    assert known.by_business(asked.even, grains)[-1] == 3, "the last rank has the vocabulary"
-    neighbour = next(moved(asked.even, 3, WHOLE))
-    before = len(estimated)
-    near_us = known.mean_like_us(neighbour, grains)
-    assert known.mean_us(neighbour) <= near_us < mean_us
-    assert all(len(one) == 1 for one, grain in zip(estimated[before:], reversed(grains), strict=False) if grain is not None)
-
-
-def test_a_layout_whose_work_alone_takes_too_long_is_not_estimated(estimated: list[tuple[int, ...]]):
-    asked = sample()
-    floors = LayerWork.of(asked.problems, asked.costs_of, halves=False)
-    known = Estimates(asked.problems, asked.costs_of, asked.options, floors)
-    assert known.mean_like_us(asked.even, (12,) * len(BATCHES), floors.floor_us(asked.even)) == math.inf
-    assert not estimated
 
 
 @pytest.mark.parametrize("placement", placements_of(4))

@@ -1,23 +1,19 @@
-"""Local search: how many steps it takes unasked, and that more of them are not wasted on short iterations."""
+"""Local search: steps that gain, equal ones for equal arguments, and against a deadline more in more time."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 
-from megatron_epp.planner import Options
-from megatron_epp.planner import local_search as local
+from megatron_epp.plan.check import check
+from megatron_epp.planner import Options, plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, encode
-from megatron_epp.planner.kernels.compiled import integers
-from megatron_epp.planner.kernels.split import EAGER, split_off, storage
-from megatron_epp.planner.local_search import LONG_STEPS, RUNS, SHARE, SMALL, STEP_US, improve, runs_of, searches
-from megatron_epp.planner.orders.completion import split_weights, with_split_weights
+from megatron_epp.planner.local_search import SMALL, improve
+from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import greedy
+from megatron_epp.planner.result import greedy, improved_until, plan_within_budget
 from megatron_epp.planner.search import search
 from scripts.bench.small_cases import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem
@@ -28,45 +24,6 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
     return search(Replicas((given,), costs, options)).best().whole[0]
-
-
-def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of every run of the search from here on."""
-    taken: list[int] = []
-    search = local.search
-
-    def counted(*args):
-        taken.append(args[6])
-        return search(*args)
-
-    monkeypatch.setattr(local, "search", counted)
-    return taken
-
-
-def test_the_search_runs_unasked_for_small_plans_without_a_budget():
-    assert searches(Options(), SMALL)
-    assert not searches(Options(), SMALL + 1)
-    assert not searches(Options(budget_ms=0), SMALL)
-    assert searches(Options(steps=1, budget_ms=0), SMALL + 1)
-
-
-def test_a_long_iteration_gets_the_long_search_which_takes_a_small_share_of_it():
-    shortest_us = LONG_STEPS * STEP_US / SHARE
-    assert runs_of(Options(), shortest_us) == (LONG_STEPS,)
-    assert runs_of(Options(), 0.99 * shortest_us) == RUNS
-    assert sum(RUNS) < LONG_STEPS
-    assert runs_of(Options(steps=7), shortest_us) == (7,)
-
-
-def test_runs_go_on_from_the_best_while_they_gain(monkeypatch: pytest.MonkeyPatch):
-    start = fastest(GIVEN, COSTS, OPTIONS)
-    tables, taken = start.tables(GIVEN, COSTS), steps_taken(monkeypatch)
-    better = improve(start, tables, GIVEN, OPTIONS)
-    assert better.makespan_us(GIVEN, COSTS) < start.makespan_us(GIVEN, COSTS)
-    assert taken == [*RUNS]
-    taken.clear()
-    assert improve(better, tables, GIVEN, OPTIONS).makespan_us(GIVEN, COSTS) <= better.makespan_us(GIVEN, COSTS)
-    assert taken == [RUNS[0]]
 
 
 def test_equal_arguments_take_equal_steps():
@@ -88,18 +45,6 @@ def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_fo
     assert split.makespan_us(given, costs) >= whole.makespan_us(given, costs)
 
 
-def test_the_time_with_weight_gradients_is_that_of_the_order_that_is_made():
-    made = fastest(GIVEN, COSTS, OPTIONS)
-    tables = made.tables(GIVEN, COSTS)
-    codes, columns = encode(made.order, len(made.chunks)), tables.columns
-    whole, filled = storage(codes.actions, codes.starts, columns)
-    steps = integers(chain.from_iterable(made.recompute_steps))
-    took_us = split_off(whole, columns, steps, integers(GIVEN.cap_bytes), integers([]), filled, EAGER)
-    order = split_weights(codes, tables, made.recompute_steps, GIVEN.cap_bytes, (), EAGER)
-    assert any(code & KIND_MASK == WEIGHT for code in order.actions)
-    assert took_us == makespan_us(order, tables, made.recompute_steps)
-
-
 def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unasked(monkeypatch: pytest.MonkeyPatch):
     """The plan has 12 actions of forward and backward; the exact planner proves that none takes less time."""
     given, costs, options = drawn(104)
@@ -109,3 +54,36 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     assert made.makespan_us(given, costs) == pytest.approx(211_727, abs=1)
     monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
+
+
+BUDGET = replace(OPTIONS, budget_ms=1000)
+
+
+def ticking(step_s: float):
+    """A clock that advances by as much whenever it is read."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
+
+
+def test_more_time_is_never_slower():
+    untouched = replace(BUDGET, budget_ms=0)
+    spans = [plan(GIVEN, COSTS, untouched).predicted.makespan_us]
+    for step_s in (0.9, 0.3, 0.15):  # of a second's budget, so more and more runs
+        made = plan_within_budget(GIVEN, COSTS, BUDGET, ticking(step_s))
+        assert check(made) == []
+        spans.append(made.predicted.makespan_us)
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] < spans[0]
+
+
+def test_even_no_time_at_all_is_never_slower_than_no_budget():
+    without = plan(GIVEN, COSTS, replace(BUDGET, budget_ms=None))
+    assert plan_within_budget(GIVEN, COSTS, BUDGET, ticking(9)).predicted.makespan_us <= without.predicted.makespan_us
+
+
+@pytest.mark.parametrize(("deadline_s", "tick_s"), [(0, 1), (10, 3), (100, 0.7)])
+def test_it_ends_at_the_deadline(deadline_s: float, tick_s: float):
+    start, clock = greedy(GIVEN, COSTS, replace(BUDGET, budget_ms=0)), ticking(tick_s)
+    made = improved_until(start, GIVEN, COSTS, BUDGET, deadline_s, clock)
+    assert clock() <= deadline_s + 2 * tick_s
+    assert deadline_s or made == start

@@ -9,71 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
-from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.serialize import from_json, to_json
-from megatron_epp.planner import PLANNERS, Chunker, Options, plan, slice_groups
-from megatron_epp.planner.chunks.align import align
-from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.plan import Chunk, Op, Plan, PlanError, Segment, check
+from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.planners import PLANNERS as CORE
-from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide
-from tests.support.plan.campaign_cases import Case, case_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
-from tests.support.plan.queue_machine import stuck
-from tests.support.plan.second_simulator import times
-from tests.support.seeds import some_by_default
 
-CHOSEN = [2, 3, 4, 5, 6, 12, 14, 20, 22, 26, 35, 45, 47, 53, 56, 59]
-"""Seeds of cases with every planner, placement and option, most of them with a plan."""
 PAIRS = tuple(number // 2 for number in range(40))
-
-
-def in_groups(seed: int) -> Case:
-    """A case of the campaign whose sequences are drawn into groups of up to four."""
-    draw, case = random.Random(seed), case_of(seed)
-    groups: list[int] = []
-    while len(groups) < len(case.problem.lengths):
-        groups += [len(groups)] * draw.randint(1, 4)
-    groups = groups[: len(case.problem.lengths)]
-    draw.shuffle(groups)
-    planner = draw.choice(["greedy", *CORE]) if case.problem.has_one_stage_per_rank else "greedy"
-    asked = replace(case.problem, loss_groups=tuple(groups))
-    return replace(case, problem=asked, options=replace(case.options, planner=planner))
 
 
 def chunks_of(made: Plan, loss_groups: tuple[int, ...], number: int) -> set[int]:
     """Chunks with a part of a group."""
     return {c for c, chunk in enumerate(made.chunks) for s in chunk.segments if loss_groups[s.sequence] == number}
-
-
-def assert_waits(made: Plan, loss_groups: tuple[int, ...]) -> None:
-    """On the stage with the loss, no backward of a group runs before all its forwards have."""
-    last = made.num_stages - 1
-    actions = list(made.actions(made.placement[last]))
-    place = {(action.op, action.chunk): at for at, action in enumerate(actions) if action.stage == last}
-    for number in set(loss_groups):
-        own = chunks_of(made, loss_groups, number)
-        if not made.forward_only:
-            assert max(place[Op.F, c] for c in own) < min(place[Op.B, c] for c in own)
-        assert len(own) == 1 or any(own <= set(group) for group in made.loss_groups)
-
-
-@some_by_default("seed", [*CHOSEN, *sorted({*range(60)} - {*CHOSEN})], len(CHOSEN))
-def test_every_planner_runs_all_forwards_of_a_group_before_its_first_backward(seed: int):
-    case = in_groups(seed)
-    try:
-        made = plan(case.problem, case.costs, case.options)
-    except InfeasibleError:
-        return
-    assert check(made) == []
-    assert_waits(made, case.problem.loss_groups)
-    starts, took = times(made)
-    assert max(start + took[key] for key, start in starts.items()) == pytest.approx(made.predicted.makespan_us)
-    assert stuck(to_json(made), repr(lower(made))) == []
-    assert from_json(to_json(made)) == made
 
 
 def test_a_backward_ahead_of_its_groups_forwards_is_found():
@@ -130,27 +79,6 @@ def test_more_replicas_than_groups_are_refused():
     asked = replace(problem((5, 6, 7, 8), 2), loss_groups=(0, 0, 0, 1))
     with pytest.raises(PlanError, match="2 groups of sequences cannot be shared by 3 replicas"):
         divide(asked, pipeline(2), ((0,), (1,), (2,)), lambda shares: 1.0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_replicas_that_share_experts_keep_groups_together_too(seed: int):
-    counts = (6, 16)  # chunks of the first are cut until it has as many
-    problems = [replace(problem(web_lengths(n, seed=seed + n), 2), loss_groups=PAIRS[:n]) for n in counts]
-    for asked, made in zip(problems, plan_lockstep(problems, pipeline(2), Options()), strict=True):
-        assert check(made) == []
-        assert_waits(made, asked.loss_groups)
-        assert all(group == tuple(range(group[0], group[-1] + 1)) for group in made.loss_groups)
-
-
-def test_a_chunk_that_is_cut_for_other_replicas_leaves_its_group_together():
-    own = replace(problem((40, 40, 50, 50), 2), loss_groups=(0, 0, 1, 2))
-    other = replace(problem((90,) * 4, 2), loss_groups=(0, 1, 2, 3))
-    pair, *rest = Chunk((Segment(0, 0, 40), Segment(1, 0, 40))), Chunk((Segment(2, 0, 50),)), Chunk((Segment(3, 0, 50),))
-    tables = (pair, *rest), whole_sequences(other.lengths)
-    aligned = align(tables, [Chunker.of(one, pipeline(2), None) for one in (own, other)])
-    assert aligned is not None
-    for group in joint_losses(aligned.chunks[0], own.loss_groups):
-        assert group == tuple(range(group[0], group[-1] + 1))
 
 
 def test_as_many_groups_as_sequences_are_needed():

@@ -6,7 +6,6 @@ import itertools
 import random
 from dataclasses import replace
 from itertools import product
-from operator import attrgetter
 
 import pytest
 
@@ -23,10 +22,8 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -94,13 +91,6 @@ def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_
     assert (below.recompute_steps, below.needed_bytes) == (None, least)
 
 
-def test_nothing_is_recomputed_where_memory_is_loose():
-    order, tables = small_case(3)
-    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).recompute_steps == [[0] * tables.num_chunks] * len(
-        order
-    )
-
-
 def recompute_us(made: Plan) -> float:
     costs = {s: pipeline(made.num_stages).stages[s].line("backward") for s in range(made.num_stages)}
     base = 0.0
@@ -156,7 +146,7 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
     assert made.predicted.makespan_us <= makespan_us(order, tables, by_stay)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.2, 0.8])
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
@@ -171,12 +161,18 @@ def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     assert any(sum(again) > again.full for row in made.recompute for again in row)
 
 
-def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
-    lengths = (16384,) * 6
-    cap = least_cap(lengths, 4, Options(slices=1)) - 1
-    made = plan(problem(lengths, 4, cap), pipeline(4))
-    assert check(made) == []
-    assert len(made.chunks) > len(lengths)
+def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
+    costs = pipeline(1)
+    made = plan(problem((8192,), 1), costs, Options(slices=2))
+    stage = costs.stages[0]
+    steps = {str(step.action): step for step in made.ranks[0]}
+    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
+    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
+    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
+    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
+    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
+    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
+    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
 def least_cap(lengths: tuple[int, ...], stages: int, options: Options, costs: PipelineCosts | None = None) -> int:
@@ -225,26 +221,6 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
     assert [any(again.num_layers for again in row) for row in made.recompute] == [False, False, True, False]
 
 
-def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
-    for recompute_steps, kept in ((0, 0), (3, 3), (99, 4)):
-        made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=recompute_steps))
-        assert {again.full for row in made.recompute for again in row} == {kept}
-
-
-def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
-    costs = pipeline(1)
-    made = plan(problem((8192,), 1), costs, Options(slices=2))
-    stage = costs.stages[0]
-    steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
-    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
-    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
-    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
-    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
-    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     """Three layers of odd sizes, and every step on the ladder of recompute."""
@@ -289,13 +265,3 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 held += comes - int(kept[c]) + stays
             left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
             assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)
-
-
-def test_what_fits_comes_before_what_does_not_where_ranks_have_other_caps():
-    asked = problem(WHALE, 2)
-    least = least_cap_bytes(asked, pipeline(2, 2), Options())
-    candidates = search(Replicas((replace(asked, cap_bytes=(80 * GIB, least)),), pipeline(2, 2), Options()))
-    ranked = sorted(candidates.by_recipe.values(), key=attrgetter("key"))
-    assert {candidate.fits for candidate in ranked} == {True, False}
-    assert [candidate.fits for candidate in ranked] == sorted((candidate.fits for candidate in ranked), reverse=True)
-    assert all(candidate.decisions for candidate in ranked if candidate.fits)

@@ -11,10 +11,10 @@ import pytest
 from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
-from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
+from tests.support.plan.campaign import faults_of_breakdown
 from tests.support.plan.planner_cases import problem
 from tests.support.plan.stages import stage_of
 
@@ -57,8 +57,8 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
 
 
 @functools.cache
-def random_breakdown(seed: int) -> MemoryBreakdown:
-    """Return the breakdown of a plan that its costs allow, capped so that something has to give in most of them."""
+def random_plan(seed: int) -> tuple[PipelineCosts, Plan]:
+    """Return costs and a plan that they allow, capped so that something has to give in most of them."""
     draw = random.Random(seed)
     stages = draw.randint(1, 3)
     costs = random_costs(draw, stages)
@@ -73,7 +73,7 @@ def random_breakdown(seed: int) -> MemoryBreakdown:
             break
         except InfeasibleError:
             continue
-    return memory_breakdown(made, costs)
+    return costs, made
 
 
 def steps(made: Plan):
@@ -81,28 +81,16 @@ def steps(made: Plan):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back(seed: int):
-    breakdown = random_breakdown(seed)
-    for step in steps(breakdown.timeline.plan):
-        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_at_every_moment_the_items_are_the_live_bytes_and_none_is_owed(seed: int):
-    breakdown = random_breakdown(seed)
-    for rank, static in enumerate(breakdown.timeline.plan.static_bytes):
-        moments = breakdown.moments(rank)
-        assert [(moment.time_us, moment.num_bytes) for moment in moments] == breakdown.timeline.live_bytes(rank)
-        assert breakdown.peak(rank).num_bytes == breakdown.timeline.peak_bytes[rank]
-        assert sum(breakdown.static[rank].values()) == static
-        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
-        assert sum(moments[-1].items.values()) == static
+def test_items_add_up_to_what_steps_take_and_give_back_and_to_the_live_bytes_of_every_moment(seed: int):
+    costs, made = random_plan(seed)
+    assert list(faults_of_breakdown(made, costs)) == []
+    for own, static in zip(memory_breakdown(made, costs).static, made.static_bytes, strict=True):
+        assert sum(own.values()) == static
 
 
 def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something():
-    breakdowns = [random_breakdown(seed) for seed in SEEDS]
-    seen = {name for breakdown in breakdowns for name in breakdown.items}
+    plans = [random_plan(seed) for seed in SEEDS]
+    seen = {name for costs, made in plans for name in memory_breakdown(made, costs).items}
     expected = {*item.DYNAMIC} - {item.KV_OFFLOAD, item.STATES} | {
         item.WORKING,
         item.EXCHANGE,
@@ -114,7 +102,7 @@ def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_somet
         "buffers",
     }
     assert seen == expected
-    ops = {step.action.op for breakdown in breakdowns for step in steps(breakdown.timeline.plan)}
+    ops = {step.action.op for _, made in plans for step in steps(made)}
     assert ops == {Op.F, Op.B, Op.W, Op.O, Op.L}
 
 
@@ -141,15 +129,9 @@ def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(shar
     assert check(made) == []
     again = [step.action for step in steps(made) if step.action.op is Op.R]
     assert again
-    breakdown = memory_breakdown(made, costs)
-    for step in steps(made):
-        assert sum(breakdown.takes[step.action].values()) == step.alloc_bytes, step
-        assert sum(breakdown.gives[step.action].values()) == step.free_bytes, step
-    assert all(set(breakdown.takes[action]) == {item.RECOMPUTED} for action in again)
-    for rank in range(made.num_ranks):
-        moments = breakdown.moments(rank)
-        assert [(moment.time_us, moment.num_bytes) for moment in moments] == breakdown.timeline.live_bytes(rank)
-        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
+    assert list(faults_of_breakdown(made, costs)) == []
+    takes = memory_breakdown(made, costs).takes
+    assert all(set(takes[action]) == {item.RECOMPUTED} for action in again)
 
 
 def test_static_bytes_are_their_items():

@@ -1,7 +1,8 @@
-"""The order of actions: 1F1B over slices, and what it keeps alive."""
+"""The order of actions: 1F1B over slices and what it keeps alive, weight gradients in its gaps, and an order as numbers."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,12 +10,17 @@ import pytest
 
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
+from megatron_epp.planner import Chunker, WarmUp, tabulate
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, decode, encode
+from megatron_epp.planner.kernels.split import EAGER, WHOLE
+from megatron_epp.planner.memory.offload import Offload
+from megatron_epp.planner.orders.completion import split_weights, with_split_weights
 from megatron_epp.planner.orders.patterns import Interleaved
+from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
@@ -111,3 +117,76 @@ def test_where_windows_shrink_every_rank_of_looped_stages_stays_ahead_of_the_nex
     ahead = [[sum(one.op is Op.F for one in row[:at]) for at, action in enumerate(row) if action.op is Op.B] for row in order]
     for rank, following in pairwise(ahead):
         assert all(here >= there for here, there in zip(rank, following, strict=True))
+
+
+ORDER = (
+    (Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(Op.B, 0, 1), Action(Op.B, 0, 0), Action(Op.W, 0, 0)),
+    (Action(Op.F, 1, 0), Action(Op.F, 1, 1), Action(Op.B, 1, 1), Action(Op.B, 1, 0)),
+)
+
+
+def test_an_order_as_numbers_reads_like_its_actions() -> None:
+    order = coded(ORDER, 2)
+    assert isinstance(order, CodedOrder)
+    assert len(order) == 2
+    assert (order[1], order[:1], list(order)) == (ORDER[1], ORDER[:1], list(ORDER))
+    assert repr(order) == repr(ORDER)
+    assert coded(order, 2) is order
+
+
+def test_an_order_goes_to_another_process_as_actions_for_its_numbers_may_be_of_another_type_there() -> None:
+    received = pickle.loads(pickle.dumps(coded(ORDER, 2)))
+    assert (type(received), received) == (tuple, ORDER)
+
+
+def test_an_order_as_numbers_equals_any_order_of_the_same_actions() -> None:
+    actions, order, other = ORDER, coded(ORDER, 2), coded((ORDER[0][:4], ORDER[1]), 2)
+    assert order == actions
+    assert actions == order
+    assert order == coded(ORDER, 2)
+    assert order != other
+    assert actions != other
+    assert (order.key == coded(ORDER, 2).key, order.key == other.key) == (True, False)
+    assert order == CodedOrder(encode(order, 2, SHARD_KINDS), 2), "kinds that no action has make no difference"
+
+
+def test_encoding_is_undone_by_decoding() -> None:
+    codes = encode(ORDER, 2, SHARD_KINDS)
+    assert codes.num_ranks == 2
+    assert list(codes.starts) == [0, 5, 9]
+    assert decode(codes, 2) == ORDER
+
+
+RANKS = 4
+
+
+def one_f_one_b(seed: int):
+    """A batch in slices, its tables, an order of whole backwards, and no recompute."""
+    asked, costs = problem(web_lengths(40, seed, longest=65536), RANKS), pipeline(RANKS)
+    chunker = Chunker.of(asked, costs, None)
+    chunks = chunker.table(chunker.grain(chunks=6 * RANKS))
+    tables = tabulate(chunks, asked, costs)
+    return asked, tables, coded(WarmUp(1).order(chunks, tables, asked), len(chunks)), [[0] * len(chunks)] * RANKS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_that_run_in_gaps_shorter_than_themselves_do_not_all_wait_for_the_end(seed: int):
+    asked, tables, order, steps = one_f_one_b(seed)
+    whole, eager = (split_weights(order.codes, tables, steps, asked.cap_bytes, (), share) for share in (WHOLE, EAGER))
+    assert makespan_us(eager, tables, steps) < 0.98 * makespan_us(whole, tables, steps)
+    assert makespan_us(whole, tables, steps) < makespan_us(order, tables, steps)
+    last = [[int(code) & KIND_MASK == WEIGHT for code in row.actions[row.starts[0] : row.starts[1]]] for row in (whole, eager)]
+    ends = [row[::-1].index(False) for row in last]
+    assert ends[1] < ends[0], "fewer are left for the end of the first rank"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_faster_of_both_ways_counts(seed: int):
+    asked, tables, order, steps = one_f_one_b(seed)
+    found, took_us = with_split_weights(order, tables, Offload(steps, (), ()), asked.cap_bytes)
+    both = [
+        makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), share), tables, steps)
+        for share in (WHOLE, EAGER)
+    ]
+    assert took_us == makespan_us(found, tables, steps)
+    assert took_us <= min(both)

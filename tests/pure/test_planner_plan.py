@@ -13,33 +13,12 @@ import pytest
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.baselines.whole import baseline
-from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.tables import tabulate
 from tests.support import ROOT
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 BATCH = (60000, *web_lengths(40, seed=2))
-
-
-@pytest.mark.parametrize(
-    "options", [Options(), Options(planner="1f1b"), Options(slices=7), Options(chunk_tokens=3000)], ids=repr
-)
-@pytest.mark.parametrize("cap", [30 * GIB, 200 * GIB])
-def test_the_prediction_is_the_simulators(options: Options, cap: int):
-    made = plan(problem(BATCH, 4, cap, token_multiple=16), pipeline(4), options)
-    timeline = simulate(made)
-    assert check(made) == []
-    order = tuple(made.actions(rank) for rank in range(4))
-    tables = tabulate(made.chunks, problem(BATCH, 4, token_multiple=16), pipeline(4), options.modes(pipeline(4)))
-    taken = [[tables.num_steps(stage, c, again) for c, again in enumerate(row)] for stage, row in enumerate(made.recompute)]
-    assert makespan_us(order, tables, taken) == timeline.makespan_us
-    assert made.predicted.makespan_us == timeline.makespan_us
-    assert made.predicted.peak_bytes == timeline.peak_bytes
-    assert made.predicted.bubble_fraction == timeline.bubble_fraction
-    assert 0 < made.predicted.lower_bound_us <= timeline.makespan_us
 
 
 def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
@@ -69,26 +48,6 @@ def test_planning_needs_no_torch():
         "plan(problem((900, 80), 2), pipeline(2)); assert not {'torch', 'megatron.core'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("lengths", [BATCH, (4096,) * 24, (300,) * 64, (70000, 90, 40)], ids=["web", "equal", "tiny", "whale"])
-@pytest.mark.parametrize("cap", [60, 10000])
-def test_the_plan_is_never_slower_than_plain_1f1b_where_that_fits(lengths: tuple[int, ...], stages: int, cap: int):
-    given, costs = problem(lengths, stages, cap * GIB), pipeline(stages)
-    try:
-        plain = plan(given, costs, Options(planner="1f1b"))
-    except InfeasibleError:
-        assert cap == 60
-        return
-    assert plan(given, costs).predicted.makespan_us <= plain.predicted.makespan_us
-
-
-@pytest.mark.parametrize(("lengths", "stages"), [((50, 400, 100), 3), ((200, 800, 800), 2)])
-def test_plain_1f1b_is_among_what_is_tried_and_wins_where_nothing_else_is_as_fast(lengths: tuple[int, ...], stages: int):
-    given, costs = problem(lengths, stages), pipeline(stages, 2)
-    plain = plan(given, costs, Options(planner="1f1b"))
-    assert plan(given, costs).predicted.makespan_us <= plain.predicted.makespan_us
 
 
 def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():

@@ -14,11 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.plan import InfeasibleError, Plan, Recompute
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import named_cap_bytes, pipeline, problem
 
 pipelines = functools.cache(pipeline)
@@ -53,12 +51,12 @@ def examples(count: int, /, **strategies: st.SearchStrategy[Any]) -> Callable[[C
     return decorate
 
 
-def capped(batch: list[int], costs: PipelineCosts, share: float, multiple: int, forward_only: bool = False) -> Problem:
+def capped(batch: list[int], costs: PipelineCosts, share: float, multiple: int) -> Problem:
     """A cap between what is static and a little more than all the batch's activations would take without any planning."""
     stage = costs.stages[-1]
     per_token = stage.num_layers * (stage.layers.bytes_per_token + stage.kv.bytes_per_token) + stage.ends_bytes_per_token
     cap = max(s.static_bytes for s in costs.stages) + int(share**3 * per_token * sum(batch))
-    return problem(batch, len(costs.stages), cap, token_multiple=multiple, forward_only=forward_only)
+    return problem(batch, len(costs.stages), cap, token_multiple=multiple)
 
 
 def assert_sound(made: Plan) -> None:
@@ -75,7 +73,7 @@ def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) ->
         cap = named_cap_bytes(error)
         assert cap > min(asked.cap_bytes)
         stages = len(asked.placement)
-        fits = problem(asked.lengths, stages, cap, token_multiple=asked.token_multiple, forward_only=asked.forward_only)
+        fits = problem(asked.lengths, stages, cap, token_multiple=asked.token_multiple)
         assert_sound(plan(fits, costs, options))
         return None
     assert_sound(made)
@@ -86,39 +84,6 @@ def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) ->
 def test_any_batch_under_any_cap(batch: list[int], count: int, share: float, multiple: int):
     costs = pipelines(count, 2)
     plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options(steps=STEPS))
-
-
-@examples(
-    1000,
-    batch=lengths,
-    count=stages,
-    share=shares,
-    multiple=multiples,
-    slices=st.integers(1, 24),
-    chunk_tokens=st.none() | st.integers(50_000, 1_000_000),
-    recompute=st.just("auto") | st.integers(0, 3),
-)
-def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
-    batch: list[int], count: int, share: float, multiple: int, slices: int, chunk_tokens: int | None, recompute: str | int
-):
-    costs = pipelines(count, 2)
-    options = Options(slices=slices, chunk_tokens=chunk_tokens, recompute=recompute, steps=STEPS)  # type: ignore[arg-type]
-    asked = capped(batch, costs, share, multiple)
-    made = plan_or_named_cap(asked, costs, options)
-    if made is None:
-        return
-    assert all(made.padded_tokens(c) <= (chunk_tokens or made.num_tokens + multiple) for c in range(len(made.chunks)))
-    assert all(s.start == 0 and s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments[1:])
-    assert all(s.end % multiple == 0 or s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments)
-    assert lower_bound_us(tabulate(made.chunks, asked, costs)) <= made.predicted.makespan_us * (1 + 1e-12)
-    if recompute != "auto":
-        assert {again for row in made.recompute for again in row} == {Recompute(min(int(recompute), 2))}
-
-
-@examples(200, batch=lengths, count=stages, share=shares, multiple=multiples)
-def test_any_batch_evaluated(batch: list[int], count: int, share: float, multiple: int):
-    costs = pipelines(count, 2)
-    plan_or_named_cap(capped(batch, costs, share, multiple, forward_only=True), costs, Options())
 
 
 @examples(350, batch=lengths, count=stages, multiple=multiples)

@@ -10,19 +10,15 @@ import pytest
 
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, plan, replicas
-from megatron_epp.planner import fit as memory
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels.codes import encode, encode_known
+from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.orders.warm_up import WarmUp
-from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default, spread_by_default
@@ -148,23 +144,6 @@ def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
     assert tuple(peaks_with_copies(made.order, tables, made.as_offload, played)) == written.predicted.peak_bytes
 
 
-def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_is_made_once(monkeypatch: pytest.MonkeyPatch):
-    encoded, tabulated = [], []
-    for module in (evaluate, memory):
-        monkeypatch.setattr(module, "encode_known", lambda order, chunks: encoded.append(order) or encode_known(order, chunks))
-    monkeypatch.setattr(offload, "encode", lambda order, chunks: encoded.append(order) or encode(order, chunks))
-    monkeypatch.setattr(replicas, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
-    asked, costs = problem((60_000, 30_000, 20_000), 2, 16 * GIB), pipeline(2)
-    chunks = plan(asked, costs, Options(slices=12)).chunks
-    ours = Candidates(Replicas((asked,), costs, Options(offload=True)), chunks=chunks)
-    encoded.clear()
-    tabulated.clear()
-    made = [ours.of(Recipe(reach=reach, copies="activations")) for reach in ("need", "slices")]
-    assert all(one is not None and any(one.decisions[0].copies) for one in made)
-    assert len(encoded) == len(made)
-    assert len(tabulated) == 1
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int, monkeypatch: pytest.MonkeyPatch):
     draw = random.Random(seed)
@@ -181,36 +160,12 @@ def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int
         assert offload.fit_offload(order, (tables,), caps, unlimited) is None
 
 
-def test_without_a_link_there_is_nothing_to_offload():
-    costs = dataclasses.replace(pipeline(8), host_us_per_byte=float("inf"))
-    given = problem(WHALE, 8, 34 * GIB)
-    assert plan(given, costs, Options(offload=True)).ranks == plan(given, costs).ranks
-
-
 @some_by_default("caps", [(26, 36, 60, 150), (26, 30, 36, 44, 60, 90, 150)], 1)
 @pytest.mark.parametrize("lengths", [WEB, WHALE, EQUAL, BIMODAL], ids=["web", "whale", "equal", "bimodal"])
 def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int, ...], caps: tuple[int, ...]):
     times = [plan(problem(lengths, 4, cap * GIB), pipeline(4)).predicted.makespan_us for cap in caps]
     for less, more in pairwise(times):
         assert more <= 1.01 * less
-
-
-@some_by_default("seed", [0, 2, 5, 1, 3, 4, *range(6, 12)], 3)
-def test_the_order_in_which_sequences_come_does_not_matter(seed: int):
-    draw = random.Random(seed)
-    lengths = list(web_lengths(draw.choice([2, 4, 5, 7, 9, 12, 20, 30, 100]), seed))
-    before = plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us
-    draw.shuffle(lengths)
-    assert plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us == pytest.approx(before, rel=1e-9)
-
-
-def test_steps_of_local_search_only_help_and_repeat():
-    given, costs = problem((9000, 5000, 3000, 2500, 700, 600), 3, 12 * GIB), pipeline(3, 2)
-    bare, few, many = (
-        plan(given, costs, Options(slices=2, steps=steps, budget_ms=0)).predicted.makespan_us for steps in (0, 100, 2000)
-    )
-    assert many <= few <= bare
-    assert plan(given, costs, Options(slices=2, steps=2000)) == plan(given, costs, Options(slices=2, steps=2000))
 
 
 def test_a_given_chunk_table_is_planned_as_it_is():

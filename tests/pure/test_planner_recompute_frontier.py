@@ -1,8 +1,9 @@
-"""Ladders of recompute: each rung gives up more bytes at a higher price, and steps on them say which layers do what."""
+"""Ladders of recompute: each rung gives up more bytes at a higher price; and a backward peaks as a walk along its layers."""
 
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, analytic_profile
@@ -10,7 +11,15 @@ from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags,
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import RECOMPUTE_MODES, Chunk, Recompute, Segment, check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.passes import ABSENT, num_steps_of, recompute_frontier, recompute_of
+from megatron_epp.planner.passes import (
+    ABSENT,
+    BackwardBytes,
+    LayerGroup,
+    moments,
+    num_steps_of,
+    recompute_frontier,
+    recompute_of,
+)
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.stages import stage_of
 
@@ -92,3 +101,15 @@ def test_four_million_tokens_are_planned_for_64_stages():
     made = plan(problem((1 << 22,), 64, int(0.9 * cluster.device_memory_gb * GIB), token_multiple=64), costs)
     assert check(made) == []
     assert max(made.predicted.peak_bytes) <= 0.9 * cluster.device_memory_gb * GIB
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_peak_of_a_backward_is_that_of_a_walk_along_its_layers(seed: int):
+    draw = random.Random(seed)
+    sizes = BackwardBytes(*(np.array(draw.randint(-9, 30)) for _ in BackwardBytes._fields))
+    groups = [LayerGroup(draw.randint(1, 4), draw.randint(0, 20), draw.randint(0, 30)) for _ in range(draw.randint(0, 3))]
+    live, walked = int(sizes.constant + sizes.reached), [int(sizes.constant + sizes.at_half)]
+    for number, (kept, peak) in enumerate((kept, peak) for count, kept, peak in groups for _ in range(count)):
+        walked.append(live + peak - kept)
+        live += int(sizes.first_mlp) * (number == 0) - kept - int(sizes.gone)
+    assert max(map(int, moments(sizes, groups))) == max(walked if groups else [*walked, live])

@@ -13,13 +13,11 @@ from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import TokenSpan, span_work_of, work_of
 from megatron_epp.plan import InfeasibleError, PlanError
-from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
-from megatron_epp.planner.service.background import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.spans import allowed_cuts, parted
 from megatron_epp.planner.tables import tabulate
@@ -39,22 +37,6 @@ def with_spans(lengths=LENGTHS, seed=3, work=1.0, most=900):
             at = end + random_.choice((0, 1, 5, 200))
         every.append(tuple(spans))
     return tuple(every)
-
-
-def cuts_of(made):
-    return [(s.sequence, s.end) for chunk in made.chunks for s in chunk.segments if s.end < made.lengths[s.sequence]]
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("options", [Options(), Options(slices=7), Options(chunk_tokens=3000), Options(offload=True)])
-def test_no_plan_cuts_a_span(multiple, options):
-    asked = replace(problem(LENGTHS, 4, token_multiple=multiple), spans=with_spans())
-    made = plan(asked, pipeline(4), options)
-    assert check(made) == []
-    assert cuts_of(made)
-    assert parted(made.chunks, made.lengths, asked.spans) == ""
-    if options.chunk_tokens is not None:
-        assert max(chunk.num_tokens for chunk in made.chunks) <= options.chunk_tokens
 
 
 def test_without_spans_the_same_batch_is_cut_inside_of_them():
@@ -113,17 +95,6 @@ def test_replicas_share_the_work_of_spans():
     asked = replace(problem(lengths, 2), spans=(heavy, (), heavy, ()))
     division = divide(asked, costs, ((0,), (1,)), lambda problems: plan(problems[0], costs).predicted.makespan_us)
     assert all(len({0, 2} & {*share}) == 1 for share in division.shares)
-
-
-def test_lockstep_replicas_cut_no_span_to_have_equally_many_chunks():
-    spans = with_spans()
-    problems = (
-        replace(problem(LENGTHS, 2), spans=spans),
-        replace(problem((4000,), 2), spans=((TokenSpan(10, 3000, 3000.0),),)),
-    )
-    plans = plan_lockstep(problems, pipeline(2), Options(slices=6))
-    assert len({len(made.chunks) for made in plans}) == 1
-    assert [parted(made.chunks, made.lengths, asked.spans) for made, asked in zip(plans, problems, strict=True)] == ["", ""]
 
 
 def test_a_search_of_layouts_gives_a_first_stage_with_spans_fewer_layers():

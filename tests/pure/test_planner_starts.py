@@ -7,7 +7,6 @@ from itertools import chain
 
 import pytest
 
-from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import UNLIMITED_BYTES, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
@@ -17,14 +16,10 @@ from megatron_epp.planner.cuts import started
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import CappedWarmUp
-from megatron_epp.planner.settings import OPENINGS, REACHES
-from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import pipeline, problem
 
 STAGES = 4
 COSTS = pipeline(STAGES)
-SHAPE = ModelShape(
-    num_layers=12, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, vocab_size=4096
-)
 LENGTHS = (60000, 16000, 9000, *[5000] * 4, *[2000] * 24)
 BATCH = problem(LENGTHS, STAGES, token_multiple=16)
 CHUNKER = Chunker.of(BATCH, COSTS, None)
@@ -68,20 +63,6 @@ def test_other_sequences_come_first_and_none_is_lost_or_parted():
         assert sorted(found, key=str) == sorted(groups, key=str)
     (single, *_), (alone, *_) = started(groups[0], STAGES)
     assert single == alone == groups[0][0], "a sequence alone has nothing before it"
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_plans_of_uneven_stages_are_no_slower_with_windows_as_large_as_the_caps(split: bool, monkeypatch: pytest.MonkeyPatch):
-    costs, options = analytic_costs(SHAPE, H100, [4.5, 4, 3.5], state_bytes_per_parameter=8.0), Options(split_weight=split)
-    asked = problem(web_lengths(40, seed=28, longest=8000), 3, 60 * GIB, token_multiple=128)
-    monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)  # local search finds as much, from other orders
-    made = plan(asked, costs, options)
-    for name in [name for name, kind in REACHES.items() if kind.is_wide]:
-        monkeypatch.delitem(REACHES, name)
-    monkeypatch.setitem(OPENINGS, True, [row for row in OPENINGS[True] if row.changes["reach"] in REACHES])
-    before = plan(asked, costs, options)
-    assert check(made) == []
-    assert made.predicted.makespan_us <= before.predicted.makespan_us
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])

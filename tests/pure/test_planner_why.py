@@ -11,9 +11,9 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.cli.why_text import why
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError
+from megatron_epp.plan import UNLIMITED_BYTES, PlanError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, plan, settings
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.why import changes, explain
 from tests.support.plan.planner_cases import pipeline
 
@@ -71,20 +71,6 @@ def test_local_search_is_told_where_it_made_the_plan_faster():
     explanation = explain(problem, pipeline(4), Options())
     assert explanation.plan.predicted.makespan_us < explanation.walks[-1].candidates[-1].makespan_us
     assert any("local search" in line for line in why(explanation))
-
-
-def test_where_no_candidate_fits_it_says_how_the_plan_was_made(monkeypatch: pytest.MonkeyPatch):
-    """Without openings, walks do not come by the order that keeps the least."""
-    monkeypatch.setitem(settings.OPENINGS, True, ())
-    with pytest.raises(InfeasibleError) as refused:
-        plan(asked(1), pipeline(4))
-    batch = asked(refused.value.least_cap_bytes)
-    explanation = explain(batch, pipeline(4), Options())
-    assert not explanation.has_candidate
-    assert explanation.plan == plan(batch, pipeline(4))
-    lines = why(explanation)
-    assert any("the plan is in the order that keeps the least" in line for line in lines)
-    assert any("lacks" in line for line in lines)
 
 
 @pytest.mark.parametrize("options", [Options(planner="1f1b"), Options(budget_ms=10)])

@@ -1,4 +1,4 @@
-"""Work in a process of its own: results in order, errors come back, and it never outlives what made it."""
+"""Work in a process of its own, started afresh or forked: results in order, errors come back, and it ends with its maker."""
 
 from __future__ import annotations
 
@@ -7,55 +7,72 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner.service import forks
 from megatron_epp.planner.service.worker import Worker, WorkerError
 from tests.support.plan.worker_tasks import adder, misbehaving, sleeper
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
-@pytest.fixture(scope="module")
-def worker():
-    made = Worker(misbehaving)
-    yield made
-    made.close()
+Start = Callable[..., Worker]
 
 
-def test_calls_are_answered_in_order_by_one_callable():
-    worker = Worker(adder, 100)
+class Forked(Worker):
+    start = staticmethod(forks.forked)  # type: ignore[assignment]
+
+
+@pytest.fixture(params=[Worker, Forked])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts a worker of a task."""
+    started: list[Worker] = []
+
+    def of_task(task: Callable[..., Any], *args: Any) -> Worker:
+        started.append(request.param(task, *args))
+        return started[-1]
+
+    yield of_task
+    for worker in started:
+        worker.close()
+
+
+def test_calls_are_answered_in_order_by_one_callable(start: Start):
+    worker = start(adder, 100)
     for number in (1, 2, 3):
         worker.send(number)
     assert [worker.receive() for _ in range(3)] == [101, 103, 106]
     assert not worker.is_ready()
-    worker.close()
 
 
-def test_it_imports_no_torch_and_its_output_is_not_an_answer(worker):
-    assert "torch" not in worker.call("print")
+def test_its_output_is_no_answer_and_only_a_forked_one_begins_with_what_is_imported(start: Start):
+    is_forked = type(worker := start(misbehaving)) is Forked
+    assert ("psutil" in worker.call("print")) == is_forked
+    assert is_forked or "torch" not in worker.call("go on")
 
 
-def test_refusals_come_back_as_they_are(worker):
+def test_refusals_and_other_errors_come_back_and_it_goes_on(start: Start):
+    worker = start(misbehaving)
     with pytest.raises(InfeasibleError, match="needs 12 GB"):
         worker.call("refuse")
-    assert "torch" not in worker.call("go on")
-
-
-def test_other_errors_come_back_by_name(worker):
     with pytest.raises(WorkerError, match="KeyError: 'key'"):
         worker.call("bug")
+    assert "numpy" in worker.call("go on")
 
 
-def test_an_ended_process_is_noticed():
-    worker = Worker(misbehaving)
+def test_an_ended_process_is_noticed(start: Start):
+    worker = start(misbehaving)
     for _ in range(2):
         with pytest.raises(WorkerError, match="ended with exit code 3"):
             worker.call("die")
 
 
-def test_closing_ends_a_call_in_the_making():
-    worker, raised = Worker(sleeper), threading.Event()
+def test_closing_ends_a_call_in_the_making(start: Start):
+    worker, raised = start(sleeper), threading.Event()
 
     def wait():
         with pytest.raises(WorkerError):
@@ -87,20 +104,21 @@ gc.collect()
     assert _python(program).returncode == 0
 
 
-def test_it_ends_when_the_process_that_made_it_is_killed():
+@pytest.mark.parametrize(
+    "before", ["", "forks.fork_workers(); worker.Worker(misbehaving).call('print');"], ids=["afresh", "forked"]
+)
+def test_it_ends_when_the_process_that_made_it_is_killed_and_keeps_to_standard_error(before: str):
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
-        "import os, signal; from tests.support.plan.worker_tasks import sleeper;"
-        "from megatron_epp.planner.service.worker import Worker;"
-        "worker = Worker(sleeper); worker.send(600); print(worker._process.pid, flush=True);"
+        "import os, signal; from tests.support.plan.worker_tasks import misbehaving, sleeper;"
+        f"from megatron_epp.planner.service import forks, worker; {before}"
+        "one = worker.Worker(sleeper); one.send(600); print(one._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    pid = int(_python(program).stdout)
-    for _ in range(600):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
+    pid, end_s = int(_python(program).stdout), time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end_s, f"process {pid} lives on"
         time.sleep(0.05)
-    pytest.fail(f"process {pid} lives on")
 
 
 def _python(program: str) -> subprocess.CompletedProcess[bytes]:

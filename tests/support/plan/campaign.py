@@ -18,11 +18,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, check, lower, to_grid, to_json
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.memory import DYNAMIC
+from megatron_epp.plan import (
+    EppError,
+    InfeasibleError,
+    Op,
+    Plan,
+    Recompute,
+    check,
+    check_lockstep,
+    from_json,
+    lower,
+    simulate,
+    to_grid,
+    to_json,
+)
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.writing import append_line
+from megatron_epp.planner import Options
+from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.planner.spans import parted
 from tests.support.plan import second_simulator
-from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, with_caps
+from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, plans_of, with_caps
 from tests.support.plan.queue_machine import stuck_together
 
 STEP = 100
@@ -46,6 +64,68 @@ def faults_of(plan: Plan, seed: int) -> Iterator[str]:
             yield f"{queues} queues, waits {waits}: {left} never end"
 
 
+def faults_of_answer(case: Case, plans: tuple[Plan, ...]) -> Iterator[str]:
+    """Yield what plans lack of what was asked for."""
+    yield from map(str, check_lockstep(plans))
+    if len({timeline.start_us for timeline in map(simulate, plans)}) > 1:
+        yield "a replica waits for another"
+    for asked, plan in zip(case.problems, plans, strict=True):
+        if plan.lengths != asked.lengths or from_json(to_json(plan)) != plan:
+            yield "the plan is of another batch, or comes back from JSON as another one"
+        if asked.spans:
+            yield from filter(None, [parted(plan.chunks, plan.lengths, asked.spans)])
+        yield from _faults_of_settings(plan, case.options)
+        yield from _faults_of_groups(plan, asked.loss_groups)
+        if not plan.extensions:
+            yield from faults_of_breakdown(plan, case.costs)
+
+
+def _faults_of_settings(plan: Plan, options: Options) -> Iterator[str]:
+    """Yield what the default planner does not do of what the user fixed."""
+    if options.planner != "greedy":
+        return
+    if options.chunk_tokens and max(map(plan.padded_tokens, range(len(plan.chunks)))) > options.chunk_tokens:
+        yield f"a chunk has more than {options.chunk_tokens} tokens"
+    segments = [part for chunk in plan.chunks for part in chunk.segments]
+    if any(part.end % plan.token_multiple and part.end < plan.lengths[part.sequence] for part in segments):
+        yield f"a slice ends on no multiple of {plan.token_multiple}"
+    if options.recompute != "auto" and not plan.forward_only:
+        for layers, row in zip(plan.num_layers, plan.recompute, strict=True):
+            if {*row} != {Recompute(min(options.recompute, layers))}:
+                yield f"{options.recompute} layers are to recompute"
+
+
+def _faults_of_groups(plan: Plan, loss_groups: tuple[int, ...]) -> Iterator[str]:
+    """Yield groups of which a backward runs on the stage with the loss before all their forwards have."""
+    last = plan.num_stages - 1
+    actions = [action for action in plan.actions(plan.placement[last]) if action.stage == last]
+    place = {(action.op, action.chunk): at for at, action in enumerate(actions)}
+    for number in set(loss_groups):
+        own = {c for c, chunk in enumerate(plan.chunks) for part in chunk.segments if loss_groups[part.sequence] == number}
+        if len(own) > 1 and not any(own <= set(group) for group in plan.loss_groups):
+            yield f"the plan does not name loss group {number}"
+        if not plan.forward_only and max(place[Op.F, c] for c in own) > min(place[Op.B, c] for c in own):
+            yield f"loss group {number} has a backward before all its forwards"
+
+
+def faults_of_breakdown(plan: Plan, costs: PipelineCosts) -> Iterator[str]:
+    """Yield steps and ranks whose bytes by item are not those that they have."""
+    breakdown = memory_breakdown(plan, costs)
+    for step in (step for _, rows in plan.tables for row in rows for step in row):
+        takes, gives = (sum(bytes_of[step.action].values()) for bytes_of in (breakdown.takes, breakdown.gives))
+        if (takes, gives) != (step.alloc_bytes, step.free_bytes):
+            yield f"items of {step} take {takes} and give {gives} bytes"
+    for rank, static in enumerate(plan.static_bytes):
+        moments = breakdown.moments(rank)
+        if [(moment.time_us, moment.num_bytes) for moment in moments] != breakdown.timeline.live_bytes(rank):
+            yield f"items of rank {rank} are not its live bytes"
+        owed = min(moment.items.get(name, 0) for moment in moments for name in DYNAMIC)
+        if owed < -4 * len(DYNAMIC):  # of rounding
+            yield f"an item of rank {rank} is owed"
+        if breakdown.peak(rank).num_bytes != breakdown.timeline.peak_bytes[rank] or static != sum(moments[-1].items.values()):
+            yield f"items of rank {rank} are not its peak, or not its static bytes at the end"
+
+
 def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
     """Yield what is wrong with a refusal: a planner's mistake, more than a line, or a cap that does not do."""
     if "made a plan that cannot run" in str(error) or "failed" in str(error):
@@ -55,14 +135,14 @@ def faults_of_refusal(case: Case, error: EppError) -> Iterator[str]:
             yield f"a cap of {error.least_cap_bytes} bytes would do, and caps are {case.problem.cap_bytes}"
         caps = tuple(max(cap, error.least_cap_bytes) for cap in case.problem.cap_bytes)
         try:
-            planned(with_caps(case, caps))
+            plans_of(with_caps(case, caps))
         except EppError as again:
             yield f"the cap that was named does not do: {again}"
 
 
 def is_slower_with_more(case: Case, plan: Plan) -> bool:
-    """Return True if more memory makes the default planner's plan slower."""
-    if case.options.planner != "greedy":
+    """Return True if more memory makes the default planner's plan of one pipeline slower."""
+    if case.options.planner != "greedy" or case.others:
         return False
     more = with_caps(case, tuple(int(cap * MORE_MEMORY) for cap in case.problem.cap_bytes))
     return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us
@@ -71,13 +151,14 @@ def is_slower_with_more(case: Case, plan: Plan) -> bool:
 def judged(case: Case, seed: int) -> tuple[str, str, list[str]]:
     """Return what became of a seed's case ("planned" or "refused"), the digest or the message, and the faults."""
     try:
-        plan = planned(case)
+        plans = plans_of(case)
     except EppError as error:
         return "refused", str(error), list(faults_of_refusal(case, error))
-    faults = list(faults_of(plan, seed))
-    if is_slower_with_more(case, plan):
+    faults = [fault for plan in plans for fault in faults_of(plan, seed)]
+    faults += faults_of_answer(case, plans)
+    if is_slower_with_more(case, plans[0]):
         faults.append("more memory makes it slower")
-    return "planned", json.loads(to_json(plan))["digest"], faults
+    return "planned", json.loads(to_json(plans[0]))["digest"], faults
 
 
 def digests(first: int, last: int) -> Iterator[str]:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.work import Spans, TokenSpan
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.planners import PLANNERS as CORE
+from megatron_epp.planner.result import plan_lockstep
 
 HIDDEN, HEADS, HEAD_GROUPS = 256, 8, 2
 OTHERS = tuple(sorted(set(PLANNERS) - {"greedy", "milp"}))
@@ -22,11 +25,16 @@ OVERLAPPING, EXCHANGED = 0.15, 0.3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Arguments of `plan`."""
+    """Arguments of `plan`, or of `plan_lockstep` with problems of `others`: replicas that share experts."""
 
     problem: Problem
     costs: PipelineCosts
     options: Options
+    others: tuple[Problem, ...] = ()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return self.problem, *self.others
 
 
 def case_of(seed: int) -> Case:
@@ -68,6 +76,55 @@ def exact_case_of(seed: int) -> Case | None:
     if len(case.problem.lengths) > SMALL_LENGTHS or case.problem.num_stages > SMALL_STAGES:
         return None
     return replace(case, options=replace(case.options, planner="milp"))
+
+
+def demanding_case_of(seed: int) -> Case:
+    """Return the case of a seed that asks for more: loss groups, spans, little memory at the host, replicas in lockstep."""
+    draw, case = random.Random(seed), case_of(seed)
+    asked, options = case.problem, replace(case.options, offload=draw.random() < 0.6)
+    in_groups, has_spans, is_lockstep = (draw.random() < share for share in (0.5, 0.4, 0.4))
+    if draw.random() < 0.4:
+        asked = replace(asked, host_cap_bytes=draw.choice([10**6, 10**7, 10**8]))
+    if is_lockstep or (in_groups and not asked.has_one_stage_per_rank):
+        options = replace(options, planner="greedy", overlap_exchanges=False)
+    elif in_groups:
+        options = replace(options, planner=draw.choice(["greedy", *CORE]))
+    batches = [asked.lengths, *(_like(draw, asked.lengths) for _ in range(draw.randint(1, 2) * is_lockstep))]
+    first, *others = (
+        replace(
+            asked,
+            lengths=lengths,
+            loss_groups=_groups_of(draw, len(lengths)) if in_groups else (),
+            spans=tuple(_spans_of(draw, length) for length in lengths) if has_spans else (),
+        )
+        for lengths in batches
+    )
+    unlimited = (UNLIMITED_BYTES,) * asked.num_ranks
+    return _capped(draw, with_caps(Case(first, case.costs, options, tuple(others)), unlimited))
+
+
+def _like(draw: random.Random, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Lengths of another replica: with batches that have little in common, chunks are aligned for minutes."""
+    return tuple(1 + int(length * draw.uniform(0.5, 1.5)) for length in lengths)
+
+
+def _groups_of(draw: random.Random, sequences: int) -> tuple[int, ...]:
+    """Groups of up to four."""
+    groups: list[int] = []
+    while len(groups) < sequences:
+        groups += [len(groups)] * draw.randint(1, 4)
+    groups = groups[:sequences]
+    draw.shuffle(groups)
+    return tuple(groups)
+
+
+def _spans_of(draw: random.Random, length: int) -> Spans:
+    """Spans that leave little between them."""
+    spans, at = [], draw.randrange(40)
+    while (end := at + draw.randrange(1, 900)) < length:
+        spans.append(TokenSpan(at, end, float(end - at), 0.5 * (end - at)))
+        at = end + draw.choice((0, 1, 5, 200))
+    return tuple(spans)
 
 
 def lengths_of(draw: random.Random) -> tuple[int, ...]:
@@ -128,26 +185,33 @@ def _capped(draw: random.Random, case: Case) -> Case:
         if kind in ("least", "below"):
             least = least_cap_bytes(case)
             return with_caps(case, (least - (kind == "below"),) * ranks) if least else case
-        free = plan(case.problem, case.costs, case.options)
+        free = plans_of(case)
     except EppError:
         return case
-    most, static = max(free.predicted.peak_bytes), max(free.static_bytes)
+    most, static = max(max(made.predicted.peak_bytes) for made in free), max(free[0].static_bytes)
     shares = [draw.uniform(0.0, 1.1)] * ranks if kind == "share" else [draw.uniform(0.2, 1.1) for _ in range(ranks)]
     return with_caps(case, tuple(static + int((most - static) * share) for share in shares))
 
 
 def with_caps(case: Case, cap_bytes: tuple[int, ...]) -> Case:
-    return replace(case, problem=replace(case.problem, cap_bytes=tuple(max(1, cap) for cap in cap_bytes)))
+    first, *others = (replace(asked, cap_bytes=tuple(max(1, cap) for cap in cap_bytes)) for asked in case.problems)
+    return replace(case, problem=first, others=tuple(others))
 
 
 def least_cap_bytes(case: Case) -> int:
     """Return the least cap that an error names if there is a byte of memory; 0 if memory is not the obstacle."""
     try:
-        plan(with_caps(case, (1,) * case.problem.num_ranks).problem, case.costs, case.options)
+        plans_of(with_caps(case, (1,) * case.problem.num_ranks))
     except InfeasibleError as error:
         return error.least_cap_bytes
     return 0
 
 
 def planned(case: Case) -> Plan:
-    return plan(case.problem, case.costs, case.options)
+    return plans_of(case)[0]
+
+
+def plans_of(case: Case) -> tuple[Plan, ...]:
+    if case.others:
+        return plan_lockstep(case.problems, case.costs, case.options)
+    return (plan(case.problem, case.costs, case.options),)
