@@ -152,16 +152,6 @@ def test_two_chunks_on_four_ranks_wait_more_than_1f1b():
     assert idle(plan(on_ranks(EXAMPLE, 4), equal(4), options)) == pytest.approx(3 / 5)
 
 
-@pytest.mark.parametrize(
-    ("p", "figures"), [(4, [(4.5, 3.5), (4, 3), (3, 4)]), (8, [(11.5, 6.5), (9, 6), (7, 8)])], ids=["4", "8"]
-)
-def test_pipeoffload_waits_and_keeps_as_its_authors_program_does(p: int, figures: list[tuple[float, float]]):
-    """2503.01328: idle time and peak of the authors' program with unit costs, for groups of 1, p/2 and p microbatches."""
-    unit = Unit("pipeoffload", p, 4 * p)
-    orders = [unit.of_paper(which) for which in range(3)]
-    assert [(unit.waits(made), unit.alive(made)) for made in orders] == figures
-
-
 @pytest.mark.parametrize("p", [4, 8])
 def test_hanayos_wave_runs_down_the_ranks_and_back_and_waits_less_than_1f1b(p: int):
     """2308.15762, section 3: a wave folds two stages of each rank; no figure of the paper is checked.
