@@ -1,12 +1,52 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
+import threading
+
 import pytest
 
 from megatron_epp.plan import to_grid
-from megatron_epp.runtime.watchdog import EXIT_CODE
-from tests.support.runtime.failing_runs import fail, hang, run_with_fault
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
+
+
+class FaultyStage(PlainStage):
+    """Fails or hangs in one action, given as ``F1`` or ``B0``."""
+
+    def __init__(self, part, batch, action, fault):
+        super().__init__(part, batch)
+        self.action, self.fault = action, fault
+
+    def forward(self, context, hidden):
+        self._maybe(f"F{context.chunk}")
+        return super().forward(context, hidden)
+
+    def backward(self, context, output, grad, keep_weights):
+        self._maybe(f"B{context.chunk}")
+        super().backward(context, output, grad, keep_weights)
+
+    def _maybe(self, action):
+        if action == self.action:
+            self.fault()
+
+
+def fail():
+    raise ArithmeticError("the loss is not a number")
+
+
+def hang():
+    threading.Event().wait()
+
+
+def run_with_fault(rank, links, plan, faulty_rank, action, fault, limit_s=None):
+    """Run a plan with one stage per rank; the fault is in `action` of `faulty_rank`, which nothing watches."""
+    action = action if rank == faulty_rank else None
+    stage = FaultyStage(build_part(plan.num_layers, rank), batch_of(plan), action, fault)
+    watchdog = Watchdog(limit_s) if limit_s is not None and rank != faulty_rank else None
+    Executor(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
+
 
 LIMIT_S = 4
 
