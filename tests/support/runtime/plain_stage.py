@@ -15,25 +15,17 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 from tests.support.runtime.dense_attention import dense_attention
+from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
 SCALE = CHANNELS**-0.5
 
 
-class RandomText:
+class RandomText(MemoryDataset):
     """Sequences of random tokens, the same in every process."""
-
-    def __init__(self, lengths):
-        self.lengths = np.asarray(lengths)
-
-    def __len__(self):
-        return len(self.lengths)
 
     def tokens(self, index, start=0, end=None):
         return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
-
-    def trained(self, index, start, end):
-        return None
 
 
 def batch_of(plan):
