@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -107,37 +108,31 @@ def faults(made: Plan, *groups: Group, rank_tokens: int | None = None) -> str:
     return "\n".join(map(str, check(replace(made, extensions=(tampered,)))))
 
 
-def all_of(made: Plan) -> tuple[int, ...]:
-    return tuple(range(len(made.chunks[0].segments)))
+FAULTS: dict[str, tuple[Callable[[tuple[int, ...]], list[Group]], int | None]] = {
+    "the group of ranks 4 to 11 overlaps the group of ranks 0 to 7, which runs at the same time": (
+        lambda every: [Group(0, 8, every[:1]), Group(4, 8, every[1:])],
+        16000,
+    ),
+    "the group of rank 3 is too small: {tokens} tokens on each rank, and the bytes of the steps are for {room}": (
+        lambda every: [Group(3, 1, every)],
+        None,
+    ),
+    "ranks 8 to 23 is not within the 16 context-parallel ranks": (lambda every: [Group(8, 16, every)], None),
+    "sequence 0 is in no group": (lambda every: [Group(0, RANKS, every[1:])], None),
+    "sequence 0 is in the group of ranks 0 to 7 and in": (
+        lambda every: [Group(0, 8, every), Group(8, 8, every[:1])],
+        16000,
+    ),
+}
 
 
-def test_overlapping_groups_are_found(made: Plan):
-    first, *rest = all_of(made)
-    said = faults(made, Group(0, 8, (first,)), Group(4, 8, tuple(rest)), rank_tokens=16000)
-    assert said == "chunk 0: the group of ranks 4 to 11 overlaps the group of ranks 0 to 7, which runs at the same time"
-
-
-def test_a_group_that_is_too_small_is_found(made: Plan):
-    room = groups_of(made).rank_tokens[0]
-    tokens = made.chunks[0].num_tokens
-    assert tokens > room
-    said = faults(made, Group(3, 1, all_of(made)))
-    assert (
-        said
-        == f"chunk 0: the group of rank 3 is too small: {tokens} tokens on each rank, and the bytes of the steps are for {room}"
-    )
-
-
-def test_ranks_that_are_not_there_are_found(made: Plan):
-    assert "ranks 8 to 23 is not within the 16 context-parallel ranks" in faults(made, Group(8, 16, all_of(made)))
-
-
-def test_sequences_without_a_group_or_in_two_are_found(made: Plan):
-    everything = all_of(made)
-    assert "sequence 0 is in no group" in faults(made, Group(0, RANKS, everything[1:]))
-    assert "sequence 0 is in the group of ranks 0 to 7 and in" in faults(
-        made, Group(0, 8, everything), Group(8, 8, everything[:1]), rank_tokens=16000
-    )
+@pytest.mark.parametrize("said", FAULTS)
+def test_groups_that_cannot_be_are_found(made: Plan, said: str):
+    groups, rank_tokens = FAULTS[said]
+    chunk, room = made.chunks[0], groups_of(made).rank_tokens[0]
+    assert chunk.num_tokens > room
+    found = faults(made, *groups(tuple(range(len(chunk.segments)))), rank_tokens=rank_tokens)
+    assert said.format(tokens=chunk.num_tokens, room=room) in found
 
 
 def test_slices_are_shared_by_all_ranks(made: Plan):

@@ -17,7 +17,7 @@ from megatron_epp.contrib.papers.partition import least_latency
 from megatron_epp.contrib.papers.sppo import sequence_aware_shares
 from megatron_epp.cost import H100, LinearTime, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Op, Plan, PlanError, check, lower
+from megatron_epp.plan import Op, Plan, check, lower
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
@@ -169,20 +169,6 @@ def test_chronos_waits_as_1f1b_and_keeps_three_quarters_of_its_memory(p: int):
     assert 0.75 * p <= unit.alive(made) <= 0.75 * p + 1
 
 
-def test_chronos_recomputes_shallow_stages_first():
-    """2503.03182, on Chronos-Recomp: activations of shallow layers live longest."""
-    problem = two_stages_each("chronos")
-    costs = PROFILE.costs([4] * 8, state_bytes_per_parameter=7.5)
-    free = plan(problem, costs, Options(planner="chronos", slices=6))
-    static, most = max(free.static_bytes), max(free.predicted.peak_bytes)
-    for share, deep_too in ((0.9, False), (0.45, True)):
-        asked = two_stages_each("chronos", static + int(share * (most - static)))
-        made = plan(asked, costs, Options(planner="chronos", slices=6))
-        recomputed = [sum(one.num_layers for one in row) for row in made.recompute]
-        assert any(recomputed[:4])
-        assert any(recomputed[4:]) == deep_too
-
-
 @pytest.mark.parametrize("p", [8, 12])
 def test_pipeoffload_keeps_less_than_half_if_half_is_offloaded(p: int):
     """2503.01328, abstract: peak memory decreases "in a better-than-linear manner", "with negligible overhead".
@@ -227,19 +213,3 @@ def test_without_a_link_or_the_option_nothing_is_copied(name: str):
     problem = two_stages_each(name)
     costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages)
     assert not any(plan(problem, costs, Options(planner=name, slices=6)).copies)
-
-
-@pytest.mark.parametrize(
-    ("name", "placement", "said"),
-    [
-        ("chronos", (0, 1, 2, 3), "planner 'chronos' needs 2 stages on each rank; the stages are on ranks [0, 1, 2, 3]"),
-        ("pipeoffload", (0, 1, 2, 3), "planner 'pipeoffload' needs two or more stages on each rank"),
-        ("sppo", (0, 1, 2, 3, 0, 1, 2, 3), "planner 'sppo' needs one stage on each rank"),
-        ("dynapipe", (0, 1, 2, 3, 3, 2, 1, 0), "planner 'dynapipe' needs one stage on each rank"),
-    ],
-)
-def test_another_placement_is_refused_in_a_line(name: str, placement: tuple[int, ...], said: str):
-    with pytest.raises(PlanError) as refused:
-        plan(Problem(LENGTHS, placement, (UNLIMITED_BYTES,) * 4), linear(1.0, stages=len(placement)), Options(planner=name))
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value).strip()

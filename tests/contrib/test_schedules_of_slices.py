@@ -91,13 +91,13 @@ def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():
     assert slices_of(made, 2) == [5000, 4000]
 
 
-@pytest.mark.parametrize("n", [4, 8, 16])
-def test_slimpipes_plans_keep_what_its_paper_states(n: int):
+@pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 8), (4, 16), (8, 16)])
+def test_slimpipes_plans_keep_what_its_paper_states(p: int, n: int):
     """2504.14519, section 4.1: activations of ``(1 + 2 (p - 1) / (n v)) / p`` of a sequence on all ranks."""
-    unit = Unit("slimpipe, 2", 4, 4)
+    unit = Unit("slimpipe, 2", p, 4)
     made = plan(unit.problem, unit.costs, Options(planner="slimpipe", slices=n))
     assert len(slices_of(made)) == n
-    assert max(made.predicted.peak_bytes) == pytest.approx(TOKENS * (1 + 2 * 3 / (n * 2)))
+    assert max(made.predicted.peak_bytes) == pytest.approx(TOKENS * (1 + 2 * (p - 1) / (n * 2)))
 
 
 TOO_FEW = "SlimPipe needs at least 4 slices of the longest sequence on 4 ranks; its"
@@ -208,15 +208,6 @@ def test_kfkb_takes_the_k_for_which_there_is_memory():
     for k, slower in ((1, 1), (2, 20)):
         enough = max(of_kfkb(with_link(slower)).predicted.peak_bytes)
         assert k_of(of_kfkb(with_link(200), enough, recompute=0)) == k
-
-
-@pytest.mark.parametrize("placement", [(0, 1, 2, 1, 0), (0, 1, 2), (0, 1, 2, 0, 1)])
-def test_dualpipe_v_refuses_an_odd_number_of_stages_and_says_how_many_it_takes(placement: tuple[int, ...]):
-    costs = PROFILE.costs([6] * len(placement))
-    with pytest.raises(PlanError) as refused:
-        plan(Problem((4096,) * 12, placement, (UNLIMITED_BYTES,) * 3), costs, Options(planner="dualpipe-v"))
-    said = f"planner 'dualpipe-v' needs 2 stages on each rank in a V; the stages are on ranks {list(placement)}"
-    assert str(refused.value) == said
 
 
 def test_dualpipe_v_takes_an_odd_number_of_ranks_with_two_stages_each():

@@ -1,14 +1,29 @@
 """A kind of action is added in one file: planned, checked, simulated, lowered, proven, drawn, and run over gloo."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import Action, Copy, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan.operations import (
+    At,
+    Before,
+    Collective,
+    Need,
+    Operation,
+    OperationRows,
+    Presence,
+    of_ranks,
+    register,
+    unregister,
+)
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
@@ -17,9 +32,76 @@ from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
 from tests.support.plan.queue_machine import makespan_us, stuck
-from tests.support.runtime import added_operation as added
-from tests.support.runtime.added_operation import SPREAD_US, SUM_US, TIME_US, K
 from tests.support.runtime.rank_processes import Ranks
+
+K, SPREAD, SUM = Op.define("K"), Op.define("SPREAD_K"), Op.define("SUM_K")
+TIME_US, SPREAD_US, SUM_US, NUM_BYTES = 40.0, 15.0, 25.0, 4096
+
+
+def rows(costs, sites, work):
+    """For planners: every shard takes the same time, and its buffer is gone when it ends."""
+    chunks = len(work.tokens)
+    sizes = [[NUM_BYTES] * chunks for _ in sites]
+    return OperationRows(
+        [[TIME_US] * chunks for _ in sites], sizes, sizes, {SPREAD: [SPREAD_US] * chunks, SUM: [SUM_US] * chunks}
+    )
+
+
+@contextmanager
+def defined():
+    """The operation is in the table while the context lasts."""
+    yield register(
+        Operation(
+            op=K,
+            text="loss shard",
+            colour="#123456",
+            presence=Presence.COMPLETE,
+            sites=of_ranks,
+            needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
+            before=(Before(Op.B, Need(K, At.EVERY, only=At.LAST, carries=Collective(SUM))),),
+            rows=rows,
+        )
+    )
+    unregister(K)
+
+
+class Shards:
+    """The handler: what each rank adds to a chunk's loss, and the sums that all ranks then have."""
+
+    def __init__(self, rank, num_ranks, root):
+        self.rank, self.num_ranks, self.root = rank, num_ranks, root
+        self.values, self.sums = {}, {}
+
+    def handlers(self):
+        return {K: self.run, SPREAD: self.spread, SUM: self.add}
+
+    def spread(self, executor, action):
+        value = torch.tensor([100.0 * action.chunk if self.rank == self.root else -1.0])
+        dist.broadcast(value, self.root)
+        self.values[action.chunk] = value
+
+    def run(self, executor, action):
+        with executor.recorder.action(action):
+            self.values[action.chunk] += self.rank + 1
+
+    def add(self, executor, action):
+        dist.all_reduce(self.values[action.chunk])
+        self.sums[action.chunk] = float(self.values[action.chunk])
+
+
+def run_plan(rank, links, make, num_layers):
+    """Run a plan with the operation on this rank; the sums, and the gradient sums of its stages."""
+    from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingStage
+    from megatron_epp.runtime.executor import Executor
+
+    with defined():
+        plan = make(num_layers)
+        shards = Shards(rank, plan.num_ranks, plan.placement[-1])
+        shared = EmulatedRank(plan, rank, 1.0)
+        stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(plan.placement) if on == rank}
+        Executor(plan, rank, stages, links, handlers=shards.handlers()).run()
+        return shards.sums, [text for text, _, _ in shared.events]
+
 
 LENGTHS = (900, 500, 200, 120, 60)
 
@@ -50,7 +132,7 @@ def with_shards(num_layers, placement=None):
 
 @pytest.fixture
 def plan():
-    with added.defined():
+    with defined():
         yield with_shards([1, 1, 1])
 
 
@@ -101,7 +183,7 @@ def test_check_wants_all_shards_on_their_ranks_and_in_a_possible_order(plan):
 def test_lowering_puts_each_collective_once_on_every_rank_and_the_proof_holds(plan):
     rows = lower(plan)
     for rank, row in enumerate(rows):
-        for op in (added.SPREAD, added.SUM):
+        for op in (SPREAD, SUM):
             assert [a.chunk for a in row if a.op is op] == [a.chunk for a in rows[0] if a.op is op]
             assert sorted(a.chunk for a in row if a.op is op) == list(range(len(plan.chunks)))
             assert {a.stage for a in row if a.op is op} == {rank}
@@ -113,13 +195,13 @@ def test_lowering_puts_each_collective_once_on_every_rank_and_the_proof_holds(pl
 
 def test_crossed_collectives_are_found_by_the_proof_and_by_the_independent_machine(plan):
     rows = [list(row) for row in lower(plan)]
-    one, two, *_ = [i for i, action in enumerate(rows[1]) if action.op is added.SPREAD]
+    one, two, *_ = [i for i, action in enumerate(rows[1]) if action.op is SPREAD]
     rows[1][one], rows[1][two] = rows[1][two], rows[1][one]
     assert blocked([rows]) != []
     assert stuck(to_json(plan), to_grid(rows)) != []
 
 
-@pytest.mark.parametrize("op", [added.SPREAD, added.SUM])
+@pytest.mark.parametrize("op", [SPREAD, SUM])
 def test_a_collective_that_one_rank_never_launches_is_found_by_both(plan, op):
     rows = [list(row) for row in lower(plan)]
     rows[1].remove(next(action for action in rows[1] if action.op is op))
@@ -128,7 +210,7 @@ def test_a_collective_that_one_rank_never_launches_is_found_by_both(plan, op):
 
 
 def test_on_one_rank_a_collective_has_no_partner_to_wait_for():
-    with added.defined():
+    with defined():
         alone = with_shards([3])
         assert check(alone) == []
         assert stuck(to_json(alone), to_grid(lower(alone))) == []
@@ -151,7 +233,7 @@ def test_pictures_and_traces_name_it(plan, tmp_path):
 def test_its_handler_runs_over_gloo(placement, tmp_path):
     ranks = max(placement) + 1
     with Ranks(ranks, tmp_path) as running:
-        results = running.run(added.run_plan, with_placement, placement)
+        results = running.run(run_plan, with_placement, placement)
     expected = {chunk: ranks * 100.0 * chunk + sum(range(1, ranks + 1)) for chunk in results[0][0]}
     assert len(expected) > 3
     for sums, events in results:
@@ -173,7 +255,7 @@ def test_a_runtime_without_its_handler_refuses_the_plan(plan):
 def test_an_operation_that_is_not_in_the_table_is_reported():
     with pytest.raises(PlanError, match="is not an action"):
         Action.parse("2NN11")
-    with added.defined():
+    with defined():
         text = to_json(with_shards([1, 1, 1]))
     plan = from_json(text)  # the name is known, its meaning is not
     assert "operation K has no definition" in str(check(plan)[0])

@@ -1,9 +1,115 @@
 """One rank of a replica plans, all run its plans: order, errors, and that only one does the work."""
 
+import random
+import time
+from itertools import islice
+
 import pytest
 
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.data.iterator import PlannedBatches, PlanSource
+from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.packed import PackedPlan
 from tests.support.runtime.rank_processes import Ranks
-from tests.support.runtime.sharing_runs import collect, disagree, expected, fail_at, made_here, take_in_turns
+from tests.support.runtime.synthetic_sequences import MemoryDataset
+
+LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
+SHAPE = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+COSTS = analytic_costs(SHAPE, CPU, [1, 1])
+
+
+def problem(lengths, cap_bytes=UNLIMITED_BYTES):
+    return Problem(lengths=lengths, placement=(0, 1), cap_bytes=(cap_bytes,) * 2)
+
+
+def batches(rank, links, make, seed=1, depth=2):
+    """This rank's batches; `make` plans on the first rank."""
+    source = PlanSource(make if rank == 0 else None, links.control.from_first)
+    sampler = GlobalBatchSampler(len(LENGTHS), 4, seed=seed)
+    return PlannedBatches(MemoryDataset(LENGTHS), sampler, source, depth)
+
+
+def expected(count, seed=1):
+    """Lengths and plan of the first batches, as one process alone makes them."""
+    sampler = GlobalBatchSampler(len(LENGTHS), 4, seed=seed)
+    batches = [tuple(LENGTHS[i] for i in indices) for indices in islice(sampler, count)]
+    return [(lengths, plan(problem(lengths), COSTS)) for lengths in batches]
+
+
+def take_in_turns(rank, links, count):
+    """Two streams taken alternately by ranks that dawdle at random, as training and evaluation. Returns what came."""
+    planner = BackgroundPlanner(COSTS, Options()) if rank == 0 else None
+
+    def make(lengths, trained=(), loss_groups=(), spans=()):
+        return planner.plan(problem(lengths))
+
+    streams = [batches(rank, links, make, seed) for seed in (1, 2)]
+    dawdle, taken = random.Random(rank), [[], []]
+    for turn in range(count):
+        for stream, mine in zip(streams, taken, strict=True):
+            time.sleep(dawdle.random() / 50)
+            batch = next(stream)
+            mine.append((batch.lengths, batch.plan))
+            assert batch.planning_us > 0, turn
+    if planner is not None:
+        planner.close()
+    return taken
+
+
+def packed(lengths, trained=(), loss_groups=(), spans=()):
+    return (PackedPlan.of(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
+
+
+def made_here(rank, links, count):
+    """Number of batches that this rank planned."""
+    made = []
+
+    def make(lengths, trained=(), loss_groups=(), spans=()):
+        made.append(lengths)
+        return packed(lengths)
+
+    for _ in islice(batches(rank, links, make), count):
+        pass
+    return len(made)
+
+
+def fail_at(rank, links, number, kind):
+    """The batches that came before planning failed, and the errors of two calls after."""
+    calls = []
+
+    def make(lengths, trained=(), loss_groups=(), spans=()):
+        calls.append(lengths)
+        if len(calls) == number:
+            if kind == "infeasible":
+                raise InfeasibleError("needs 12 GB")
+            raise ZeroDivisionError("a bug")
+        return packed(lengths)
+
+    stream, came, errors = batches(rank, links, make), [], []
+    for _ in range(number + 1):
+        try:
+            came.append(next(stream).lengths)
+        except EppError as error:
+            errors.append((type(error).__name__, str(error)))
+    return came, errors
+
+
+def disagree(rank, links):
+    """The error of a rank whose sampler has another seed."""
+    try:
+        next(batches(rank, links, packed, seed=1 + rank))
+    except EppError as error:
+        return [str(error)]
+    return None
+
+
+def collect(rank, links):
+    """Gather a value from every rank of the group."""
+    return links.control.from_each({"of": rank})
+
 
 NUM_RANKS = 3
 

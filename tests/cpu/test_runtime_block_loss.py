@@ -6,9 +6,18 @@ from torch.nn import functional
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.loss import token_blocks
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 from tests.support.runtime.allocations import peak_bytes_of
-from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_values, shared_vocabulary
+from tests.support.runtime.block_loss_runs import (
+    ENTRIES,
+    WIDTH,
+    exact_kernel,
+    losses_and_gradients,
+    problem,
+    shared_values,
+    shared_vocabulary,
+)
 from tests.support.runtime.rank_processes import Ranks
 
 TOKENS = 11
@@ -51,25 +60,6 @@ def with_entropies(x, weight, labels, block_tokens, rows=None):
     return block_values(x, x, weight, labels[:, None], Head(block_tokens, rows=rows, has_entropy=True))
 
 
-def plain_entropies(x, weight):
-    logprobs = functional.log_softmax(x @ weight.t(), dim=1)
-    return -(logprobs.exp() * logprobs).sum(1)
-
-
-@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
-@pytest.mark.parametrize("block_tokens", [1, 3, TOKENS])
-def test_entropies_and_their_gradients_are_those_of_the_whole_distribution(block_tokens, rows):
-    x, weight, labels, mask = tensors()
-    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
-    expected = torch.stack([plain(x, weight, labels), plain_entropies(x, weight)]) * counted
-    found = with_entropies(x, weight, labels, block_tokens, rows) * counted
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    factors = torch.tensor([[1.0], [-0.3]], dtype=torch.float64)
-    wanted = torch.autograd.grad((factors * expected).sum(), (x, weight))
-    for one, tensor in zip(wanted, torch.autograd.grad((factors * found).sum(), (x, weight)), strict=True):
-        torch.testing.assert_close(tensor, one, rtol=1e-11, atol=1e-13)
-
-
 def test_entropies_have_their_derivatives():
     x, weight, labels, _ = tensors()
     assert torch.autograd.gradcheck(lambda x, weight: with_entropies(x, weight, labels, 3), (x, weight))
@@ -89,17 +79,24 @@ def plain_values(x, weight, entries):
 FACTORS = torch.tensor([[1.0], [0.7], [-0.4], [1.3], [-0.3]], dtype=torch.float64)
 
 
+ENTRIES_OF = {"the label": lambda labels: labels[:, None], "several": several}
+
+
 @pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])
 @pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
 @pytest.mark.parametrize("block_tokens", [1, 3, TOKENS])
-def test_several_entries_of_a_token_and_their_gradients_are_those_of_the_whole_distribution(block_tokens, rows, has_entropy):
+@pytest.mark.parametrize("entries_of", ENTRIES_OF)
+def test_values_of_a_token_and_their_gradients_are_those_of_the_whole_distribution(entries_of, block_tokens, rows, has_entropy):
     x, weight, labels, mask = tensors()
     counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
-    entries, num_values = several(labels), 4 + has_entropy
-    expected = plain_values(x, weight, entries)[:num_values] * counted
+    entries = ENTRIES_OF[entries_of](labels)
+    expected = plain_values(x, weight, entries)
+    factors = FACTORS[-len(expected) :]
+    if not has_entropy:
+        expected, factors = expected[:-1], factors[:-1]
+    expected = expected * counted
     found = block_values(x, x, weight, entries, Head(block_tokens, rows=rows, has_entropy=has_entropy)) * counted
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    factors = FACTORS[:num_values]
     wanted = torch.autograd.grad((factors * expected).sum(), (x, weight))
     for one, tensor in zip(wanted, torch.autograd.grad((factors * found).sum(), (x, weight)), strict=True):
         torch.testing.assert_close(tensor, one, rtol=1e-11, atol=1e-13)
@@ -184,12 +181,15 @@ def ranks(tmp_path_factory):
         yield started
 
 
-def test_ranks_that_share_the_vocabulary_get_the_same(ranks):
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
+def test_ranks_that_share_the_vocabulary_get_the_same(ranks, rows):
     x, weight, labels, mask = tensors()
-    losses, grad_x, grad_weight = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
-    found = ranks.run(shared_vocabulary, x.detach(), weight.detach(), labels, mask, 4)
+    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
+    losses, grad_x, grad_weight = losses_and_gradients(plain(x, weight, labels), counted, (x, weight))
+    expected = losses if rows is None else losses * counted
+    found = ranks.run(shared_vocabulary, x.detach(), weight.detach(), labels, counted, 4, rows)
     for own, _, _ in found:
-        torch.testing.assert_close(own, losses, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-12, atol=1e-14)
 
@@ -205,3 +205,66 @@ def test_ranks_that_share_the_vocabulary_get_the_same_of_several_entries(ranks, 
         torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-11, atol=1e-13)
+
+
+BLOCK = 3
+MASKS = {"some": [1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1], "one": [0] * 4 + [1] + [0] * 6, "the last": [0] * 10 + [1]}
+
+
+def masked(name):
+    mask = torch.tensor(MASKS[name], dtype=torch.float32)
+    return mask, mask.nonzero().squeeze(1)
+
+
+@pytest.mark.parametrize("kernel", [None, exact_kernel()])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_are_those_of_all_tokens_under_the_mask(name, kernel, monkeypatch):
+    monkeypatch.setattr(token_blocks, "explain", lambda case: (kernel, ""))
+    x, weight, labels = problem(TOKENS)
+    mask, rows = masked(name)
+    expected = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (x, weight))
+    losses, *grads = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK, rows=rows)), mask, (x, weight))
+    torch.testing.assert_close(losses, expected[0] * mask)
+    for found, wanted in zip(grads, expected[1:], strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert not grads[0][mask == 0].any()
+
+
+def test_only_tokens_that_count_are_multiplied_with_the_weight(monkeypatch):
+    x, weight, labels = problem(TOKENS)
+    mask, rows = masked("some")
+    multiplied = []
+    summary = token_blocks._summary
+    monkeypatch.setattr(token_blocks, "_summary", lambda part, *rest: multiplied.append(part) or summary(part, *rest))
+    block_losses(x, x, weight, labels, Head(BLOCK, rows=rows))
+    assert torch.equal(torch.cat(multiplied), x[mask == 1])
+    assert max(map(len, multiplied)) <= BLOCK
+
+
+def test_a_main_gradient_gets_parts_of_the_tokens_that_count_only():
+    x, weight, labels = problem(TOKENS)
+    mask, rows = masked("some")
+    (expected,) = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (weight,))[1:]
+    main, num_tokens = torch.zeros_like(weight), []
+
+    def accumulate(part, grad):
+        num_tokens.append(len(part))
+        main.add_(grad.t() @ part)
+        return torch.empty_like(weight)
+
+    losses = block_losses(x, x, weight, labels, Head(BLOCK, accumulate=accumulate, rows=rows))
+    losses_and_gradients(losses, mask, (weight,))
+    torch.testing.assert_close(main, expected)
+    assert sum(num_tokens) == mask.sum()
+
+
+def test_no_more_memory_is_taken_than_for_all_tokens():
+    x, weight, labels = problem(256, entries=2048, width=16)
+    rows = torch.arange(0, 256, 2)
+    mask = torch.zeros(256)
+    mask[rows] = 1
+    peaks = [
+        peak_bytes_of(lambda rows=rows: block_losses(x, x, weight, labels, Head(32, rows=rows)).backward(mask))
+        for rows in (rows, None)
+    ]
+    assert peaks[0] < peaks[1] + 0.03 * loss_workspace_bytes(32, 2048, 16, 4)

@@ -1,12 +1,57 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
+from __future__ import annotations
+
+import threading
+
 import pytest
+from torch.distributed import HashStore
 
 from megatron_epp.plan import to_grid
-from megatron_epp.runtime.watchdog import EXIT_CODE
-from tests.support.runtime.failing_runs import fail, hang, run_with_fault
+from megatron_epp.runtime import failures
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.failures import FailureBoard
+from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
+
+
+class FaultyStage(PlainStage):
+    """Fails or hangs in one action, given as ``F1`` or ``B0``."""
+
+    def __init__(self, part, batch, action, fault):
+        super().__init__(part, batch)
+        self.action, self.fault = action, fault
+
+    def forward(self, context, hidden):
+        self._maybe(f"F{context.chunk}")
+        return super().forward(context, hidden)
+
+    def backward(self, context, output, grad, keep_weights):
+        self._maybe(f"B{context.chunk}")
+        super().backward(context, output, grad, keep_weights)
+
+    def _maybe(self, action):
+        if action == self.action:
+            self.fault()
+
+
+def fail():
+    raise ArithmeticError("the loss is not a number")
+
+
+def hang():
+    threading.Event().wait()
+
+
+def run_with_fault(rank, links, plan, faulty_rank, action, fault, limit_s=None):
+    """Run a plan with one stage per rank; the fault is in `action` of `faulty_rank`, which nothing watches."""
+    action = action if rank == faulty_rank else None
+    stage = FaultyStage(build_part(plan.num_layers, rank), batch_of(plan), action, fault)
+    watchdog = Watchdog(limit_s) if limit_s is not None and rank != faulty_rank else None
+    Executor(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
+
 
 LIMIT_S = 4
 
@@ -68,3 +113,62 @@ def test_a_rank_whose_messages_nobody_takes_says_so_and_ends(tmp_path):
     assert ended[0].exit_code == EXIT_CODE
     assert "pipeline rank 0, step 6, the end of the plan has not finished after 4 s" in ended[0].stderr
     assert "waiting for other ranks to take its messages" in ended[0].stderr
+
+
+@pytest.fixture
+def boards() -> list[FailureBoard]:
+    store = HashStore()
+    return [FailureBoard(store, rank, 3) for rank in range(3)]
+
+
+def test_the_first_failure_is_told_to_all_others_and_to_them_alone(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "PATIENCE_S", 0.0)
+    assert [board.cause() for board in boards] == ["", "", ""]
+    boards[1].tell("no image")
+    boards[2].tell("connection closed")  # which follows from the first
+    told = [board.cause() for board in boards]
+    assert told == ["rank 0 ends, since rank 1 failed: no image", "", "rank 2 ends, since rank 1 failed: no image"]
+
+
+def test_a_rank_that_fails_waits_until_all_others_have_logged_why(boards: list[FailureBoard]) -> None:
+    telling = threading.Thread(target=boards[0].tell, args=("no image",))
+    telling.start()
+    while not boards[1].cause():
+        pass
+    for _ in range(2):  # of one rank once counts
+        boards[1].acknowledge()
+    assert telling.is_alive()  # the third has not logged it
+    boards[2].acknowledge()
+    telling.join(failures.PATIENCE_S)
+    assert not telling.is_alive()
+
+
+def test_a_job_of_one_rank_or_without_a_store_tells_nobody() -> None:
+    for board in (FailureBoard(HashStore(), 0, 1), FailureBoard(None, 0, 2)):
+        board.tell("no image")
+        assert board.cause() == ""
+
+
+def test_a_watchdog_ends_its_process_once_another_rank_has_failed(boards: list[FailureBoard]) -> None:
+    ended, said = threading.Event(), []
+
+    def end(text: str) -> None:
+        said.append(text)
+        ended.set()
+
+    with Watchdog(0.1, end, boards[2]).watch(lambda: "waiting", progress=lambda: None):
+        boards[0]._store.compare_set("failed", "", "rank 0 failed: no image")
+        assert ended.wait(10)
+    assert said == ["rank 2 ends, since rank 0 failed: no image"]
+
+
+def test_a_large_job_asks_its_store_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now_s, asked = FailureBoard(HashStore(), 0, 10_000), [100.0], []
+    monkeypatch.setattr(board, "cause", lambda: asked.append(now_s[0]) or "")
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now_s[0])
+    for _ in range(20):
+        board.poll()
+        now_s[0] += 1.0
+    assert asked == [100.0, 105.0, 110.0, 115.0]

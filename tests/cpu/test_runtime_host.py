@@ -1,5 +1,6 @@
 """Host memory holds as much as its cap says in any order of coming and going, so that a plan which fits the cap runs in it."""
 
+import os
 import random
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
-from megatron_epp.runtime.offload.host import HostMemory, Region
+from megatron_epp.runtime.offload.host import MACHINE, HostMemory, Region, cpus_of_node, host_limit, near
 from megatron_epp.runtime.out_of_memory import HostMemoryError
 from tests.support.runtime.late_host import late_host
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, planned
@@ -162,3 +163,110 @@ def test_plans_that_fit_the_host_run_in_it_to_the_byte(seed):
         assert 0.9 * peak < host.held_peak_bytes <= peak
         with pytest.raises(HostMemoryError):
             replay(plan, rank, HostMemory(CPU, host.held_peak_bytes - HOST_UNIT_BYTES))
+
+
+MACHINE_BYTES = 1000
+UNLIMITED_V1 = 9223372036854771712
+
+
+@pytest.fixture
+def limit(tmp_path):
+    """The limit and where it is, for lines of /proc/self/cgroup and files below /sys/fs/cgroup."""
+
+    def look(membership, files):
+        (tmp_path / "groups").mkdir()
+        for name, text in files.items():
+            path = tmp_path / "groups" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        (tmp_path / "self").write_text(membership)
+        found, source = host_limit(tmp_path / "groups", tmp_path / "self", MACHINE_BYTES)
+        return found, source.removeprefix(f"{tmp_path / 'groups'}/")
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {}, (1000, MACHINE)),
+        ("0::/\n", {"memory.max": "max"}, (1000, MACHINE)),
+        ("0::/\n", {"memory.max": 600}, (600, "memory.max")),
+        ("0::/\n", {"memory.max": 6000}, (1000, MACHINE)),
+        (
+            "0::/slurm/job_7/step_0\n",
+            {"slurm/job_7/step_0/memory.max": "max", "slurm/job_7/memory.max": 400, "slurm/memory.max": 800},
+            (400, "slurm/job_7/memory.max"),
+        ),
+        (
+            "9:cpu,cpuacct:/a\n4:memory:/slurm/job_7\n0::/\n",
+            {"memory/slurm/job_7/memory.limit_in_bytes": 300, "memory/memory.limit_in_bytes": UNLIMITED_V1},
+            (300, "memory/slurm/job_7/memory.limit_in_bytes"),
+        ),
+        ("4:memory:/docker/of/the/host\n", {"memory/memory.limit_in_bytes": 200}, (200, "memory/memory.limit_in_bytes")),
+    ],
+)
+def test_the_least_limit_counts_wherever_it_is(limit, membership, files, expected):
+    assert limit(membership, files) == expected
+
+
+def test_where_there_are_no_control_groups_the_machine_has_what_it_has(tmp_path):
+    assert host_limit(tmp_path, tmp_path / "none", MACHINE_BYTES) == (1000, MACHINE)
+
+
+ADDRESS = "0000:dc:00.0"
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """A machine of two nodes, with a GPU on the second and another device on none."""
+    for name, text in {
+        f"bus/pci/devices/{ADDRESS}/numa_node": "1\n",
+        "bus/pci/devices/0000:01:00.0/numa_node": "-1\n",
+        "devices/system/node/node0/cpulist": "0-1,4-5\n",
+        "devices/system/node/node1/cpulist": "2-3,6\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_the_processors_are_those_of_the_gpus_node(sysfs):
+    assert cpus_of_node(ADDRESS, sysfs) == {2, 3, 6}
+
+
+@pytest.mark.parametrize("address", ["0000:01:00.0", "0000:02:00.0"], ids=["on no node", "not there"])
+def test_without_a_node_there_are_none(sysfs, address):
+    assert cpus_of_node(address, sysfs) == frozenset()
+
+
+def test_tables_that_cannot_be_read_tell_nothing(sysfs):
+    (sysfs / "devices/system/node/node1/cpulist").write_text("two to six\n")
+    assert cpus_of_node(ADDRESS, sysfs) == frozenset()
+
+
+def test_the_thread_is_on_these_processors_for_the_allocation_only(monkeypatch):
+    allowed = {0, 1, 2, 3}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(allowed))
+
+    def move(thread, cpus):
+        allowed.clear()
+        allowed.update(cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", move)
+    with near(frozenset({2, 3, 6})):
+        assert allowed == {2, 3}
+    assert allowed == {0, 1, 2, 3}
+    with near(frozenset({7})):  # none that this job may use
+        assert allowed == {0, 1, 2, 3}
+    with pytest.raises(MemoryError), near(frozenset({1})):
+        raise MemoryError
+    assert allowed == {0, 1, 2, 3}
+
+
+def test_the_kernel_moves_the_thread():
+    before = os.sched_getaffinity(0)
+    with near(frozenset({min(before)})):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before

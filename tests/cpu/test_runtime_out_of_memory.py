@@ -1,17 +1,48 @@
 """Memory that runs out in an action ends the run with numbers and flags."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_epp.mcore.arguments.table import FIELDS, TRAINING
-from megatron_epp.plan import Action, Op, PlanError, simulate
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, simulate
 from megatron_epp.plan.errors import Remedy
+from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
-from tests.support.runtime.out_of_memory_runs import run_short
+from megatron_epp.runtime.upload import Uploader
+from tests.support.runtime.failing_buffers import failing
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.rank_processes import run_until_exit
-from tests.support.runtime.runtime_plans import planned, two_ranks
+from tests.support.runtime.runtime_plans import offloading, offloading_kv, one_rank_split, planned, two_ranks
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+
+
+class ScarceStage(PlainStage):
+    """Finds no memory in one of its forwards, given by its chunk: behind its work, as late as can be."""
+
+    faulty_chunk = None
+
+    def forward(self, context, hidden):
+        output = super().forward(context, hidden)
+        if context.chunk == self.faulty_chunk:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return output
+
+
+def run_short(rank, links, plan, faulty_rank, chunk):
+    """Run a plan; the forward of a chunk on the first stage of a rank finds no memory."""
+    batch = batch_of(plan)
+    stages = {s: ScarceStage(build_part(plan.num_layers, s), batch) for s, r in enumerate(plan.placement) if r == rank}
+    if rank == faulty_rank:
+        stages[min(stages)].faulty_chunk = chunk
+    report = OutOfMemoryReport(lambda static_bytes: Usage(static_bytes + 3 * 2**30, 8 * 2**30))
+    Executor(plan, rank, stages, links, out_of_memory=report).run()
 
 
 def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):
@@ -106,3 +137,36 @@ def test_smaller_microbatches_are_advised_where_a_script_makes_them():
     assert "memory_cap_gb=" in advised
     assert "microbatches of at most " in advised
     assert "--" not in advised
+
+
+RECEIVED = "megatron_epp.runtime.links"
+
+
+def test_whichever_buffer_of_a_rank_finds_no_memory_the_error_names_the_action() -> None:
+    plan = offloading(offloading_kv(one_rank_split(num_layers=1)), 0.7)
+    with failing(0) as made:
+        run_plan(0, None, plan)
+    assert {name.split(".")[2] for name in made} == {"attention", "offload"}
+    for at in range(1, len(made) + 1):
+        with failing(at), pytest.raises(OutOfMemoryRunError, match=r"action 0[FBWOL][012] failed: out of memory on stage 0"):
+            run_plan(0, None, plan)
+
+
+def run_failing(rank: int, links: object, plan: Plan, at: int) -> None:
+    with failing(at if rank == 1 else 0, RECEIVED):
+        run_plan(rank, links, plan)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_whichever_slot_of_messages_finds_no_memory_both_ranks_end_before_the_first_action(tmp_path: Path, at: int) -> None:
+    ended = run_until_exit(2, tmp_path, run_failing, two_ranks(num_layers=1), at)
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    assert "action 1RECV_F0 failed: out of memory" in ended[1].stderr
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_upload_that_finds_no_memory_says_how_much_it_needs(at: int) -> None:
+    uploader = Uploader(torch.device("cpu"))
+    with failing(at, "megatron_epp.runtime.upload"), pytest.raises(EppError) as raised:
+        uploader.begin([torch.arange(6)])
+    assert str(raised.value).startswith("no memory for the 48 bytes that an iteration reads on its device: CUDA out of memory")

@@ -1,5 +1,7 @@
 """The check of links runs whole plans: it notices values of another chunk, and says what a plan that hangs waits for."""
 
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +10,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_epp.plan import Chunk, EppError, Segment, check
+from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import nccl
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.tools import queue_check
 from megatron_epp.runtime.tools.queue_check import EchoStage, check_queues, queue_plans, run_rank
-from tests.support.runtime.queue_runs import with_a_silent_rank
+
+
+def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
+    """Run the plans on every rank but the last, which opens its links and then sends nothing."""
+    last = dist.get_world_size() - 1
+    if rank < last:
+        return run_rank(rank, plans, width, gpus, limit_s, folder)
+    links = Links.create(
+        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), directions(*(one.placement for one in plans))
+    )
+    links.connect(torch.device("cpu"))
+    links.control.from_each(None)
+    time.sleep(60)  # it is killed when the others have ended
+    return []
+
 
 TABLE = SegmentTable.build(Chunk((Segment(0, 0, 3),)), 3)
 

@@ -14,11 +14,10 @@ from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, embedding_ro
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
 from tests.support.failing_disk import swept
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import CHANGED, launch
 from tests.support.mcore.launch import TINY, Finished
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
-STANDING_STILL = Path(__file__).parents[1] / "support" / "mcore" / "standing_still_in_save.py"
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
 FLAGS = [flag for flag in TINY if flag != "--mock-data"]
 FLAGS += ["--pipeline-model-parallel-size", 2, "--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0]
@@ -196,6 +195,6 @@ def test_a_training_whose_checkpoint_has_all_iterations_ends_with_an_exit_code_o
 
 def test_a_rank_that_stands_still_in_a_save_ends_the_run(data: str, tmp_path: Path) -> None:
     flags = ["--save", tmp_path / "checkpoints", "--save-interval", 2, "--epp-save-limit-seconds", 2]
-    finished = launch(2, STANDING_STILL, *FLAGS, "--data-path", data, *flags)
+    finished = launch(2, CHANGED, "standing_still_in_save", *FLAGS, "--data-path", data, *flags)
     assert finished.returncode == EXIT_CODE
     assert f"has not saved a checkpoint to {tmp_path / 'checkpoints'} in 2 s (--epp-save-limit-seconds)" in finished.output

@@ -14,9 +14,8 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.plan.serialize import load
-from tests.support.mcore import given_times
-from tests.support.mcore.forked import launch
-from tests.support.mcore.given_times import COLLECTIVES, PASSES, collective_us, pass_us
+from tests.support.mcore.changed_training import COLLECTIVES, PASSES, collective_us, pass_us
+from tests.support.mcore.forked import CHANGED, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 LOOKAHEAD = 1
@@ -39,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("learnt")
     data = write_pair(place / "documents", documents_of(long_tailed_lengths(80, 64), vocab_size=255))
     flags = [*TRAINING, "--data-path", data, "--save", place / "checkpoints", "--epp-report-dir", place]
-    finished = launch(2, given_times.__file__, *flags)
+    finished = launch(2, CHANGED, "given_times", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
     (place / "log").write_text(finished.output)
     return place

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from tests.support.mcore.forked import job
+from tests.support.mcore.jobs.oom import CASES, LENGTHS, LIMIT_MINUTES, VOCABULARY
 from tests.support.mcore.launch import Finished
-from tests.support.mcore.oom_cases import CASES, LENGTHS, LIMIT_MINUTES, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 

@@ -26,9 +26,9 @@ from megatron_epp.mcore.training import layout_search as layouts
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore import forked
+from tests.support.mcore.jobs.optimizer import SETTINGS
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
-from tests.support.mcore.optimizer_cases import SETTINGS
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 HALF = {"bf16": True, "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}

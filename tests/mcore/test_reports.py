@@ -15,7 +15,7 @@ from megatron_epp.mcore.iteration import report_folder as module
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import CHANGED, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 
@@ -70,7 +70,6 @@ def test_after_a_failure_a_run_ends_though_a_report_waits_for_other_ranks(monkey
     never.set()
 
 
-DIAGNOSTICS_WITHOUT_MEMORY = Path(__file__).parents[1] / "support" / "mcore" / "diagnostics_without_memory.py"
 FLAGS = shlex.split(
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
@@ -99,7 +98,7 @@ def test_every_iteration_of_a_training_is_reported_once_and_in_order(
 def test_diagnostics_take_no_memory_for_tensors_so_that_none_can_be_missing(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(100, 64), vocab_size=255))
     flags = "--epp-report-dir", tmp_path / "report", "--epp-trace", 2, "--epp-costs", "learn", "--data-path", data
-    finished = launch(2, DIAGNOSTICS_WITHOUT_MEMORY, *FLAGS, *flags, "--pipeline-model-parallel-size", 1)
+    finished = launch(2, CHANGED, "diagnostics_without_memory", *FLAGS, *flags, "--pipeline-model-parallel-size", 1)
     assert finished.returncode == 0, finished.output[-5000:]
     lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]
     assert [line["replicas"] for line in lines] == [2] * 6

@@ -15,11 +15,10 @@ import pytest
 from megatron_epp.cost.slowness import ITERATIONS, SLOWER
 from megatron_epp.mcore.costs import watch as watches
 from megatron_epp.plan import Action, Plan
-from tests.support.mcore.forked import job, launch
+from tests.support.mcore.forked import CHANGED, job, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.plan.small_plans import one_f_one_b
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 NAMED = re.compile(
     r"rank 1 on (\S+) takes ([\d.]+) of the time of its costs for stage 1 "
     r"\(([\d.]+) ms an iteration by the plan, ([\d.]+) ms without\)"
@@ -51,7 +50,7 @@ def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None
         "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --log-interval 1000 --calculate-per-token-loss "
         f"--epp --epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}"
     )
-    finished = launch(2, PROGRAMS / "slow_training.py", *flags, "--data-path", data)
+    finished = launch(2, CHANGED, "slow", *flags, "--data-path", data)
     assert finished.returncode == 0, finished.output[-5000:]
     check_named(finished.output)
 

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.soak.soak import main
 from tests.support.mcore.forked import job
-from tests.support.mcore.soak_cases import CASES, LONGEST, VOCABULARY
+from tests.support.mcore.jobs.soak import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 

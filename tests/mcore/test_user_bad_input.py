@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import job, launch
+from tests.support.mcore.forked import CHANGED, job, launch
 from tests.support.mcore.launch import TINY
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 SECONDS = 120
 """Far less than any time limit of messages."""
 
@@ -84,7 +83,7 @@ def test_what_fails_in_one_replica_ends_the_others_too(tmp_path: Path) -> None:
     """They would wait for its gradients."""
     flags = [*TINY, "--train-iters", 5, "--pipeline-model-parallel-size", 2, "--epp", "--epp-microbatches", "user"]
     environment = {"RECORD_TO": str(tmp_path)}
-    finished = launch(4, PROGRAMS / "failing_training.py", *flags, env=environment, timeout_s=SECONDS)
+    finished = launch(4, CHANGED, "failing", *flags, env=environment, timeout_s=SECONDS)
     assert finished.returncode == 1
     cause = "pipeline rank 1, step 2, action 1F0 failed: ValueError: this sample has no image"
     assert f"megatron_epp, rank 3: {cause}" in finished.output

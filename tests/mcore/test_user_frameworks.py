@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import job, launch, of_ranks, train
+from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, train
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.reinforcement import UNLIKE
 from tests.support.mcore.launch import TINY
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 PLANS = ("--epp", "--epp-microbatches", "user")
 STAGES = ("--pipeline-model-parallel-size", "2")
 ITERATIONS = 6
@@ -25,9 +24,8 @@ TOLERANCE = 1e-5
 
 def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan(tmp_path: Path) -> None:
     """Costs are learnt when four runs are done; the second of iteration 3 is the fifth. Dropout differs by order."""
-    program, dropout = PROGRAMS / "rerun_training.py", ("--hidden-dropout", "0.1")
     runs = [
-        train(tmp_path / str(number), 2, *STAGES, *dropout, *flags, iterations=ITERATIONS, program=program)
+        train(tmp_path / str(number), 2, *STAGES, "--hidden-dropout", 0.1, *flags, iterations=ITERATIONS, change="rerun")
         for number, flags in enumerate(((), PLANS))
     ]
     for finished in runs:
@@ -93,7 +91,7 @@ def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_in
 def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
     tmp_path: Path, processes: int, flags: tuple[str, ...], name: str
 ) -> None:
-    program = PROGRAMS / "direct_training.py"
+    program = RECORDER.with_name("direct_training.py")
     arguments = [*TINY, "--train-iters", 2, *flags, *PLANS]
     finished = launch(processes, "-m", "megatron_epp.run", program, *arguments, env={"RECORD_TO": str(tmp_path)})
     assert finished.returncode == 0, finished.output[-5000:]

@@ -25,7 +25,6 @@ DECIDES = (
 TOLERANCE = 1e-5
 """Largest relative difference of losses and of norms of gradients: replicas and stages may add in another order."""
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 CELLS = {
     "one process": (1, ""),
     "full recompute, loss per token": (
@@ -64,11 +63,10 @@ def cell(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
     return processes, flags.split()
 
 
-def both(folder: Path, processes: int, *flags: object, program: object = None) -> tuple[Finished, Finished]:
+def both(folder: Path, processes: int, *flags: object, change: str = "") -> tuple[Finished, Finished]:
     """Train with Megatron's own schedule and by plans."""
-    named = {} if program is None else {"program": program}
-    own = train(folder / "stock", processes, *flags, iterations=ITERATIONS, **named)
-    planned = train(folder / "planned", processes, *flags, *PLANS.split(), iterations=ITERATIONS, **named)
+    own = train(folder / "stock", processes, *flags, iterations=ITERATIONS, change=change)
+    planned = train(folder / "planned", processes, *flags, *PLANS.split(), iterations=ITERATIONS, change=change)
     return own, planned
 
 
@@ -92,15 +90,12 @@ def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int,
 
 def test_a_hybrid_model_trains_as_without_plans(tmp_path: Path) -> None:
     pattern = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
-    check_equal(
-        *both(tmp_path, 2, "--pipeline-model-parallel-size", 2, *pattern.split(), program=PROGRAMS / "hybrid_training.py")
-    )
+    check_equal(*both(tmp_path, 2, "--pipeline-model-parallel-size", 2, *pattern.split(), change="torch_norms"))
 
 
 def test_a_loss_of_the_scripts_own_really_runs(tmp_path: Path) -> None:
-    program = PROGRAMS / "own_loss_training.py"
     flags = MORE_CELLS["pipeline"][1].split()
-    own, planned = both(tmp_path, 2, *flags, program=program)
+    own, planned = both(tmp_path, 2, *flags, change="own_loss")
     check_equal(own, planned)
     stock = train(tmp_path / "without", 2, *flags, iterations=2)
     assert planned.steps[2]["loss"] > stock.steps[2]["loss"]  # it climbs

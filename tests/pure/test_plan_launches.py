@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked, check_launches
 from megatron_epp.plan.launches import Launches
-from tests.support.plan.launch_campaign import judge, late_receives
-from tests.support.plan.launch_plans import random_plans
+from tests.support.plan.launch_campaign import faults_of, late_receives, random_plans
 from tests.support.plan.queue_machine import stuck, stuck_together
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole, with_step
@@ -171,12 +170,12 @@ def test_lockstep_plans_that_receive_at_different_exchanges_may_wait_for_each_ot
 @some_by_default("seed", [*range(1, 20), 0, 290], 5)
 def test_planned_batches_end_on_every_machine(seed):
     """More of them: ``python -m tests.support.plan.launch_campaign 2500``."""
-    assert judge(seed).faults == []
+    assert faults_of(seed) == []
 
 
 @some_by_default("seed", [*range(1, 20), 0], 4)
 def test_planned_batches_with_vocabulary_shards_are_those_of_a_second_simulator_and_end_on_every_machine(seed):
-    assert judge(seed, only_shards=True).faults == []
+    assert faults_of(seed, only_shards=True) == []
 
 
 def test_matched_plans_of_replicas_that_share_experts_can_run_side_by_side():

@@ -12,7 +12,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.message_room import message_room
-from tests.support.plan.launch_plans import costs_of
+from tests.support.plan.launch_campaign import costs_of
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import one_f_one_b, v_shape

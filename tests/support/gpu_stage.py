@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.runtime.attention.core import chunk_attention
@@ -12,24 +11,11 @@ from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.recorder import Recorder
+from tests.support.runtime.plain_stage import Layer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS = 256, 4, 2, 64
+HIDDEN, CHANNELS = 256, 64
 SCALE = CHANNELS**-0.5
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * CHANNELS)
-        self.out = nn.Linear(QUERY_HEADS * CHANNELS, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-
-    def forward(self, x, attend):
-        heads = self.qkv(self.norm(x)).unflatten(1, (-1, CHANNELS))
-        x = x + self.out(attend(*heads.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)).flatten(1))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class GpuStage:
@@ -39,7 +25,7 @@ class GpuStage:
 
     def __init__(self, plan, dtype, preference="auto"):
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(plan.num_layers[0])).to(DEVICE, dtype)
+        self.layers = nn.ModuleList(Layer(HIDDEN, CHANNELS, 4) for _ in range(plan.num_layers[0])).to(DEVICE, dtype)
         self.rows = [torch.randn(length, HIDDEN).to(DEVICE, dtype) for length in plan.lengths]
         self.first = nn.Parameter(torch.zeros(HIDDEN, device=DEVICE, dtype=dtype))  # so that the input has a gradient
         self.plan, self.preference, self.kv_cache = plan, preference, SlicedKVCache()

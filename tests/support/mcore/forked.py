@@ -29,6 +29,7 @@ from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 SHARED = "EPP_TESTS_SHARED_FORKS"
 """Environment variable that names the socket of the process that all test files share."""
 RECORDER = Path(__file__).with_name("recorded_training.py")
+CHANGED = RECORDER.with_name("changed_training.py")
 
 
 def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
@@ -77,13 +78,18 @@ def returned(finished: Finished) -> Any:
 
 
 def train(
-    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, program: Path = RECORDER
+    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, change: str = ""
 ) -> Finished:
-    """Train TINY with `flags` until `iterations`, recorded in `folder` by `program`. Raises AssertionError if it fails."""
+    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails.
+
+    Args:
+        change: one of `changed_training`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = [*TINY, "--train-iters", iterations, *flags]
-    finished = launch(num_processes, program, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
+    program = (CHANGED, change) if change else (RECORDER,)
+    finished = launch(num_processes, *program, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
     assert finished.returncode == 0, finished.output[-5000:]
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     steps = next(

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
-from megatron_epp.plan.plan import Copy, Messages, Plan, Prediction, Step
+from megatron_epp.plan.plan import Copy, Plan, Prediction, Step
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
+from tests.support.plan.small_plans import plan_of
 
 LAYERS = 4
 
@@ -20,7 +21,6 @@ def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute
 
     A token takes 1 us forward and 2 us backward per stage, and 1024 bytes; `recompute` of 4 layers run their forward again.
     """
-    lengths = [slices * tokens, *[tokens // 2] * (2 * batched + 1)]
     segments = [[Segment(0, s * tokens, (s + 1) * tokens)] for s in range(slices)]
     segments[-1].append(Segment(1, 0, tokens // 2))
     segments += [[Segment(2 + 2 * b, 0, tokens // 2), Segment(3 + 2 * b, 0, tokens // 2)] for b in range(batched)]
@@ -35,20 +35,13 @@ def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute
         for i, step in enumerate(backward):
             order += [step, *forward[warm + i : warm + i + 1]]
         ranks.append(tuple(order))
-    message = ((10.0,) * len(chunks),) * (num_ranks - 1)
-    plan = Plan(
-        lengths=tuple(lengths),
-        chunks=chunks,
-        num_layers=(LAYERS,) * num_ranks,
-        placement=tuple(range(num_ranks)),
+    rows = [[step.action for step in row] for row in ranks]
+    plan = plan_of(rows, chunks, tuple(range(num_ranks)), message_us=10.0, cap_bytes=2**24, static_bytes=2**20)
+    plan = replace(
+        plan,
         recompute=((Recompute(recompute),) * len(chunks),) * num_ranks,
         recompute_us=(tuple(chunk.num_tokens * recompute / LAYERS for chunk in chunks),) * num_ranks,
-        offload_share=((0.0,) * len(chunks),) * num_ranks,
         ranks=tuple(ranks),
-        messages=Messages(message, message),
-        static_bytes=(2**20,) * num_ranks,
-        cap_bytes=(2**24,) * num_ranks,
-        predicted=Prediction.none(num_ranks),
     )
     return predicted(plan)
 

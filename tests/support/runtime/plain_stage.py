@@ -15,25 +15,17 @@ from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 from tests.support.runtime.dense_attention import dense_attention
+from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
 SCALE = CHANNELS**-0.5
 
 
-class RandomText:
+class RandomText(MemoryDataset):
     """Sequences of random tokens, the same in every process."""
-
-    def __init__(self, lengths):
-        self.lengths = np.asarray(lengths)
-
-    def __len__(self):
-        return len(self.lengths)
 
     def tokens(self, index, start=0, end=None):
         return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
-
-    def trained(self, index, start, end):
-        return None
 
 
 def batch_of(plan):
@@ -44,15 +36,18 @@ def batch_of(plan):
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    """A layer of attention and an MLP that is `widening` times as wide."""
+
+    def __init__(self, hidden=HIDDEN, channels=CHANNELS, widening=2):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * CHANNELS)
-        self.out = nn.Linear(QUERY_HEADS * CHANNELS, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.channels = channels
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, (QUERY_HEADS + 2 * KV_HEADS) * channels)
+        self.out = nn.Linear(QUERY_HEADS * channels, hidden)
+        self.up, self.down = nn.Linear(hidden, widening * hidden), nn.Linear(widening * hidden, hidden)
 
     def forward(self, x, attend):
-        heads = self.qkv(self.norm1(x)).unflatten(1, (-1, CHANNELS))
+        heads = self.qkv(self.norm1(x)).unflatten(1, (-1, self.channels))
         x = x + self.out(attend(*heads.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)).flatten(1))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.plan import Chunk, Copy, KVOffload, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.plan import Copy, KVOffload, Op, Prediction, Recompute, Step, check
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from tests.support.plan.small_plans import chunk, make_plan
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):
@@ -19,28 +20,13 @@ def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement
 
 def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forward_only=False, token_multiple=1):
     """A plan from its rows, ``["0F0 0B0", "1F0 1B0"]``, and chunks of ``(sequence, start, end)``, without costs."""
-    grid = from_grid("\n".join(f"rank {i} | {row}" for i, row in enumerate(rows)))
-    table = tuple(Chunk(tuple(Segment(*s) for s in chunk)) for chunk in chunks)
-    placement = tuple(placement if placement is not None else range(len(rows)))
-    ends = {}
-    for segment in (s for chunk in table for s in chunk.segments):
-        ends[segment.sequence] = max(ends.get(segment.sequence, 0), segment.end)
-    stages, ranks = len(placement), len(rows)
-    no_time = ((0.0,) * len(table),) * (stages - 1)
-    plan = Plan(
-        lengths=tuple(ends[i] for i in range(len(ends))),
-        chunks=table,
-        num_layers=(num_layers,) * stages,
-        placement=placement,
-        recompute=((Recompute(recompute_layers),) * len(table),) * stages,
-        recompute_us=((0.0,) * len(table),) * stages,
-        offload_share=((0.0,) * len(table),) * stages,
-        ranks=tuple(tuple(Step(action, 1.0, 0, 0) for action in row) for row in grid),
-        messages=Messages(no_time, no_time),
-        static_bytes=(0,) * ranks,
-        cap_bytes=(1,) * ranks,
-        predicted=Prediction.none(ranks),
-        forward_only=forward_only,
+    table = [chunk(*segments) for segments in chunks]
+    plan = make_plan(rows, table, placement, message_us=0.0, cap_bytes=1, static_bytes=0, forward_only=forward_only)
+    plan = replace(
+        plan,
+        num_layers=(num_layers,) * plan.num_stages,
+        recompute=((Recompute(recompute_layers),) * len(table),) * plan.num_stages,
+        ranks=tuple(tuple(Step(step.action, 1.0, 0, 0) for step in row) for row in plan.ranks),
         token_multiple=token_multiple,
     )
     assert check(plan) == []

@@ -1,0 +1,210 @@
+"""Gated delta nets and Mamba-2 layers on slices and packed sequences compute what they compute on each sequence by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.gated_delta import DeltaLayer
+from megatron_epp.runtime.state_space import StateSpaceLayer
+from tests.support.runtime.mixed_slices import CUTS, LENGTHS, check_slices, context_of, tokens_of
+
+FILTER = 4
+KEY_HEADS, VALUE_HEADS, WIDTH = 2, 4, 3
+DELTA_WIDTH, DELTA_CHANNELS = VALUE_HEADS * WIDTH, (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
+HEADS, CHANNELS, STATE = 4, 3, 5
+INNER, MIXED = HEADS * CHANNELS, HEADS * CHANNELS + 2 * STATE
+
+
+def rule(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Apply the gated delta rule token by token, as flash-linear-attention's kernel takes its arguments."""
+    g, beta, offsets = options["g"], options["beta"], options.get("cu_seqlens")
+    ends = [0, q.shape[1]] if offsets is None else offsets.tolist()
+    outs, state = [], options["initial_state"]
+    assert state is None or len(ends) == 2
+    for start, end in pairwise(ends):
+        memory = q.new_zeros(VALUE_HEADS, WIDTH, WIDTH) if state is None else state[0]
+        for t in range(start, end):
+            memory = memory * g[0, t].exp()[:, None, None]
+            written = beta[0, t][:, None] * (v[0, t] - torch.einsum("hkv,hk->hv", memory, k[0, t]))
+            memory = memory + torch.einsum("hk,hv->hkv", k[0, t], written)
+            outs.append(torch.einsum("hkv,hk->hv", memory, q[0, t]) / WIDTH**0.5)
+    return torch.stack(outs)[None], memory[None] if options["output_final_state"] else None
+
+
+def convolve(rows: Tensor, filters: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """Convolve packed sequences, as flash-linear-attention's kernel does."""
+    ahead = filters.shape[-1] - 1
+    parts = [functional.pad(rows[0, start:end].t()[None], (ahead, 0)) for start, end in pairwise(offsets.tolist())]
+    out = [functional.conv1d(part, filters[:, None], bias, groups=len(filters))[0].t() for part in parts]
+    return functional.silu(torch.cat(out))[None]
+
+
+class DeltaNet(torch.nn.Module):
+    """Projections around two gated delta nets."""
+
+    width = DELTA_WIDTH
+
+    def __init__(self, packs: bool) -> None:
+        super().__init__()
+        make = partial(torch.randn, dtype=torch.float64)
+        widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH, VALUE_HEADS, VALUE_HEADS
+        self.widths, self.packs = widths, packs
+        for number in range(2):
+            self.register_parameter(f"into_{number}", torch.nn.Parameter(0.5 * make(DELTA_WIDTH, sum(widths))))
+            self.register_parameter(f"filters_{number}", torch.nn.Parameter(0.5 * make(DELTA_CHANNELS, 1, FILTER)))
+            self.register_parameter(f"decay_{number}", torch.nn.Parameter(0.3 * make(VALUE_HEADS)))
+
+    def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
+        into, filters, decay = (getattr(self, f"{name}_{number}") for name in ("into", "filters", "decay"))
+        q, k, v, strength, gate = (x @ into).split(self.widths, dim=1)
+        layer = DeltaLayer(
+            number=number,
+            filters=filters,
+            bias=None,
+            decay=decay,
+            step=torch.zeros(VALUE_HEADS),
+            rule=rule,
+            normalise=lambda heads: functional.normalize(heads, dim=-1),
+            convolve=convolve if self.packs else None,
+            activation=functional.silu,
+        )
+        q, k, v = (part.unflatten(1, (-1, WIDTH)) for part in (q, k, v))
+        return x + layer(q, (k, v, strength[..., None], gate[..., None]), context).flatten(1)
+
+
+def scan(
+    rows: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Any:
+    """Convolve, recur token by token and gate, as mamba-ssm's kernel does: the convolution always begins with zeros."""
+    assert rows.shape[0] == 1
+    assert seq_idx is None or initial_states is None
+    numbers = torch.zeros(rows.shape[1], dtype=torch.int32) if seq_idx is None else seq_idx[0]
+    outs, state = [], rows.new_zeros(HEADS, CHANNELS, STATE)
+    for number in range(int(numbers.max()) + 1):
+        gate, mixed, steps = rows[0][numbers == number].split([INNER, MIXED, HEADS], dim=1)
+        padded = functional.pad(mixed.t()[None], (FILTER - 1, 0))
+        mixed = functional.silu(functional.conv1d(padded, filters[:, None], bias, groups=MIXED))[0].t()
+        x, into, out_of = mixed.split([INNER, STATE, STATE], dim=1)
+        x, dt = x.unflatten(1, (HEADS, CHANNELS)), functional.softplus(steps + step)
+        state = torch.zeros_like(state) if initial_states is None else initial_states[0]
+        for t in range(len(x)):
+            state = state * (dt[t] * decay).exp()[:, None, None]
+            state = state + torch.einsum("h,hp,n->hpn", dt[t], x[t], into[t])
+            outs.append((state @ out_of[t] + x[t]).flatten() * functional.silu(gate[t]))
+    out = torch.stack(outs)[None]
+    return (out, state[None]) if return_final_states else out
+
+
+class StateSpaceNet(torch.nn.Module):
+    """Projections around two Mamba-2 layers."""
+
+    width = INNER
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = partial(torch.randn, dtype=torch.float64)
+        for number in range(2):
+            self.register_parameter(f"into_{number}", torch.nn.Parameter(0.2 * make(INNER, INNER + MIXED + HEADS)))
+            self.register_parameter(f"filters_{number}", torch.nn.Parameter(0.5 * make(MIXED, FILTER)))
+            self.register_parameter(f"bias_{number}", torch.nn.Parameter(0.3 * make(MIXED)))
+            self.register_parameter(f"step_{number}", torch.nn.Parameter(make(HEADS)))
+            self.register_parameter(f"decay_{number}", torch.nn.Parameter(-0.1 - make(HEADS).square()))
+
+    def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
+        into, *weights = (getattr(self, f"{name}_{number}") for name in ("into", "filters", "bias", "step", "decay"))
+        named = dict(zip(("filters", "bias", "step", "decay"), weights, strict=True))
+        layer = StateSpaceLayer(
+            number=number, scan=partial(scan, **named), gate_width=INNER, mixed_width=MIXED, filter_width=FILTER
+        )
+        return x + layer(x @ into, context)
+
+
+NETS: dict[str, Callable[[], Any]] = {
+    "gated delta, kernels of packed sequences": lambda: DeltaNet(packs=True),
+    "gated delta, sequence by sequence": lambda: DeltaNet(packs=False),
+    "Mamba-2": StateSpaceNet,
+}
+
+
+@pytest.mark.parametrize("recomputed", [0, 1, 2])
+@pytest.mark.parametrize("kind", NETS)
+def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(kind: str, recomputed: int) -> None:
+    torch.manual_seed(3)
+    net = NETS[kind]()
+
+    def whole(number: int, x: Tensor) -> Tensor:
+        chunk = Chunk((Segment(number, 0, len(x)),))
+        context = ChunkContext(0, SegmentTable.build(chunk, len(x)), SlicedKVCache())
+        return net(1, net(0, x, context), context)
+
+    def run(chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache) -> Tensor:
+        context = context_of(chunk, kv_cache)
+        for number in range(2):
+            x = checkpoint(net, number, x, context, use_reentrant=True) if number < recomputed else net(number, x, context)
+        return x
+
+    check_slices(net.width, dict(net.named_parameters()), whole, run, 1e-12)
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_an_evaluation_leaves_nothing(kind: str) -> None:
+    net, kv_cache = NETS[kind](), SlicedKVCache()
+    sequences = {q: torch.randn(n, net.width, dtype=torch.float64) for q, n in LENGTHS.items()}
+    with torch.no_grad():
+        for ends in CUTS:
+            chunk = Chunk((Segment(0, *ends),))
+            net(0, tokens_of(chunk, sequences), context_of(chunk, kv_cache, forward_only=True))
+    kv_cache.assert_empty()
+
+
+def test_whole_sequences_are_packed_in_one_call_of_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def noted(*heads: Tensor, **options: Any) -> tuple[Tensor, None]:
+        calls.append(options["cu_seqlens"])
+        return heads[2], None
+
+    monkeypatch.setitem(globals(), "rule", noted)
+    chunk = Chunk((Segment(1, 0, 6), Segment(3, 0, 9)))
+    sequences = {q: torch.randn(n, DELTA_WIDTH, dtype=torch.float64) for q, n in LENGTHS.items()}
+    DeltaNet(packs=True)(0, tokens_of(chunk, sequences), context_of(chunk, SlicedKVCache()))
+    assert [offsets.tolist() for offsets in calls] == [[0, 6, 15, 17]]
+
+
+def test_whole_sequences_are_packed_in_one_scan_and_a_slice_runs_apart_from_its_company() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def noted(rows: Tensor, **options: Any) -> Any:
+        calls.append({name: getattr(value, "tolist", lambda value=value: value)() for name, value in options.items()})
+        return (rows[..., :INNER], torch.zeros(1)) if options.get("return_final_states") else rows[..., :INNER]
+
+    layer = StateSpaceLayer(number=0, scan=noted, gate_width=INNER, mixed_width=MIXED, filter_width=FILTER)
+    sequences = {q: torch.randn(n, INNER + MIXED + HEADS) for q, n in LENGTHS.items()}
+    for segments in ((Segment(1, 0, 6), Segment(3, 0, 9)), (Segment(0, 0, 8), Segment(2, 0, 1))):
+        chunk = Chunk(segments)
+        layer(tokens_of(chunk, sequences), context_of(chunk, SlicedKVCache()))
+    assert calls == [
+        {"seq_idx": [[0] * 6 + [1] * 9 + [2] * 2]},
+        {"initial_states": None, "return_final_states": True},
+        {"seq_idx": [[0] + [1] * 2]},
+    ]
