@@ -13,7 +13,7 @@ import pytest
 
 from scripts.parity.cells import CONTEXT, MODELS, VOCABULARY, common_flags
 from scripts.random_documents import write_documents
-from tests.support.mcore.forked import RECORDER, job, launch
+from tests.support.mcore.forked import CHANGED, RECORDER, job, launch
 from tests.support.mcore.launch import TINY
 from tests.support.mcore.matrix import SEED, batches_of, whole
 from tests.support.mcore.parity_figures import masked_documents
@@ -43,9 +43,9 @@ def test_a_model_that_gathers_its_logits_trains_as_one_that_does_not(tmp_path: P
     data = write_documents(tmp_path / "data", LENGTHS, 120)
     flags = [*FLAGS, "--train-iters", 1, "--data-path", data, "--tensor-model-parallel-size", 2]
     trained = []
-    for program in (RECORDER, RECORDER.with_name("gathered_training.py")):
-        (folder := tmp_path / program.stem).mkdir()
-        done = launch(2, program, *flags, env={"RECORD_TO": str(folder)})
+    for number, program in enumerate(((RECORDER,), (CHANGED, "gathered"))):
+        (folder := tmp_path / str(number)).mkdir()
+        done = launch(2, *program, *flags, env={"RECORD_TO": str(folder)})
         assert done.returncode == 0, done.output[-5000:]
         trained.append([json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)])
     shards, gathered = trained
