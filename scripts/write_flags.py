@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
-from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, Door, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.mcore.arguments.table import EVERYDAY
@@ -124,7 +124,8 @@ def refused() -> list[tuple[str, str, str]]:
     """Return Megatron's flags that are refused, those with the same advice in one row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for row in OF_DOCUMENTS:
-        rows.setdefault((allowed(row.allowed), row.advice), []).append(code(row.flag))
+        also = "" if Door.USER in row.doors else " (documents only)"
+        rows.setdefault((allowed(row.allowed), row.advice + also), []).append(code(row.flag))
     return [(", ".join(flags), but_for, advice) for (but_for, advice), flags in rows.items()]
 
 

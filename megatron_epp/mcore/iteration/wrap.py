@@ -90,7 +90,7 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
     """Replace Megatron's pipeline schedules by `wrap`'s function, so that a framework is not changed.
 
     The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
-    schedule runs. `uninstall` ends it.
+    schedule runs. `megatron_epp.mcore.iteration.wrap.uninstall` ends it.
 
     Args:
         shape_of, settings: as `wrap` takes them.
