@@ -12,7 +12,7 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, Door, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.refusals import CONFLICTS, OF_DOCUMENTS
 from megatron_epp.mcore.arguments.table import EVERYDAY
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -33,7 +33,8 @@ value in brackets may be left out, which means `on`.
 REFUSED = """\
 ## Megatron's flags that --epp refuses
 
-All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
+All that are given are named at once, with the advice. Those with *(documents)* are taken with `--epp-microbatches user`, router replay with
+`--epp-order given`. More depends on several flags together: see [supported.md](supported.md).
 """
 NO_EFFECT = """\
 ## Megatron's data flags that change nothing with --epp
@@ -123,8 +124,9 @@ def setting_row(uses: Sequence[Use]) -> tuple[str, ...]:
 def refused() -> list[tuple[str, str, str]]:
     """Return Megatron's flags that are refused, those with the same advice in one row."""
     rows: dict[tuple[str, str], list[str]] = {}
+    of_microbatches = {row.flag for row in CONFLICTS if Door.USER in row.doors}
     for row in OF_DOCUMENTS:
-        also = "" if Door.USER in row.doors else " (documents only)"
+        also = "" if row.flag in of_microbatches else " (documents)"
         rows.setdefault((allowed(row.allowed), row.advice + also), []).append(code(row.flag))
     return [(", ".join(flags), but_for, advice) for (but_for, advice), flags in rows.items()]
 
