@@ -33,8 +33,8 @@ value in brackets may be left out, which means `on`.
 REFUSED = """\
 ## Megatron's flags that --epp refuses
 
-All that are given are named at once, with the advice. Those with *(documents)* are taken with `--epp-microbatches user`, router replay with
-`--epp-order given`. More depends on several flags together: see [supported.md](supported.md).
+All that are given are named at once, with the advice. Those with *(documents)* are taken with `--epp-microbatches user`, router
+replay with `--epp-order given`. More depends on several flags together: see [supported.md](supported.md).
 """
 NO_EFFECT = """\
 ## Megatron's data flags that change nothing with --epp
