@@ -167,6 +167,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--exit-on-missing-checkpoint --load FOLDER/nowhere", 1, "--load", "no folder FOLDER/nowhere"),
         ("--finetune --load FOLDER/empty", 1, "--load", "no checkpoint in FOLDER/empty", "latest_checkpointed_iteration.txt"),
         ("--pretrained-checkpoint FOLDER/weights", 1, "--pretrained-checkpoint", "Hugging Face", "convert"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", 1, "--fp8-format hybrid", "Transformer Engine", "leave it out"),
         (FLEX, 2, "flex by deepep needs deep_ep, which is not installed"),
         (f"{FLEX} --moe-flex-dispatcher-backend hybridep", 2, "flex by hybridep needs deep_ep, which is not installed"),
         ("--tensorboard-dir FOLDER/file/below", 1, "--tensorboard-dir", "FOLDER/file is a file, not a folder"),

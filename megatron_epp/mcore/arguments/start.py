@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
-from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
 from megatron_epp.mcore.arguments.refusals import Rule, problems_of
@@ -174,6 +174,8 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 def _packages(args: Namespace) -> Iterator[str]:
     """Yield a package that is missing, which Megatron would say when it builds the model."""
+    if fp8.recipe(args) and find_spec("transformer_engine") is None:
+        yield f"--fp8-format {args.fp8} needs Transformer Engine, which is not installed: add it, or leave it out"
     if (backend := flex_backend(args)) in ("deepep", "hybridep") and find_spec("deep_ep") is None:
         yield f"--moe-token-dispatcher-type flex by {backend} needs deep_ep, which is not installed: add it, or use alltoall"
 
