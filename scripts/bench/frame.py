@@ -1,4 +1,4 @@
-"""What all benchmarks share: command line, cases one after the other, a table, and a report with the machine and versions."""
+"""Frame of all benchmarks: command line, cases one after the other, a table, and a report with the machine and versions."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ TOLERANCE = 1e-5
 ITERATIONS = 4
 CONTEXT = 64
 LENGTHS = (64, 9, 40, 3, 17, 64, 5, 30)
-"""Of the documents, all of which every batch has."""
+"""Lengths of the documents, all of which every batch has."""
 ENTRIES = 257
-"""Of the tokenizer, which Megatron would fill up to a multiple of 128."""
+"""Entries of the tokenizer, which Megatron would fill up to a multiple of 128."""
 ROWS = 272
 """Of the embedding."""
 SIZES: dict[str, Any] = {

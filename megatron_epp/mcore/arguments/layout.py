@@ -25,7 +25,7 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"
 BETWEEN_STAGES, AHEAD = "|", "/"
-"""What is ahead of a stage in a hybrid model's pattern, and of the layers of a depth of multi-token prediction."""
+"""Signs in a hybrid model's pattern: between stages, and ahead of the layers of a depth of multi-token prediction."""
 PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
     "--pipeline-model-parallel-layout",

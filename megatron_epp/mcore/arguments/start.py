@@ -260,13 +260,18 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
         )
 
 
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that a folder's tracker file names. Raises OSError without one, ValueError if it names none."""
+    named = (folder / TRACKER).read_text(encoding="utf-8").strip()
+    return folder / ("release" if named == "release" else f"iter_{int(named):07d}")
+
+
 def _common_state(folder: Path) -> dict[str, Any] | None:
     """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
-        named = (folder / TRACKER).read_text(encoding="utf-8").strip()
-        state = load_common_state_dict(str(folder / ("release" if named == "release" else f"iter_{int(named):07d}")))
+        state = load_common_state_dict(str(newest_checkpoint(folder)))
     except Exception:  # a damaged one is named when it is loaded, or set aside then
         return None
     return state if isinstance(state, dict) else None

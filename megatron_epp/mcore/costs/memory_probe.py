@@ -215,7 +215,7 @@ def _num_cached(module: torch.nn.Module) -> int:
 def _most_taken_off(caches: Sequence[bool]) -> float:
     """Return by how many layers' keys and values a stage would be counted too low that takes the mean of its layers for each.
 
-    What is in caches is taken off layers that keep everything, the last ones of a stage: these may have less than the mean.
+    Bytes in caches are taken off layers that keep everything, the last ones of a stage, which may have less than the mean.
     """
     mean = sum(caches) / max(1, len(caches))
     return max((mean * (len(caches) - at) - sum(caches[at:]) for at in range(len(caches))), default=0.0)

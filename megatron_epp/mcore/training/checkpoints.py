@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_epp.mcore.arguments.start import TRACKER
+from megatron_epp.mcore.arguments.start import TRACKER, newest_checkpoint
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.plan.writing import write_text
@@ -114,14 +114,11 @@ def warn_of_rows(args: Namespace) -> None:
 def embedding_rows(folder: Path) -> int | None:
     """Return the rows of the embedding in a folder's newest distributed checkpoint; None where its index does not tell."""
     try:
-        named = (folder / TRACKER).read_text(encoding="utf-8").strip()
-        checkpoint = folder / ("release" if named == "release" else f"iter_{int(named):07d}")
-        tensors = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        tensors = FileSystemReader(newest_checkpoint(folder)).read_metadata().state_dict_metadata
     except Exception:  # a damaged checkpoint, or one of another format, is Megatron's to refuse
         return None
-    return next(
-        (tensor.size[0] for key, tensor in tensors.items() if key.endswith(_EMBEDDING) and hasattr(tensor, "size")), None
-    )
+    embeddings = (tensor for key, tensor in tensors.items() if key.endswith(_EMBEDDING))
+    return next((tensor.size[0] for tensor in embeddings if hasattr(tensor, "size")), None)
 
 
 def settle_folder(folder: Path, *, falls_back: bool) -> None:

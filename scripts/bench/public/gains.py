@@ -1,4 +1,4 @@
-"""What plans gain over public recipes, by formula: at their sizes, and at those that `advise` finds for the same devices."""
+"""Gains of plans over public recipes, by formula: at their sizes, and at those that `advise` finds for the same devices."""
 
 from __future__ import annotations
 
