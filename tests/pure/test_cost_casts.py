@@ -11,6 +11,8 @@ from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.casts import RECIPES, casts_of
 from megatron_epp.cost.library import load_cluster, shape_of
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
 
 LLAMA = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512, "swiglu": True, "bf16": True}
 TENSORWISE = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
@@ -56,6 +58,9 @@ def test_linear_layers_keep_a_byte_of_what_they_alone_need() -> None:
 
 def test_a_layer_that_runs_holds_gradients_that_are_not_cast() -> None:
     assert CAST.layer_bytes_per_token + CAST.uncast_bytes_per_token == PLAIN.layer_bytes_per_token
+    layout, optimizer = Layout.of_layers([4], Placement("looped", 1, 1)), OptimizerBytes.of_flags({"bf16": True})
+    costs = [analytic_profile(shape, H100).costs_on_device(layout, optimizer, 1).stages[0].layers for shape in (PLAIN, CAST)]
+    assert costs[0].working_bytes_per_token == costs[1].working_bytes_per_token > costs[1].bytes_per_token
     one_dense = shape_of(LLAMA | TENSORWISE | {"num_experts": 4, "moe_layer_freq": [0, 1, 1, 1]})
     assert one_dense.uncast_bytes_per_token == 2 * HIDDEN + INSIDE
 

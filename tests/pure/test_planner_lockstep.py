@@ -68,7 +68,7 @@ def test_being_in_step_costs_little_against_the_slowest_alone(batches, most):
     assert alone * (1 - 1e-9) <= together <= most * alone
 
 
-@pytest.mark.parametrize("batches", [ROUGH, ((3000,), (40, 30))])
+@pytest.mark.parametrize("batches", [ROUGH, ((3000,), (40, 30)), ((40, 30), (3000,))])
 def test_all_have_room_to_exchange_the_largest_chunk_of_any_from_start_to_end(batches):
     """The buffer is one of all ranks that share experts, and stays."""
     costs = replace(COSTS, exchange_bytes_per_token=10.0)
