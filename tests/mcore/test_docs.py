@@ -16,6 +16,7 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from scripts import write_supported
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -42,6 +43,10 @@ def test_the_flags_are_written_from_the_parsers():
     written, current = (text.splitlines() for text in ((ROOT / "docs" / "flags.md").read_text(), WRITER["document"]()))
     difference = "\n".join(difflib.unified_diff(written, current, "docs/flags.md", "the parsers", n=0, lineterm=""))
     assert not difference, f"run: python scripts/write_flags.py\n{difference}"
+
+
+def test_the_page_of_what_is_supported_has_the_tables_of_the_code():
+    assert (ROOT / "docs" / "supported.md").read_text() == write_supported.document(), "run: python -m scripts.write_supported"
 
 
 PARSERS = WRITER["commands"]() | {"pretrain_gpt.py": add_epp_args(argparse.ArgumentParser())}

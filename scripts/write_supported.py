@@ -1,0 +1,99 @@
+"""Writes the tables of docs/supported.md that follow from the code's own: `python -m scripts.write_supported`. A test checks
+that they are current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.casts import RECIPES
+from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
+from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, OUT, PARTING, REPLAYS, MegatronFlag
+from megatron_epp.mcore.arguments.layout import AHEAD
+from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.plan.flags import flag_words
+from scripts.tables import table, with_tables
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
+TOGETHER = {
+    "`--epp-vocab-parallel`": OF_VOCABULARY,
+    "`--epp-batch-tokens`": COUNTING,
+    "`--epp-documents stream`": PARTING,
+    "`--epp-microbatches user`": REPLAYS,
+}
+"""Flags of ours, and those of Megatron's that each of them does not go with."""
+OPTIMIZERS: tuple[Mapping[str, Any], ...] = (
+    {"optimizer": "adam"},
+    {"optimizer": "adam", "grad_reduce_in_bf16": True},
+    {"use_precision_aware_optimizer": True},
+    {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True},
+    {"optimizer": "sgd"},
+    {"optimizer": "dist_muon"},
+    {"optimizer": "dist_muon", "muon_scalar_optimizer": "lion"},
+)
+SHARING = {
+    "elements": "equal parts",
+    "matrices": "whole matrices; equal parts of the rest",
+    "parameters": "whole matrices",
+    "none": "nothing",
+}
+
+
+def document() -> str:
+    """The page with its tables as the code says."""
+    return with_tables(TARGET.read_text(encoding="utf-8"), tables())
+
+
+def tables() -> Iterator[str]:
+    yield table(("models that ship", "kinds of layers"), families())
+    rows = ((kind.name, f"`{kind.symbol}`", kind.carries or "nothing") for kind in KINDS)
+    yield table(("kind of layers", "in a pattern", "what a slice hands on to the next"), rows)
+    yield table(("flag", "does not go with"), ((ours, "; ".join(by_advice(flags))) for ours, flags in TOGETHER.items()))
+    titles = "FP8 recipe", "rows a rank's part is a multiple of", "bytes of a weight's casts", "of an input's value"
+    yield table(
+        titles, ((f"`{name}`", of.rows, f"{of.weight_bytes:.3g}", f"{of.input_bytes:.3g}") for name, of in RECIPES.items())
+    )
+    columns = "Megatron's flags", "gradient", "states", "states, matrices of layers", "ranks with the same weights share"
+    yield table(columns, (optimizer_row(flags) for flags in OPTIMIZERS))
+
+
+def families() -> list[tuple[str, str]]:
+    """Return the shipped models, those with the same kinds of layers in one row."""
+    models: dict[str, list[str]] = {}
+    for name in shipped("models"):
+        symbols = symbols_of(load_flags(name))
+        models.setdefault(", ".join(kind.name for kind in KINDS if kind.symbol in symbols), []).append(f"`{name}`")
+    return [(", ".join(names), kinds) for kinds, names in models.items()]
+
+
+def symbols_of(flags: dict[str, Any]) -> set[str]:
+    """Return the symbols of the kinds of layers that a model has."""
+    symbols, shape = set(mixers_of(flags)), shape_of(flags)
+    if not pattern_of(flags):
+        symbols |= {"E"} if shape.num_experts else {"-"}
+        symbols |= {"-"} if shape.dense_layers else set()
+    if flags.get("multi_latent_attention"):
+        symbols = symbols - {"*"} | {"+"}
+    return symbols | ({AHEAD} if shape.predictions or AHEAD in whole_pattern(flags) else set())
+
+
+def by_advice(flags: Iterable[MegatronFlag]) -> list[str]:
+    """Return flags with what is said of them where they are refused, those of which it is the same together."""
+    names: dict[str, list[str]] = {}
+    for flag in flags:
+        names.setdefault(flag.advice.removeprefix(OUT).removeprefix(": "), []).append(f"`{flag.flag}`")
+    return [", ".join(those) + (f" ({advice})" if advice else "") for advice, those in names.items()]
+
+
+def optimizer_row(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    parameter = OptimizerBytes.of_flags({"bf16": True, "muon_scalar_optimizer": "adam", **flags})
+    sizes = (f"{size:g}" for size in (parameter.gradient, parameter.state, parameter.matrix_state))
+    return f"`{' '.join(flag_words(flags))}`", *sizes, SHARING[parameter.sharing]
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document(), encoding="utf-8")
