@@ -100,7 +100,7 @@ def gallery(rows: Sequence[dict[str, Any]]) -> str:
         cells = []
         for case in cases:
             ratio = ratios.get((name, *case))
-            text = "no plan" if ratio is None else f"{ratio:.3f}"
+            text = "-" if ratio is None else f"{ratio:.3f}"
             cells.append(f"**{text}**" if (name, *case) in fast else text)
         lines.append([f"`{name}`", *cells])
     return table(["schedule", *(f"{batch}, {cap} GiB" for batch, cap in cases)], lines)
