@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
-from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, Door, MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, OUT, Door, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import CONFLICTS, OF_DOCUMENTS
 from megatron_epp.mcore.arguments.table import EVERYDAY
@@ -33,8 +33,8 @@ value in brackets may be left out, which means `on`.
 REFUSED = """\
 ## Megatron's flags that --epp refuses
 
-All that are given are named at once, with the advice. Those with *(documents)* are taken with `--epp-microbatches user`, router
-replay with `--epp-order given`. More depends on several flags together: see [supported.md](supported.md).
+All that are given are named at once. Leave them out, or do what the last column says. Those with *(documents)* are taken with
+`--epp-microbatches user`, router replay with `--epp-order given`. Others [do not go together](supported.md#by-feature).
 """
 NO_EFFECT = """\
 ## Megatron's data flags that change nothing with --epp
@@ -45,7 +45,9 @@ OF_COMMANDS = f"""\
 ## Flags of single commands
 
 `megatron-epp plan`, `compare`, `advise` and `doctor --profile` take the settings above, too. Every command takes
-`{IN_EVERY_COMMAND}`, which prints the traceback of an error.
+`{IN_EVERY_COMMAND}`, which prints the traceback of an error. {
+    ", ".join(f"`{name}` is `{short.command} --{short.switch}`" for name, short in cli.NAMES.items())
+}.
 """
 DEFAULT = re.compile(r"\s*\(default: (.*)\)$")
 TITLES = "flag", "of", "default", "what it does"
@@ -75,23 +77,30 @@ def document() -> str:
     parts = [HEAD]
     for title, chosen in ("Everyday", EVERYDAY), ("More of training", more), ("Of commands alone", others):
         parts += [f"## {title}\n", table((setting_row(uses[setting]) for setting in chosen), TITLES)]
-    parts += [REFUSED, table(refused(), ("flags", "but for", "advice"))]
+    parts += [REFUSED, table(refused(), ("flags", "but for", "advice or reason"))]
     parts += [NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)), OF_COMMANDS]
     above: set[tuple[str, ...]] = set()
+    texts: dict[str, str] = {}
     for name, parser in commands().items():
-        parts.append(f"### megatron-epp {name}\n")
         if name in cli.NAMES:
-            short = cli.NAMES[name]
-            parts.append(f"Short for `megatron-epp {short.command} --{short.switch}`.\n")
             continue
-        parts.append(f"{parser.description}\n")
+        parts.append(f"### megatron-epp {name}\n\n{parser.description}\n")
         rows = [(use.name, use.default, use.text) for setting, use in uses_of(parser, "") if not setting]
         if new := [row for row in rows if row not in above]:
-            parts.append(table(new, ("flag", "default", "what it does")))
+            parts.append(table((briefer(row, texts) for row in new), ("flag", "default", "what it does")))
         if repeated := [row[0] for row in rows if row in above]:
             parts.append(f"And, as above: {', '.join(repeated)}.\n")
         above |= set(rows)
     return "\n".join(parts)
+
+
+def briefer(row: tuple[str, str, str], texts: dict[str, str]) -> tuple[str, str, str]:
+    """Return a flag's row without what the text of an earlier one of that name says, and add its text to `texts`."""
+    name, text = row[0].partition("`")[2].partition(" ")[0].strip("`,"), row[2]
+    above = texts.setdefault(name, text)
+    if above is text or not name.startswith("-") or not (above.startswith(text) or text.startswith(above)):
+        return row
+    return *row[:2], f"As above{text[len(above) :]}"
 
 
 def settings() -> dict[str, list[Use]]:
@@ -127,8 +136,13 @@ def refused() -> list[tuple[str, str, str]]:
     of_microbatches = {row.flag for row in CONFLICTS if Door.USER in row.doors}
     for row in OF_DOCUMENTS:
         also = "" if row.flag in of_microbatches else " (documents)"
-        rows.setdefault((allowed(row.allowed), row.advice + also), []).append(code(row.flag))
+        rows.setdefault((allowed(row.allowed), (beyond_leaving_out(row) + also).strip()), []).append(code(row.flag))
     return [(", ".join(flags), but_for, advice) for (but_for, advice), flags in rows.items()]
+
+
+def beyond_leaving_out(flag: MegatronFlag) -> str:
+    """Return what the advice for a refused flag says beyond leaving it out; empty if that is all."""
+    return flag.advice.removeprefix(OUT).lstrip(":, ").removeprefix("and ")
 
 
 def uses_of(parser: argparse.ArgumentParser, letter: str) -> Iterator[tuple[str, Use]]:

@@ -11,11 +11,12 @@ from typing import Any
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
 from megatron_epp.cost.optimizer import OptimizerBytes
-from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, OUT, PARTING, REPLAYS, MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, PARTING, REPLAYS, MegatronFlag
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan.flags import flag_words
 from scripts.tables import table, with_tables
+from scripts.write_flags import beyond_leaving_out
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
 TOGETHER = {
@@ -85,7 +86,7 @@ def by_advice(flags: Iterable[MegatronFlag]) -> list[str]:
     """Return flags with what is said of them where they are refused, those of which it is the same together."""
     names: dict[str, list[str]] = {}
     for flag in flags:
-        names.setdefault(flag.advice.removeprefix(OUT).removeprefix(": "), []).append(f"`{flag.flag}`")
+        names.setdefault(beyond_leaving_out(flag), []).append(f"`{flag.flag}`")
     return [", ".join(those) + (f" ({advice})" if advice else "") for advice, those in names.items()]
 
 

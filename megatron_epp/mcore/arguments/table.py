@@ -44,17 +44,16 @@ PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
 _PLANNING = (
     Flag("epp", "--epp", "", SWITCH, "Plan every iteration from the lengths of its sequences and run the plan."),
     Flag("schedule", "--epp-schedule", choices=("elastic", "stock", "whole", "padded", "packed"), default="elastic").described(
-        "elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: a whole "
-        "sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: sequences padded to "
-        "--seq-length; packed: sequences packed up to it (default: elastic)."
+        "elastic: plans. The others run Megatron's own schedule on the same documents, to compare. stock: a sequence per "
+        "microbatch, with Megatron's attention; whole: the same with ours; padded: sequences padded to --seq-length; packed: "
+        "packed up to it (default: elastic)."
     ),
     Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
         "Who plans: a name that `megatron-epp schedules` lists, or module:function (default: greedy)."
     ),
     Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(
-        "Time for planning a replica's share of a batch. What the planner greedy leaves of it goes to local search, which gets "
-        "as far as the machine lets it, so a resumed run repeats losses only to rounding (default: none; plans are the same in "
-        "every run)."
+        "Time for planning a replica's share of a batch. The planner greedy spends what is left of it on local search, so a "
+        "resumed run repeats losses only to rounding (default: none; plans are the same in every run)."
     ),
     Flag("plan_limit_s", "", "--plan-limit-seconds", AMOUNT, metavar="S").described(
         "With --planner milp, time for which the solver looks for a better plan (default: 10)."
@@ -72,15 +71,15 @@ _BATCH = (
         "step, loss and model; the plan gives their order (default: plan)."
     ),
     Flag("order", "--epp-order", choices=("planned", GIVEN), default="planned").described(
-        "Order of a script's own microbatches. planned: whichever is fastest. given: the script's, of forwards and backwards "
-        "on every stage, and a layer recomputes for all microbatches or for none; router replay and other queues inside of a "
-        "model need it (default: planned)."
+        "Order of a script's own microbatches. planned: the fastest. given: the script's, of forwards and backwards on every "
+        "stage, where a layer recomputes for all microbatches or for none; router replay and other queues inside of a model "
+        "need it (default: planned)."
     ),
     Flag("documents", "--epp-documents", "--documents", choices=DOCUMENTS, default="split").described(
-        "What becomes of documents. split: each is a sequence, one longer than {context} several with positions from 0, which "
-        "begin with the last label of the one before, so that no label is lost; truncate: what is beyond {context} is left "
-        "out, and a warning counts it; stream: Megatron's own samples, documents one after the other cut every {context} "
-        "tokens (default: split)."
+        "What becomes of documents. split: one longer than {context} is several sequences with positions from 0, each of "
+        "which begins with the last label of the one before; truncate: what is beyond {context} is left out, and a warning "
+        "counts it; stream: Megatron's own samples, documents one after the other cut every {context} tokens (default: "
+        "split)."
     ),
     Flag("context", "--seq-length", "--context", COUNT, "The most tokens of a sequence (default: the longest length)."),
     Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
@@ -88,13 +87,13 @@ _BATCH = (
     ),
     Flag("batch_tokens", "--epp-batch-tokens", "", COUNT).described(
         "Most tokens of a training batch, over all replicas: sequences are taken in order until the next would exceed it, at "
-        "least one per replica. --global-batch-size then counts sequences of evaluation only (default: a batch has "
-        "--global-batch-size sequences)."
+        "least one per replica. --global-batch-size is then for evaluation alone (default: a batch has --global-batch-size "
+        "sequences)."
     ),
     Flag("samples", "--epp-samples", "", metavar="FILE", takes_several=True).described(
-        "Files of JSONL or Parquet to train and evaluate on, in place of --data-path. A line or row has a list `tokens`, a "
-        "list `trained` of 0 and 1 if not all tokens are trained, and what --epp-loss reads, a number for every token as a "
-        "label or one for all (default: none)."
+        "JSONL or Parquet to train and evaluate on, in place of --data-path. A row has a list `tokens`, a list `trained` of 0 "
+        "and 1 if not all are trained, and what --epp-loss reads, a number for every token as a label or one for all "
+        "(default: none)."
     ),
     Flag("loss", "--epp-loss", "", metavar="MODULE:NAME").described(
         "Loss of --epp-samples: one of megatron_epp.losses, as megatron_epp.losses:ClippedRatio, or one of your own "
@@ -124,13 +123,13 @@ _MEMORY = (
         metavar="auto|N",
         field=lambda value: value if value == AUTO else int(value),
     ).described(
-        "Layers per stage that recompute in backward: a number, or auto, as few as the cap allows for each stage and chunk; in "
-        "place of Megatron's --recompute-granularity and its kin (default: auto)."
+        "Layers per stage that recompute in backward: a number, or auto, as few as the cap allows for each stage and chunk "
+        "(default: auto)."
     ),
     Flag("recompute_modes", "--epp-recompute-modes", "--recompute-modes", choices=("all", "full"), default="all").described(
-        "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
-        "(full), all but core attention (selective; Megatron's runs core attention alone), or its MLP or experts and norms "
-        "(mlp); full: always all of it (default: all)."
+        "What a layer that recomputes runs again, with {recompute} auto. all: whichever is cheapest, all of it (full), all "
+        "but core attention (selective; Megatron's runs core attention alone), or its MLP or experts and norms (mlp); full: "
+        "always all of it (default: all)."
     ),
     Flag(
         "offload",
@@ -141,68 +140,64 @@ _MEMORY = (
         alone="on",
         field=lambda value: value == "on",
     ).described(
-        "Copy activations to host memory between forward and backward where that costs less time than recompute, with greedy "
-        "and orders of papers; with greedy use KV offload for sliced sequences where the rest does not fit otherwise. auto: "
-        "with {host_cap_bytes}, and in trainings on GPUs (default: auto)."
+        "Copy activations to host memory between forward and backward where that takes less time than recompute, with greedy "
+        "and orders of papers; with greedy also keys and values of sliced sequences (KV offload). auto: with "
+        "{host_cap_bytes}, and in trainings on GPUs (default: auto)."
     ),
     Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
-        "Host memory that {offload} may take per rank, in 2^30 bytes (default: 80%% of the machine's, or of what the control "
-        "group of the job or container allows, shared by the machine's ranks).",
-        "host memory that {offload} may take per rank, in 2^30 bytes (default: no limit)",
+        "Host memory of a rank for {offload}, in 2^30 bytes (default: 80%% of the machine's, or of what the control group "
+        "allows, shared by the machine's ranks).",
+        "host memory of a rank for {offload}, in 2^30 bytes (default: no limit)",
     ),
 )
 _RUNNING = (
     Flag("placement", "--epp-placement", choices=("looped", "v"), default="looped").described(
-        "Where stages go when a rank has several. looped: as in Megatron's interleaved pipelines, rank after rank and again "
-        "from the first; v: of two stages on each rank the first rank has the first and the last (default: looped)."
+        "Where stages go when a rank has several. looped: rank after rank, and again from the first; v: and back, so that the "
+        "first rank has the first and the last of two on each (default: looped)."
     ),
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
-        "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
-        "MLP; or a file with them and the ranks of the stages. even: as many whole layers on each; balanced: ranks take "
-        "equally long for the run's sequences; auto: what takes least time for its first batches, found by planning some of "
-        "them and kept with the checkpoints (default: as Megatron's flags divide layers, which this replaces).",
-        "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention and the next stage begins with its "
-        "MLP, behind v: or looped: where each of the --stages ranks has several; a file that `plan --layout-out` wrote; even; "
-        "balanced: ranks take equally long for sequences like these; or auto: what takes least time for batches like these, "
-        "with several stages on a rank where that is faster (default: balanced)",
+        "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention; or a file with them and the ranks "
+        "of the stages. even: as many whole layers on each; balanced: ranks take equally long for the run's sequences; auto: "
+        "what takes least time for its first batches, found by planning some of them and kept with the checkpoints (default: "
+        "as Megatron's flags divide layers, which this replaces).",
+        "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention, behind v: or looped: where ranks "
+        "have several; a file that `plan --layout-out` wrote; even; balanced: ranks take equally long; or auto: what takes "
+        "least time for batches like these, with several stages on a rank where that is faster (default: balanced)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
-    ).described(
-        "Divide the output layer over the pipeline ranks, so that the last stage does not wait for the vocabulary. auto: where "
-        "plans are faster with it (default: off).",
-    ),
+    ).described("Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: off)."),
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
-        "With the planner greedy, run a backward and the forward behind it in one step where that is faster: each computes "
-        "while the other exchanges activations between tensor-parallel ranks."
+        "With the planner greedy, run a backward and the next forward in one step where that is faster: each computes while "
+        "the other exchanges activations between tensor-parallel ranks."
     ),
     Flag("costs", "--epp-costs", default="analytic", metavar="analytic|learn|FILE").described(
-        "Where predicted times come from. analytic: formulas; learn: the first iterations, which are planned by formulas, as "
-        "always with --epp-microbatches user; or a file of `megatron-epp profile`, or of a run that has learnt them. Learnt "
-        "times are kept with the checkpoints (default: analytic)."
+        "Where predicted times come from. analytic: formulas; learn: the first iterations, as always with --epp-microbatches "
+        "user, kept with the checkpoints; or a file of `megatron-epp profile`, or of a run that has learnt them (default: "
+        "analytic)."
     ),
     Flag("fp32_kv_gradients", "--epp-fp32-kv-gradients", choices=FP32_CHOICES, default=AUTO, alone="on").described(
-        "Add up the gradients of a sliced sequence's keys and values in fp32, with twice the memory for them: in bf16 and fp16 "
-        f"every slice rounds the sum. auto: where it has more than {MOST_ROUNDED_SLICES} slices (default: auto)."
+        "Add up the gradients of a sliced sequence's keys and values in fp32, with twice the memory: in bf16 and fp16 every "
+        f"slice rounds the sum. auto: above {MOST_ROUNDED_SLICES} slices (default: auto)."
     ),
     Flag("latents", "--epp-latents", "--latents", choices=(AUTO, "on", "off"), default=AUTO, alone="on").described(
         "What slices of latent attention hand on. on: latents, of which every slice makes the keys and values of its prefix "
-        "anew, so that little is kept; off: keys and values; auto: whichever plans faster (default: auto)."
+        "anew; off: keys and values; auto: whichever plans faster (default: auto)."
     ),
     Flag(
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(
-        "Compute logits and loss by blocks of at most N tokens, again in backward: a chunk's logits are never there at once, "
-        "for one more product with the output layer. 0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the "
-        "longest sequence has more than 2 GiB on a rank, else 0 (default: auto)."
+        "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never whole. "
+        "0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest sequence has more than 2 GiB on a rank, "
+        "else 0 (default: auto)."
     ),
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
-        "Before an iteration run attention once for every class of shapes that is new, so that its library builds kernel plans "
-        "on all ranks at once; before the first iteration for all classes that contexts up to --seq-length may need. auto: "
-        "where the kernel builds plans, as cuDNN does and FlashAttention does not (default: auto)."
+        "Before an iteration run attention once for every new class of shapes, so that all ranks build kernel plans at once; "
+        "before the first for all classes up to --seq-length. auto: where the kernel builds plans, as cuDNN does (default: "
+        "auto)."
     ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(
@@ -216,13 +211,12 @@ _RUNNING = (
         "Write each iteration's planned and measured figures here (default: do not)."
     ),
     Flag("trace", "--epp-trace", "", COUNT, metavar="I", takes_several=True).described(
-        "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, and "
-        "trace.json for ui.perfetto.dev, a track for each stream; of several iterations as plan-I.json and so on (default: "
-        "none)."
+        "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of actions, copies and waits, and "
+        "trace.json for ui.perfetto.dev; of several as plan-I.json and so on (default: none)."
     ),
     Flag("checkpoint_fallback", "--epp-checkpoint-fallback", "", SWITCH).described(
-        "Where the newest checkpoint of --load is damaged, set it aside with a warning and go on from the one before "
-        "(default: refuse to start)."
+        "Where the newest checkpoint of --load is damaged, go on from the one before, with a warning (default: refuse to "
+        "start)."
     ),
     Flag("measure_memory", "--epp-measure-memory", "", SWITCH).described(
         "Count the bytes autograd keeps, per rank. Costs a little time."
@@ -254,8 +248,8 @@ _PIPELINE = (
         "Ranks that share an expert; with 1, expert-parallel ranks are neighbours (default: as many as tensor-parallel ones)."
     ),
     Flag("expert_dispatcher", "", "--expert-dispatcher", choices=DISPATCHERS).described(
-        "How tokens reach their experts; with deepep and hybridep a node gets a token once for all of its experts "
-        "(default: what Megatron's flags in the model's file choose, or alltoall)."
+        "How tokens reach their experts; with deepep and hybridep a node gets a token once (default: as Megatron's flags in "
+        "the model's file, or alltoall)."
     ),
     Flag(
         "pipeline_parallel", "--pipeline-model-parallel-size", "--stages --pipeline-parallel --pipeline-size", COUNT
@@ -333,16 +327,15 @@ _COSTS = (
         f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)."
     ),
     Flag("devices", "", "--devices", DEVICES).described(
-        "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too, and if ranks of several "
-        "nodes share a layer, a part of their exchanges is slower (default: stages are on different nodes, and ranks that "
-        "share a layer are in one)."
+        "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too; if ranks of several "
+        "nodes share a layer, a part of their exchanges is slower (default: a node for each stage)."
     ),
     Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
         "Attention kernel whose published rates on an H100 plans take (default: the cluster's)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
     Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(
-        "Parameters that train, where others are frozen, as next to adapters: only they have gradients and optimizer states "
+        "Parameters that train, where others are frozen, as next to adapters; they alone have gradients and optimizer states "
         "(default: all)."
     ),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
