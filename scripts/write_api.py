@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
+from megatron_epp.mcore.arguments.table import ROWS
+
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "api.md"
 HEAD = """\
@@ -18,7 +20,7 @@ HEAD = """\
 Three functions train, `wrap_samples`, `wrap` and `install`, and one plans, `plan`: all else here is what they take or return.
 Whatever cannot be done raises an `EppError` of `megatron_epp.plan`, whose text says what to change: `InfeasibleError` where no
 plan fits the caps, `PlanError` where the arguments make none. [Your loop](your-loop.md) shows training, [a schedule of your
-own](your-own-schedule.md) planning. Names that are not here may change.
+own](your-own-schedule.md) planning; [flags](flags.md) have the settings of both. Names that are not here may change.
 """
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Training": {
@@ -42,6 +44,8 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """By section and file: the names with the modules from which they are imported."""
+OF_FLAGS = "Options"
+"""The class whose fields are settings of commands: those with a flag are said there."""
 BRIEF = "check", "simulate"
 """Functions of whose rules `how-it-works.md` has more."""
 Definition = ast.FunctionDef | ast.ClassDef
@@ -68,8 +72,17 @@ def text_of(path: Path, full_name: str) -> str:
     if isinstance(node, ast.FunctionDef):
         returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         parts.append(f"```python\n{name}({ast.unparse(node.args).removeprefix('self, ')}){returned}\n```")
-    parts += paragraphs_of(ast.get_docstring(node) or "", parameters, name in BRIEF)
+    docstring = ast.get_docstring(node) or ""
+    if name == OF_FLAGS:
+        docstring = re.sub(r"(?m)^    (\w+): .*(?:\n     .*)*", with_flag, docstring)
+    parts += paragraphs_of(docstring, parameters, name in BRIEF)
     return "\n\n".join(parts) + "\n"
+
+
+def with_flag(attribute: re.Match[str]) -> str:
+    """Return what a docstring says of an attribute: of a setting of commands only the flag."""
+    row = ROWS.get(attribute[1])
+    return f"    {row.setting}: `{row.short.split()[0]}`." if row and row.short else attribute[0]
 
 
 def parameters_of(node: Definition) -> Iterator[tuple[str, str]]:
