@@ -50,6 +50,8 @@ OF_COMMANDS = f"""\
 }.
 """
 DEFAULT = re.compile(r"\s*\(default: (.*)\)$")
+UNSET = "none", "do not"
+"""What help says of a flag that does nothing unless it is given; the page leaves the cell empty."""
 TITLES = "flag", "of", "default", "what it does"
 
 
@@ -162,7 +164,9 @@ def use_of(action: argparse.Action, parser: argparse.ArgumentParser, letter: str
     text = text if text.endswith("..") else text.removesuffix(".")
     text = text[:1].upper() + text[1:]
     if stated := DEFAULT.search(text):
-        return Use(letter, spelled + required, stated[1], text[: stated.start()].removesuffix("."))
+        default = "" if stated[1] in UNSET else stated[1]
+        return Use(letter, spelled + required, default, text[: stated.start()].removesuffix("."))
+    text = text.removesuffix(f" ({action.default})")
     unsaid = action.default is None or action.default is False or not action.option_strings  # then the help says what happens
     return Use(letter, spelled + required, "" if unsaid else words(action.default), text)
 

@@ -90,7 +90,7 @@ def add_arguments(parser: Parser) -> None:
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
         f"placements with layers of their own (default: {', '.join(usual())})",
     )
-    below = "the plans of one batch below each other, .html to explore, .png, .svg or .pdf as a picture (default: none)"
+    below = "the plans of one batch below each other, as .html to explore, .png, .svg or .pdf (default: none)"
     add_output(parser, below, type=picture_or_page)
 
 

@@ -22,8 +22,8 @@ _DRAWN = 512
 _SAMPLE = 65536
 """Smallest number of documents of a distribution of which a batch is drawn."""
 SOURCES = (
-    "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file or its "
-    f"prefix, - for stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
+    "tokens of every document: a file of numbers, a Megatron .idx file or its prefix, - for stdin, the numbers themselves, or "
+    f"{', '.join(LIKE)} for lengths drawn like those"
 )
 """Help text for the sources that `read_lengths` accepts."""
 

@@ -77,10 +77,9 @@ def _add_plan(parser: Parser) -> None:
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="print what every rank holds at its peak, part by part, and the smallest cap that would do; where the batch does "
-        "not fit, with that cap",
+        help="print what every rank holds at its peak, part by part, and the smallest cap that would do",
     )
-    drawn = "draw memory over time: .html for a page to explore, .png, .svg or .pdf for a picture (default: do not)"
+    drawn = "draw memory over time, as .html to explore, .png, .svg or .pdf (default: do not)"
     parser.add_argument("--memory-out", type=picture_or_page, metavar="FILE", help=drawn)
     parser.add_argument("--json", action="store_true", help="with --memory, print its figures as JSON")
     parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")

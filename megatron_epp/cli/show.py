@@ -65,8 +65,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="PLAN.json",
         nargs="+",
         help="what `megatron-epp plan -o` or a training run wrote, or the folder of a run with --epp-trace (--epp-report-dir). "
-        "Several: for a page that compares them, or to prove plans of replicas that share experts. --proof also takes tables "
-        "that torch.distributed.pipelining (.csv), zero-bubble or Primus print",
+        "Several: to compare them on a page, or to prove plans of replicas that share experts. --proof also takes tables of "
+        "torch.distributed.pipelining (.csv), zero-bubble or Primus",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -83,12 +83,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--measured",
         metavar="FILE",
-        help="a run of this plan, as the training run wrote it, to draw next to it (default: none; of a folder, its own)",
+        help="a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)",
     )
     add_output(
         parser,
-        "the suffix decides: .html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (open it "
-        "in ui.perfetto.dev), .txt for text. Without it: text on the screen",
+        ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev), .txt; "
+        "Without it: text on the screen",
     )
     parser.add_argument(
         "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
