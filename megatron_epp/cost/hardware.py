@@ -15,18 +15,18 @@ class Rates:
     Attributes:
         name: for the plan's record.
         linear_flops: per second in the matrix products with weights.
-        fp8_speedup: of those of layers in FP8 over these, casts included; 1 without such products, or if unknown.
+        fp8_speedup: rate of products in FP8 over that, casts included; 1 without such products, or if unknown.
         attention_forward_flops: per second in attention, counting only the pairs inside the mask.
         attention_backward_flops: the same, backward.
         memory_bytes: per second moved by norms, activations and residual additions.
-        layer_overhead_us: fixed time of one layer and pass on the device: its kernels' starts and ends.
-        launch_forward_us: in which the host launches the forward of a layer, which takes no less; 0 where the host computes.
+        layer_overhead_us: fixed time of one layer and pass on the device.
+        launch_forward_us: time in which the host launches a layer's forward, which takes no less; 0 where the host computes.
         launch_backward_us: the same, backward.
         message_latency_us: of a message between stages.
         message_bytes: per second between stages.
-        saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
+        saturation_tokens: tokens of a chunk whose matrix products run at half of `linear_flops`.
         attention_tile: tokens of a tile of attention's pairs.
-        attention_kernel: one of `attention.KERNELS`, whose published rates on an H100 replace these three; empty for none.
+        attention_kernel: cudnn, flash-attention-2 or flash-attention-3, whose rates on an H100 replace those of attention.
         exchange_bytes: per second among the ranks that share a layer, inside a node.
         devices_per_node: neighbours that exchange so; with all others a rank exchanges at `message_bytes`. No limit by default.
         host_latency_us: of a copy between device and host.

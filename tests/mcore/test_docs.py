@@ -16,7 +16,7 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from scripts import write_supported
+from scripts import write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -45,8 +45,9 @@ def test_the_flags_are_written_from_the_parsers():
     assert not difference, f"run: python scripts/write_flags.py\n{difference}"
 
 
-def test_the_page_of_what_is_supported_has_the_tables_of_the_code():
-    assert (ROOT / "docs" / "supported.md").read_text() == write_supported.document(), "run: python -m scripts.write_supported"
+def test_pages_have_the_tables_of_the_code():
+    for page, text in write_tables.pages().items():
+        assert page.read_text() == text, "run: python -m scripts.write_tables"
 
 
 PARSERS = WRITER["commands"]() | {"pretrain_gpt.py": add_epp_args(argparse.ArgumentParser())}

@@ -1,14 +1,17 @@
-"""Writes the tables of docs/supported.md that follow from the code's own: `python -m scripts.write_supported`. A test checks
-that they are current.
+"""Writes the tables of pages that repeat tables of the code: `python -m scripts.write_tables`. A test checks that they are
+current.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cli.first_run import STEPS
 from megatron_epp.cost.casts import RECIPES
+from megatron_epp.cost.hardware import H100, Rates
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, PARTING, REPLAYS, MegatronFlag
@@ -18,7 +21,7 @@ from megatron_epp.plan.flags import flag_words
 from scripts.tables import table, with_tables
 from scripts.write_flags import beyond_leaving_out
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "supported.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 TOGETHER = {
     "`--epp-vocab-parallel`": OF_VOCABULARY,
     "`--epp-batch-tokens`": COUNTING,
@@ -44,12 +47,19 @@ SHARING = {
 }
 
 
-def document() -> str:
-    """The page with its tables as the code says."""
-    return with_tables(TARGET.read_text(encoding="utf-8"), tables())
+def pages() -> dict[Path, str]:
+    """Return the pages with their tables as the code says."""
+    tables = {
+        "supported.md": supported(),
+        "first-hour.md": [
+            table(("step", "what it does", "expect"), ((step.name, step.purpose, step.expect) for step in STEPS))
+        ],
+        "your-own-schedule.md": [table(("key", "what it is", "of `h100`"), rates())],
+    }
+    return {DOCS / name: with_tables((DOCS / name).read_text(encoding="utf-8"), rows) for name, rows in tables.items()}
 
 
-def tables() -> Iterator[str]:
+def supported() -> Iterator[str]:
     yield table(("models that ship", "kinds of layers"), families())
     rows = ((kind.name, f"`{kind.symbol}`", kind.carries or "nothing") for kind in KINDS)
     yield table(("kind of layers", "in a pattern", "what a slice hands on to the next"), rows)
@@ -96,5 +106,15 @@ def optimizer_row(flags: Mapping[str, Any]) -> tuple[str, ...]:
     return f"`{' '.join(flag_words(flags))}`", *sizes, SHARING[parameter.sharing]
 
 
+def rates() -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of a cluster's file that are fields of `Rates`, with what its docstring says of them."""
+    section = (Rates.__doc__ or "").partition("Attributes:\n")[2]
+    for name, text in re.findall(r"^        (\w+): (.+)$", section, re.MULTILINE):
+        if name not in ("name", "devices_per_node"):  # of which the second has another default in a file
+            value = getattr(H100, name)
+            yield f"`{name}`", text.removesuffix("."), f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 if __name__ == "__main__":
-    TARGET.write_text(document(), encoding="utf-8")
+    for path, page in pages().items():
+        path.write_text(page, encoding="utf-8")
