@@ -12,11 +12,13 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, OUT, Door, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import CONFLICTS, OF_DOCUMENTS
-from megatron_epp.mcore.arguments.table import EVERYDAY
+from megatron_epp.mcore.arguments.refusals import CONFLICTS, HONOURED, HONOURED_BY_MEGATRON, OF_DOCUMENTS
+from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
-TRAINING = "T"
+TRAINING, MICROBATCHES = "T", "M"
+OF_MICROBATCHES = HONOURED | HONOURED_BY_MEGATRON | {"epp_costs"}
+"""Settings that apply to a script's own microbatches, of the costs the learnt ones."""
 COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}
 """Letters of the commands that take settings of the table, in the order of their sections."""
 IN_EVERY_COMMAND = "--debug"
@@ -25,10 +27,10 @@ HEAD = """\
 
 # Flags
 
-A setting has one row here, and its letters say who takes it: T training, P `megatron-epp plan`, C `compare`, A `advise`,
-D `doctor --profile`. Training takes Megatron's flags, too. Commands take each name without `epp-` as well (`--layout`). In
-YAML the flags of training stand under `epp:` without the prefix (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). A
-value in brackets may be left out, which means `on`.
+A setting has one row here, and its letters say who takes it: T training, M training with `--epp-microbatches user`, P
+`megatron-epp plan`, C `compare`, A `advise`, D `doctor --profile`. Training takes Megatron's flags, too. Commands take each name
+without `epp-` as well (`--layout`). In YAML the flags of training stand under `epp:` without the prefix
+(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). A value in brackets may be left out, which means `on`.
 """
 REFUSED = """\
 ## Megatron's flags that --epp refuses
@@ -78,7 +80,7 @@ def document() -> str:
     others = [setting for setting, of in uses.items() if of[0].letter != TRAINING]
     parts = [HEAD]
     for title, chosen in ("Everyday", EVERYDAY), ("More of training", more), ("Of commands alone", others):
-        parts += [f"## {title}\n", table((setting_row(uses[setting]) for setting in chosen), TITLES)]
+        parts += [f"## {title}\n", table((setting_row(setting, uses[setting]) for setting in chosen), TITLES)]
     parts += [REFUSED, table(refused(), ("flags", "but for", "advice or reason"))]
     parts += [NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)), OF_COMMANDS]
     above: set[tuple[str, ...]] = set()
@@ -117,7 +119,7 @@ def settings() -> dict[str, list[Use]]:
     return uses
 
 
-def setting_row(uses: Sequence[Use]) -> tuple[str, ...]:
+def setting_row(setting: str, uses: Sequence[Use]) -> tuple[str, ...]:
     """Return the row of a setting: the name and text of its first use, and what differs in later ones."""
     first, *later = uses
     defaults: dict[str, str] = {}
@@ -129,7 +131,10 @@ def setting_row(uses: Sequence[Use]) -> tuple[str, ...]:
         names.append(later[0].name)
     if later and first.letter == TRAINING and without_flags(later[0].text) != without_flags(text):
         text += f". In commands: {later[0].text}"
-    return ", ".join(names), "".join(use.letter for use in uses), default, text
+    letters = "".join(use.letter for use in uses)
+    if ROWS[setting].dest in OF_MICROBATCHES:
+        letters = letters.replace(TRAINING, TRAINING + MICROBATCHES)
+    return ", ".join(names), letters, default, text
 
 
 def refused() -> list[tuple[str, str, str]]:

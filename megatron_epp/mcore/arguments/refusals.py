@@ -94,7 +94,7 @@ def _weight_shards(settings: Any, door: Door) -> Iterator[str]:
             )
 
 
-_HONOURED = {
+HONOURED = {
     "epp",
     "epp_microbatches",
     "epp_order",
@@ -108,13 +108,13 @@ _HONOURED = {
     "epp_allow_unknown_megatron",
 }
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
-_HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
+HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 """Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
 
 
 def _without_effect(settings: Any, door: Door) -> Iterator[str]:
     """Yield settings of ours that need this package's data, layers or planners, or do not go with the order."""
-    honoured = _HONOURED | (_HONOURED_BY_MEGATRON if door.has_flags else set())
+    honoured = HONOURED | (HONOURED_BY_MEGATRON if door.has_flags else set())
     honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
     values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
     if clashes := [door.with_value(row.dest, value) for row, value in values if value != row.unset]:
@@ -129,7 +129,7 @@ def _without_effect(settings: Any, door: Door) -> Iterator[str]:
 def advice(error: EppError, names: Names) -> str:
     """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
     rows = (ROWS[remedy.setting] for remedy in error.remedies if remedy.setting in ROWS)
-    return error.without_remedies(*(row.setting for row in rows if row.is_ours and row.dest not in _HONOURED)).text(names)
+    return error.without_remedies(*(row.setting for row in rows if row.is_ours and row.dest not in HONOURED)).text(names)
 
 
 # ---- plans of documents ----------------------------------------------------------------------------------------------
