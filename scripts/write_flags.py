@@ -27,9 +27,9 @@ HEAD = """\
 
 # Flags
 
-A setting has one row here, and its letters say who takes it: T training, M training with `--epp-microbatches user`, P
-`megatron-epp plan`, C `compare`, A `advise`, D `doctor --profile`. Training takes Megatron's flags, too. Commands take each name
-without `epp-` as well (`--layout`). In YAML the flags of training stand under `epp:` without the prefix
+A setting has one row here, and its letters say who takes it: T training, M training with `--epp-microbatches user`,
+P `megatron-epp plan`, C `compare`, A `advise`, D `doctor --profile`. Training takes Megatron's flags, too. Commands take each
+name without `epp-` as well (`--layout`). In YAML the flags of training stand under `epp:` without the prefix
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). A value in brackets may be left out, which means `on`.
 """
 REFUSED = """\
