@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.first_run import STEPS
+from megatron_epp.cost import huggingface
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.hardware import H100, Rates
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
@@ -29,6 +30,12 @@ TOGETHER = {
     "`--epp-microbatches user`": REPLAYS,
 }
 """Flags of ours, and those of Megatron's that each of them does not go with."""
+SYMBOLS_READ: Mapping[huggingface.Part, Iterable[str]] = {
+    huggingface.gated_delta: "G",
+    huggingface.extra_prediction: AHEAD,
+    huggingface.hybrid: huggingface.SYMBOLS.values(),
+}
+"""Parts of a Hugging Face config, and the kinds of layers that they add to attention and an MLP or experts."""
 OPTIMIZERS: tuple[Mapping[str, Any], ...] = (
     {"optimizer": "adam"},
     {"optimizer": "adam", "grad_reduce_in_bf16": True},
@@ -60,7 +67,11 @@ def pages() -> dict[Path, str]:
 
 
 def supported() -> Iterator[str]:
-    yield table(("models that ship", "kinds of layers"), families())
+    yield table(
+        ("models that ship", "kinds of layers"), grouped((name, symbols_of(load_flags(name))) for name in shipped("models"))
+    )
+    types = ((name, symbols_read(parts)) for name, parts in huggingface.ARCHITECTURES.items())
+    yield table(("`model_type` of a Hugging Face config", "kinds of layers"), grouped(types))
     rows = ((kind.name, f"`{kind.symbol}`", kind.carries or "nothing") for kind in KINDS)
     yield table(("kind of layers", "in a pattern", "what a slice hands on to the next"), rows)
     yield table(("flag", "does not go with"), ((ours, "; ".join(by_advice(flags))) for ours, flags in TOGETHER.items()))
@@ -72,13 +83,20 @@ def supported() -> Iterator[str]:
     yield table(columns, (optimizer_row(flags) for flags in OPTIMIZERS))
 
 
-def families() -> list[tuple[str, str]]:
-    """Return the shipped models, those with the same kinds of layers in one row."""
-    models: dict[str, list[str]] = {}
-    for name in shipped("models"):
-        symbols = symbols_of(load_flags(name))
-        models.setdefault(", ".join(kind.name for kind in KINDS if kind.symbol in symbols), []).append(f"`{name}`")
-    return [(", ".join(names), kinds) for kinds, names in models.items()]
+def grouped(models: Iterable[tuple[str, set[str]]]) -> list[tuple[str, str]]:
+    """Return rows of models, given the symbols of their kinds of layers: those with the same kinds in one row."""
+    by_kinds: dict[str, list[str]] = {}
+    for name, symbols in models:
+        by_kinds.setdefault(", ".join(kind.name for kind in KINDS if kind.symbol in symbols), []).append(f"`{name}`")
+    return [(", ".join(names), kinds) for kinds, names in by_kinds.items()]
+
+
+def symbols_read(parts: Iterable[huggingface.Part]) -> set[str]:
+    """Return the symbols of the kinds of layers that a Hugging Face config is read for."""
+    symbols = {symbol for part in parts for symbol in SYMBOLS_READ.get(part, "")}
+    if huggingface.hybrid not in parts:
+        symbols |= {"+" if huggingface.latents in parts else "*", "E" if huggingface.experts in parts else "-"}
+    return symbols
 
 
 def symbols_of(flags: dict[str, Any]) -> set[str]:
