@@ -4,8 +4,10 @@ current.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.hardware import H100, Rates
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
 from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
 from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, PARTING, REPLAYS, MegatronFlag
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words
 from scripts.tables import table, with_tables
 from scripts.write_flags import beyond_leaving_out
@@ -46,6 +50,20 @@ OPTIMIZERS: tuple[Mapping[str, Any], ...] = (
     {"optimizer": "dist_muon"},
     {"optimizer": "dist_muon", "muon_scalar_optimizer": "lion"},
 )
+OF_A_FORM = {"chunks", "recompute", "ranks", "copies", "kv_offload", "messages", "predicted", "extensions"}
+"""Attributes of `Plan` whose form in a file the page shows, or that are no field of it."""
+LOSSES = (
+    NextToken(),
+    NextToken(weight_column="weight"),
+    ClippedRatio(),
+    ClippedRatio(kl="k3", has_importance=True),
+    SequenceRatio(),
+    Distillation(),
+    ClippedValue(),
+    Preference(),
+    Preference(has_reference=False),
+    Reward(),
+)
 SHARING = {
     "elements": "equal parts",
     "matrices": "whole matrices; equal parts of the rest",
@@ -62,6 +80,8 @@ def pages() -> dict[Path, str]:
             table(("step", "what it does", "expect"), ((step.name, step.purpose, step.expect) for step in STEPS))
         ],
         "your-own-schedule.md": [table(("key", "what it is", "of `h100`"), rates())],
+        "reading-a-plan.md": [table(("field of values", "what it holds"), plan_fields())],
+        "your-loop.md": [table(("loss", "columns", "scope", "averages by"), map(loss_row, LOSSES))],
     }
     return {DOCS / name: with_tables((DOCS / name).read_text(encoding="utf-8"), rows) for name, rows in tables.items()}
 
@@ -126,11 +146,30 @@ def optimizer_row(flags: Mapping[str, Any]) -> tuple[str, ...]:
 
 def rates() -> Iterator[tuple[str, str, str]]:
     """Yield the keys of a cluster's file that are fields of `Rates`, with what its docstring says of them."""
-    section = (Rates.__doc__ or "").partition("Attributes:\n")[2]
-    for name, text in re.findall(r"^        (\w+): (.+)$", section, re.MULTILINE):
+    for name, text in attributes(Rates):
         if name not in ("name", "devices_per_node"):  # of which the second has another default in a file
             value = getattr(H100, name)
-            yield f"`{name}`", text.removesuffix("."), f"{value:.4g}" if isinstance(value, float) else str(value)
+            yield f"`{name}`", text, f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def plan_fields() -> Iterator[tuple[str, str]]:
+    """Yield the fields of a plan's file that need no form of their own, with what the docstring of `Plan` says of them."""
+    return ((f"`{name}`", text) for name, text in attributes(Plan) if name not in OF_A_FORM)
+
+
+def loss_row(loss: Any) -> tuple[str, ...]:
+    changed = {field.name: getattr(loss, field.name) for field in fields(loss) if getattr(loss, field.name) != field.default}
+    call = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    is_free = "average" in {field.name for field in fields(loss)}
+    columns = ", ".join(f"`{name}`" for name in loss.columns)
+    return f"`{type(loss).__name__}({call})`", columns, str(loss.scope), "any" if is_free else str(loss.average)
+
+
+def attributes(record: type) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of a class and what its docstring says of each."""
+    section = (inspect.getdoc(record) or "").partition("Attributes:\n")[2]
+    for name, text in re.findall(r"^    (\w+): (.+(?:\n      .+)*)", section, re.MULTILINE):
+        yield name, " ".join(text.replace("``", "`").split()).removesuffix(".")
 
 
 if __name__ == "__main__":

@@ -192,17 +192,18 @@ class Plan:
         ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time and overlapped with compute.
         kv_offload: stages and sequences with KV offload.
-        host_links: index of the link to the host that each rank uses; empty if no link is shared.
+        host_links: index of the link to the host that each rank uses, on which copies of one direction take turns; empty if no
+            link is shared.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
         loss_groups: groups of chunks whose loss is computed together: on the last stage, the backward of each waits for the
             forwards of all; empty if every chunk has a loss of its own.
         message_bytes: the part of these that each rank reserves for messages in flight; empty if they are not counted.
-        cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
+        cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` (2^62) for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
         predicted: the simulator's numbers for this plan.
         extensions: parts that other packages define; at most one of each type.
-        token_multiple: chunk token counts are padded to a multiple of this.
+        token_multiple: chunks are padded to a multiple of this many tokens; slices end on one, but for a sequence's last.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
         planner: name of the planner.
