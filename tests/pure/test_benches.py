@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cli.main import MODULES, NAMES, _parser
-from scripts.bench.commands import INPUTS, is_late, took
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
@@ -179,25 +177,3 @@ def test_only_gaps_to_proven_optima_count():
     said = SMALL_CASES.text(None, [proven, open_case])
     assert said == "2 cases, 1 proven; greedy above the optimum: mean 3.00%, worst 3.00% (seed 1)"
     assert SMALL_CASES.text(None, [open_case]) == "1 cases, 0 proven"
-
-
-def test_every_command_takes_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert set(INPUTS) == {*MODULES, *NAMES}
-    monkeypatch.chdir(tmp_path)
-    for command, inputs in INPUTS.items():
-        for flags in inputs.values():
-            assert _parser([command]).parse([command, *flags.split()]).run is not None
-
-
-@pytest.mark.parametrize(
-    ("given", "cpu_s", "has_progress", "late"),
-    [("--help", 1.1, False, True), ("small", 4.9, False, False), ("large", 5.1, False, True), ("large", 60.0, True, False)],
-)
-def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress(given, cpu_s, has_progress, late):
-    assert is_late(given, cpu_s, has_progress) == late
-
-
-def test_a_run_has_the_time_of_its_process_and_its_exit_code(tmp_path: Path):
-    done, failed = took("schedules", "", "", tmp_path), took("schedules", "", "--no-such-flag", tmp_path)
-    assert min(done["cpu_s"], done["wall_s"]) > 0
-    assert failed["failed"] == "exit code 2"
