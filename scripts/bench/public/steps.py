@@ -17,7 +17,7 @@ from megatron_epp.report.text import table
 from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, UP, Row
 
 SLOW_HOST_US = 1080.0, 1480.0
-"""Upper end of the time in which a host launches a dense layer's forward and backward (`python -m scripts.bench.host`)."""
+"""Upper end of the time in which a host launches a dense layer's forward and backward (`H100_NODE` says of what)."""
 CLOSE, LARGE = 0.1, 0.2
 """Errors of plans: of close ones, and of those of which the table says what a slice lacks."""
 

@@ -1,9 +1,9 @@
 """Stand-ins for the caches of libraries: the keys under which they look up what they have built for a shape.
 
 They follow the sources of Transformer Engine 2.20 (`fused_attn_f16_arbitrary_seqlen.cu`, `utils.cu` and `common.cpp` of its
-norms), and what `torch.compile` and Triton do by default. Keys that a run does not change, such as the type, are left out. Plans
-of attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread, and for
-the number of heads of a call.
+norms), and what `torch.compile` and Triton do by default. Keys that a run does not change, such as the type, are left out.
+Plans of attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread,
+and for the number of heads of a call.
 """
 
 from __future__ import annotations
