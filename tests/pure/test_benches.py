@@ -45,7 +45,6 @@ def check_layouts(rows: Rows) -> None:
             one["makespan_us"] for one in layouts.values() if not one["shards_vocabulary"]
         )
         assert layouts["vocabulary"]["makespan_us"] <= 1.005 * layouts["auto"]["makespan_us"]
-        assert layouts["auto"]["makespan_us"] < row["rivals"]["seq1f1b"]
         for one in layouts.values():
             assert one["bound_us"] <= one["makespan_us"]
             assert 0.7 < one["efficiency"] <= one["best_efficiency"] <= 1
@@ -66,7 +65,7 @@ def check_memory(rows: Rows) -> None:
         for figures in (figures for figures in row["caps"].values() if figures[BASE] is not None):
             for own in filter(None, figures.values()):
                 assert own["makespan_us"] <= figures[BASE]["makespan_us"] * 1.01
-                assert 0 < own["efficiency"] <= own["busiest"] <= 1
+                assert 0 < own["efficiency"] <= 1
 
 
 def check_orders(rows: Rows) -> None:
