@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -69,18 +71,15 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
         orders: names; None for all.
     """
     name, problem = drawn(seed)
-    makespans_us: dict[tuple[Layout, str, bool, bool], float | None] = {}
 
+    @cache
     def makespan_us(layout: Layout, planner: str, split: bool, overlap: bool) -> float | None:
-        key = (layout, planner, split, overlap)
-        if key not in makespans_us:
-            there = Problem(problem.lengths, layout.placement.rank_of, problem.cap_bytes)
-            options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
-            try:
-                makespans_us[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
-            except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
-                makespans_us[key] = None
-        return makespans_us[key]
+        there = replace(problem, placement=layout.placement.rank_of)
+        options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
+        try:
+            return plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
+        except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
+            return None
 
     rows = {}
     for order in orders or ORDERS:
@@ -88,12 +87,9 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
         schedule = PLANNERS.entries()[planner]
         assert schedule.fixed is not None
         layout = schedule.fixed.layout(LAYERS, problem.num_ranks, count)
+        uses = schedule.splits_weight, schedule.joins
         usual = _even(problem.num_ranks) if schedule.lacks else layout
-        theirs, ours = (
-            makespan_us(layout, planner, schedule.splits_weight, schedule.joins),
-            makespan_us(usual, "greedy", schedule.splits_weight, schedule.joins),
-        )
-        rows[order] = {"makespan_us": theirs, "greedy_us": ours}
+        rows[order] = {"makespan_us": makespan_us(layout, planner, *uses), "greedy_us": makespan_us(usual, "greedy", *uses)}
     return {"seed": seed, "batch": name, "orders": rows}
 
 
