@@ -23,14 +23,14 @@ from typing import Any
 from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster
 from megatron_epp.cost.output_layer import PASS_US
-from megatron_epp.plan import InfeasibleError, Op, Plan, Step
+from megatron_epp.plan import Op, Plan, Step
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.layout_choice import Sample, choose
 from megatron_epp.planner.layouts.rank_work import HALF, LayerWork
 from scripts.bench.frame import Bench, Figures, geometric_mean
-from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
+from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case, fitting
 from scripts.tables import table
 
 MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
@@ -80,10 +80,7 @@ class Run(Case):
 
     def planned(self, layout: Layout) -> Plan | None:
         problem: Problem = replace(self.problem, placement=layout.placement.rank_of)
-        try:
-            return plan(problem, self.costs_of(layout), self.options)
-        except InfeasibleError:
-            return None
+        return fitting(problem, self.costs_of(layout), self.options)
 
 
 def row(args: Namespace, run: Run) -> Figures:

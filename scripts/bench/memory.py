@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.plan import Plan
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from scripts.bench.frame import Bench, Figures, geometric_mean
-from scripts.bench.planner.suite import Case, sampled_cases
+from scripts.bench.planner.suite import Case, fitting, least_cap_bytes, sampled_cases
 from scripts.tables import table
 
 GIB = 1 << 30
@@ -33,19 +33,7 @@ LONGEST = 1 << 24
 
 
 def planned(problem: Problem, costs: PipelineCosts, cap: int, options: Options) -> Plan | None:
-    try:
-        return plan(replace(problem, cap_bytes=(cap,) * problem.num_stages), costs, options)
-    except InfeasibleError:
-        return None
-
-
-def least_cap(problem: Problem, costs: PipelineCosts, options: Options) -> int:
-    """The smallest cap that a plan fits, as the planner names it when none does."""
-    try:
-        plan(replace(problem, cap_bytes=(1,) * problem.num_stages), costs, options)
-    except InfeasibleError as error:
-        return error.least_cap_bytes
-    raise AssertionError("a plan fits one byte")
+    return fitting(replace(problem, cap_bytes=(cap,) * problem.num_stages), costs, options)
 
 
 def figures(plan: Plan | None) -> dict[str, float] | None:
@@ -69,7 +57,7 @@ def row(args: Namespace, case: Case) -> Figures:
     free = planned(problem, costs, UNLIMITED_BYTES, Options())
     assert free is not None
     most = max(free.predicted.peak_bytes)
-    least = least_cap(problem, costs, VARIANTS[BASE])
+    least = least_cap_bytes(problem, costs, VARIANTS[BASE])
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
         "least_gib": least / GIB,

@@ -25,6 +25,7 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
+from scripts.bench.planner.suite import least_cap_bytes
 from scripts.tables import table
 
 CONTEXTS = (8192, 16384, 32768, 65536)
@@ -45,19 +46,11 @@ def drawn(seed: int) -> tuple[str, Problem]:
     kind, context = random.choice(list(LENGTHS)), int(random.choice(CONTEXTS))
     count, ranks = int(random.choice(COUNTS)), int(random.choice((4, 8)))
     lengths = tuple(np.minimum(LENGTHS[kind](count, seed), context).tolist())
-    least = _least_cap_bytes(lengths, ranks)
+    problem = Problem(lengths, tuple(range(ranks)), (1,) * ranks)
+    least = least_cap_bytes(problem, costs_of(_even(ranks), max(lengths)), Options())
     cap_bytes = int(least * float(np.exp(random.uniform(np.log(TIGHTEST), np.log(WIDEST)))))
     name = f"{count} {kind} up to {max(lengths):,} on {ranks} ranks, {cap_bytes / least:.2f} of the least cap"
-    return name, Problem(lengths, tuple(range(ranks)), (cap_bytes,) * ranks)
-
-
-def _least_cap_bytes(lengths: tuple[int, ...], ranks: int) -> int:
-    try:
-        costs = costs_of(_even(ranks), max(lengths))
-        plan(Problem(lengths, tuple(range(ranks)), (1,) * ranks), costs, Options())
-    except InfeasibleError as error:
-        return error.least_cap_bytes
-    raise AssertionError("a plan under one byte")
+    return name, replace(problem, cap_bytes=(cap_bytes,) * ranks)
 
 
 def _even(ranks: int) -> Layout:

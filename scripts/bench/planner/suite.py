@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost import Costs, ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
@@ -56,6 +56,23 @@ DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
     "whale": whale,
 }
 """A number of lengths, by a seed."""
+
+
+def fitting(problem: Problem, costs: Costs, options: Options) -> Plan | None:
+    """Plan a batch; return None where nothing fits."""
+    try:
+        return plan(problem, costs, options)
+    except InfeasibleError:
+        return None
+
+
+def least_cap_bytes(problem: Problem, costs: Costs, options: Options) -> int:
+    """Return the smallest cap of all ranks that a plan fits, as the planner names it when none does."""
+    try:
+        plan(replace(problem, cap_bytes=(1,) * problem.num_ranks), costs, options)
+    except InfeasibleError as error:
+        return error.least_cap_bytes
+    raise AssertionError("a plan fits one byte")
 
 
 @dataclass(frozen=True)
@@ -140,10 +157,7 @@ class Case:
         """The plan, None when nothing fits, and the processor time it took in ms."""
         problem, costs = self.problem, self.costs
         start_s = time.process_time()
-        try:
-            best = plan(problem, costs, Options(planner=planner, context=self.context))
-        except InfeasibleError:
-            best = None
+        best = fitting(problem, costs, Options(planner=planner, context=self.context))
         return best, (time.process_time() - start_s) * 1e3
 
 
