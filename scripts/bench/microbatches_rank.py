@@ -1,4 +1,4 @@
-"""One rank of the trained part: a GPT of Megatron's, run by Megatron's 1F1B and by plans in turn, in one process."""
+"""One rank of `bench/microbatches`: a GPT of Megatron's, run by Megatron's 1F1B and by plans in turn, in one process."""
 
 from __future__ import annotations
 
