@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Shows updates of reinforcement learning by plans: 20 steps of GRPO by verl's own engine, with equal rewards, losses and weights,
-# and a batch with a long response in slices under a memory cap. Does its own set-up; `bash scripts/callers.sh verl` installs verl,
-# without which an imitation of its microbatches takes the second part. Results go to runs/demo_rl/. `--help` lists the options.
+# Shows updates of reinforcement learning by plans: 20 steps of GRPO by verl's own engine, with equal rewards, losses and weights.
+# Does its own set-up, after `bash scripts/callers.sh verl`. Results go to runs/demo_rl/. `--help` lists the options.
 
 set -euo pipefail
 # shellcheck source=scripts/common.sh

@@ -2,7 +2,6 @@
 
     python -m scripts.faults                 all of them
     python -m scripts.faults --only "loss"   those with this in their names
-    python -m scripts.faults --show          lists them, runs nothing
 
 Where `scripts/mutants.py` draws changes at random and asks all tests of a package, those of `faults.yaml` are chosen: what
 breaks in `mcore/` or `runtime/`, and the tests that have to notice, which alone are run, in a temporary copy of the tracked
@@ -57,14 +56,12 @@ FAULTS = tuple(Fault(**fault) for fault in yaml.safe_load(Path(__file__).with_su
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their names (default: all)")
+    args = parser.parse_args(argv)
     faults = [fault for fault in FAULTS if args.only in fault.name]
     sources = {fault.path: (ROOT / PACKAGE / fault.path).read_text() for fault in faults}
     changed = {fault.name: fault.applied(sources[fault.path]) for fault in faults}
-    if args.show:
-        for fault in faults:
-            print(f"{fault.name}\n    {PACKAGE}/{fault.path}: {fault.tests}")
-        return 0
     survivors = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Copy(Path(folder))
@@ -83,13 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{number:3} {verdict} {time.monotonic() - start_s:4.0f} s  {fault.name}\n      {failure or ''}", flush=True)
     print(f"\nkilled {len(faults) - len(survivors)} of {len(faults)}")
     return int(bool(survivors))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their names (default: all)")
-    parser.add_argument("--show", action="store_true", help="list the faults and run nothing")
-    return parser
 
 
 if __name__ == "__main__":

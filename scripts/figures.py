@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
-PLANNED = ("models", "rl", "launches", "long", "memory", "orders.groups")
+PLANNED = ("models", "rl", "long", "memory", "orders.groups")
 """Benchmarks of plans whose figures are deterministic and cheap."""
 _COMMAND = re.compile(rf"`python -m scripts\.bench\.({'|'.join(map(re.escape, PLANNED))})((?: [^`]*)?)`")
 _FIGURE_CELL = re.compile(r"[*<~]*\d")

@@ -32,7 +32,7 @@ _MLPS = "-E"
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
-experts as a multiple of a dense layer; by the counts of `python -m scripts.bench.host`, with its times."""
+experts as a multiple of a dense layer; by counts of dispatched operations, whose times are those of `H100_NODE`."""
 _HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1
 """Time of launching a head and an embedding as shares of a layer's. Assumed."""
 

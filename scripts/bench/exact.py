@@ -1,12 +1,12 @@
 """Idle time of the best schedules there are, against 1F1B and zero-bubble schedules with the same memory.
 
     python -m scripts.bench.exact                     4 to 8 ranks with as many microbatches as ranks
-    python -m scripts.bench.exact --ranks 4 --microbatches 6
+    python -m scripts.bench.exact --ranks 4
 
 OptPipe (arXiv 2510.05186) states that exact schedules halve the idle time. Here F, B and W of a microbatch take one unit each
 on a rank, messages take none, activations stay until W, and recompute is left out. The memory is that of 1F1B, as many
-microbatches as ranks, and half of it. With copies, moving all activations of a microbatch on a rank to host memory takes
-`--copy` units, and as long back. An entry is the idle time of a rank in units; with ``<`` the solver ran out of time, and the
+microbatches as ranks, and half of it. With copies, moving all activations of a microbatch on a rank to host memory takes a
+unit, and as long back. An entry is the idle time of a rank in units; with ``<`` the solver ran out of time, and the
 lower bound follows in brackets.
 """
 
@@ -25,6 +25,8 @@ from scripts.tables import table
 
 SCHEDULES = ("1f1b-sliced", "zb-h1", "zb-v")
 """The first is the baseline. An exact plan has the placement of one of the others."""
+COPY = 1.0
+"""Units to copy a microbatch's activations."""
 
 Case = tuple[int, float]
 """Ranks, and memory in microbatches."""
@@ -32,13 +34,12 @@ Case = tuple[int, float]
 
 def row(args: Namespace, case: Case) -> Figures:
     ranks, memory = case
-    microbatches = args.microbatches or ranks
-    figures: Figures = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
+    figures: Figures = {"ranks": ranks, "microbatches": ranks, "memory": memory}
     for name in SCHEDULES:
-        unit = Unit(name, ranks, microbatches)
+        unit = Unit(name, ranks, ranks)
         decisions = unit.of_paper()
         figures[name] = [unit.waits(decisions)] * 2 if unit.peak_bytes(decisions) <= memory * TOKENS else None
-    zb_h1, two = Unit("zb-h1", ranks, microbatches), Unit("zb-v", ranks, microbatches)
+    zb_h1, two = Unit("zb-h1", ranks, ranks), Unit("zb-v", ranks, ranks)
     for name, unit, offload in (
         ("greedy", zb_h1, False),
         ("greedy, V", two, False),
@@ -54,15 +55,14 @@ def _idle(args: Namespace, unit: Unit, memory: float, offload: bool, solves: boo
     """Idle time of the best plan and its lower bound, in units; None where nothing fits."""
     costs, options = unit.costs, Options(split_weight=True, offload=offload)
     if offload:
-        costs = replace(costs, host_latency_us=0.0, host_us_per_byte=args.copy, offloadable_share=1.0)
+        costs = replace(costs, host_latency_us=0.0, host_us_per_byte=COPY, offloadable_share=1.0)
     problem = replace(unit.problem, cap_bytes=(int(memory * TOKENS),) * unit.problem.num_ranks)
     try:
         start = for_table(unit.chunks, problem, costs, options)
     except InfeasibleError:
         return None
     if solves:
-        limits = {"time_limit_s": args.limit_s, "workers": args.workers}
-        best = oracle(unit.chunks, problem, costs, options, start=start, **limits)
+        best = oracle(unit.chunks, problem, costs, options, start=start, time_limit_s=args.limit_s, workers=1)
         times_us = [best.makespan_us, best.makespan_us if best.optimal else best.bound_us]
     else:
         times_us = [start.makespan_us(problem, costs)] * 2
@@ -88,10 +88,7 @@ BENCH = Bench(
     text=text,
     flags={
         "ranks": {"type": int, "nargs": "+", "default": [4, 5, 6, 7, 8]},
-        "microbatches": {"type": int, "help": "of the pipeline (default: as many as ranks)"},
         "limit-s": {"type": float, "default": 60.0, "help": "for each solve (default: %(default)s)"},
-        "copy": {"type": float, "default": 1.0, "help": "units to copy a microbatch's activations (default: %(default)s)"},
-        "workers": {"type": int, "default": 1, "help": "threads of the solver (default: %(default)s)"},
     },
 )
 

@@ -3,18 +3,16 @@ with the vocabulary divided over the ranks where that pays.
 
     python -m scripts.bench.layouts                 all cases: three models, 4 to 16 ranks, caps of 40 to 141 GB
     python -m scripts.bench.layouts --reduced       two of them
-    python -m scripts.bench.layouts --layouts even,balanced,halves,auto --rivals ''    without the vocabulary over all ranks
 
 Layouts are chosen for other batches of the run, and each plans the case's own batch with the same planner, costs and cap.
 Efficiency is computation without recompute, divided evenly over the ranks, as a share of the makespan. The bound is that of the
-plan's own chunks and layers, the recompute that the cap forces included. The other planners plan with balanced layers, which is
-the best that they know. All makespans are the simulator's, and costs are analytic.
+plan's own chunks and layers, the recompute that the cap forces included. All makespans are the simulator's, and costs are
+analytic.
 """
 
 from __future__ import annotations
 
-import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,19 +23,18 @@ from typing import Any
 from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster
 from megatron_epp.cost.output_layer import PASS_US
-from megatron_epp.plan import InfeasibleError, Op, Plan, Step
+from megatron_epp.plan import Op, Plan, Step
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.layout_choice import Sample, choose
 from megatron_epp.planner.layouts.rank_work import HALF, LayerWork
 from scripts.bench.frame import Bench, Figures, geometric_mean
-from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case
+from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case, fitting
 from scripts.tables import table
 
 MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
 KINDS, CONTEXTS = ("wikipedia", "code", "chat"), (32768, 131072, 196608)
-RIVALS = ("infinipipe", "seq1f1b")
 LAYOUTS = ("even", "balanced", "halves", "auto", "vocabulary")
 """The last is searched like the one before, with the output layer on the last stage or in shards over all ranks."""
 
@@ -81,26 +78,15 @@ class Run(Case):
         either = (False, True) if name == "vocabulary" else (False,)
         return choose(replace(self.sample, vocabulary=either)).layout
 
-    def planned(self, layout: Layout, planner: str = "greedy") -> Plan | None:
+    def planned(self, layout: Layout) -> Plan | None:
         problem: Problem = replace(self.problem, placement=layout.placement.rank_of)
-        try:
-            return plan(problem, self.costs_of(layout), replace(self.options, planner=planner))
-        except InfeasibleError:
-            return None
+        return fitting(problem, self.costs_of(layout), self.options)
 
 
 def row(args: Namespace, run: Run) -> Figures:
-    """Return all figures of one run with some layouts, `auto` among them."""
-    layouts: Figures = {}
-    for name in args.layouts:
-        start_s = time.process_time()
-        layout = run.layout(name)
-        took_s = time.process_time() - start_s
-        layouts[name] = _figures(layout, run.planned(layout)) | {"choosing_s": took_s}
-    balanced = run.layout("balanced")
-    plans = {name: run.planned(balanced, name) for name in args.rivals if not args.reduced or name != "infinipipe"}
-    theirs = {name: None if plan is None else plan.predicted.makespan_us for name, plan in plans.items()}
-    return {"layouts": layouts, "rivals": theirs}
+    """Return all figures of one run."""
+    layouts = {name: run.layout(name) for name in LAYOUTS}
+    return {"layouts": {name: _figures(layout, run.planned(layout)) for name, layout in layouts.items()}}
 
 
 def _figures(layout: Layout, plan: Plan | None) -> dict[str, Any]:
@@ -128,37 +114,18 @@ def _needed_us(step: Step) -> float:
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
-    """Format efficiencies over the runs in which every layout has a plan, and ratios where another planner has one too."""
+    """Format efficiencies over the runs in which every layout has a plan."""
     planned = [r["layouts"] for r in rows if all(own["makespan_us"] for own in r["layouts"].values())]
     if not planned:
         return "no run has a plan with every layout"
     cells = []
-    for name in args.layouts:
+    for name in LAYOUTS:
         each = [layouts[name] for layouts in planned]
         shares = [pick(own[key] for own in each) for key in ("efficiency", "best_efficiency") for pick in (median, min)]
         over = geometric_mean([layouts[name]["makespan_us"] / layouts["auto"]["makespan_us"] for layouts in planned])
         cells.append([name, *(f"{share:.3f}" for share in shares), f"{over:.3f}"])
     titles = ["layout", "efficiency, median", "least", "of the bound, median", "least", "makespan / auto's"]
     lines = [table(titles, cells), f"{len(planned)} of {len(rows)} runs have a plan with every layout"]
-    gaps = []
-    for layouts in planned:
-        bound_us = min(own["bound_us"] for own in layouts.values() if not own["shards_vocabulary"])
-        gaps.append(layouts["auto"]["makespan_us"] / bound_us - 1)
-    lines.append(f"plans of auto above the least bound of all layouts: median {median(gaps):.1%}, most {max(gaps):.1%}")
-    if sharded := [layouts["vocabulary"] for layouts in planned if "vocabulary" in layouts]:
-        gaps = [own["makespan_us"] / own["bound_us"] - 1 for own in sharded]
-        count = sum(own["shards_vocabulary"] for own in sharded)
-        said = f"with the vocabulary in shards ({count} runs): above the bound of its own layout"
-        lines.append(f"{said}, median {median(gaps):.1%}, most {max(gaps):.1%}")
-    for name in (name for name in ("auto", "vocabulary") if name in args.layouts):
-        times_s = [r["layouts"][name]["choosing_s"] for r in rows]
-        lines.append(
-            f"choosing {name} takes {median(times_s):.1f} s of one core at the median and {max(times_s):.1f} s at most"
-        )
-        for rival in rows[0]["rivals"]:
-            both = [(r["rivals"][rival], r["layouts"][name]["makespan_us"]) for r in rows]
-            ratio = geometric_mean([theirs / ours for theirs, ours in both if theirs and ours])
-            lines.append(f"{rival} with balanced layers over {name}: " + ("no plan" if ratio is None else f"{ratio:.3f}"))
     return "\n".join(lines)
 
 
@@ -171,23 +138,12 @@ def cases(args: Namespace) -> dict[str, Run]:
     return {f"{run.lengths_like} {run.context} {run.model} {run.stages} {run.cap_gb}": run for run in runs}
 
 
-def _layouts(text: str) -> list[str]:
-    names = text.split(",")
-    if "auto" not in names or not set(names) <= set(LAYOUTS):
-        raise ArgumentTypeError(f"takes auto and any of {', '.join(LAYOUTS)}")
-    return names
-
-
 BENCH = Bench(
     about=__doc__,
     cases=cases,
     row=row,
     text=text,
-    flags={
-        "rivals": {"type": lambda text: text.split(",") if text else [], "default": RIVALS, "help": "other planners"},
-        "layouts": {"type": _layouts, "default": LAYOUTS, "help": "layouts, auto among them (default: all)"},
-    },
-    reduced="two runs on 4 ranks, without InfiniPipe's planner",
+    reduced="two runs on 4 ranks",
     takes_jobs=True,
 )
 

@@ -13,14 +13,17 @@ from dataclasses import replace
 
 from megatron_epp.cost import OptimizerBytes, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
-from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.plan import Plan
+from megatron_epp.planner import Options, Problem
 from megatron_epp.report.text import host_peak_bytes
 from scripts.bench.frame import Bench, Figures
+from scripts.bench.planner.suite import fitting
 from scripts.tables import table
 
 GIB, K = 1 << 30, 1 << 10
-CLUSTER, REPLICAS = "h100x8", 8
+MODEL, CLUSTER, REPLICAS = "llama3-8b", "h100x8", 8
+HOST_GIB, SLICES = 200, 256
+"""Host memory of a rank, and slices of the longest sequence that is looked for."""
 LONGEST = "longest"
 VARIANTS = {
     "recompute": Options(),
@@ -29,8 +32,8 @@ VARIANTS = {
 }
 
 
-def costs_of(model: str, stages: int, tokens: int) -> PipelineCosts:
-    shape = shape_of(load_flags(model) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
+def costs_of(stages: int, tokens: int) -> PipelineCosts:
+    shape = shape_of(load_flags(MODEL) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     layers = balanced_layers(profile, shape.num_layers, stages, (tokens,))
     optimizer = OptimizerBytes.of_flags({"data_parallel_size": REPLICAS}, profile.weight_bytes)
@@ -39,11 +42,8 @@ def costs_of(model: str, stages: int, tokens: int) -> PipelineCosts:
 
 def planned(args: Namespace, tokens: int, options: Options) -> Plan | None:
     caps = (args.cap_gb * GIB,) * args.stages
-    problem = Problem((tokens,), tuple(range(args.stages)), caps, host_cap_bytes=args.host_gb * GIB)
-    try:
-        return plan(problem, costs_of(args.model, args.stages, tokens), options)
-    except InfeasibleError:
-        return None
+    problem = Problem((tokens,), tuple(range(args.stages)), caps, host_cap_bytes=HOST_GIB * GIB)
+    return fitting(problem, costs_of(args.stages, tokens), options)
 
 
 def figures(plan: Plan | None) -> Figures | None:
@@ -61,7 +61,7 @@ def figures(plan: Plan | None) -> Figures | None:
 
 def longest(args: Namespace, options: Options) -> int:
     """Tokens of the longest sequence that fits: from the last context that does, in steps of a quarter of it."""
-    options, low = replace(options, slices=args.slices), 0
+    options, low = replace(options, slices=SLICES), 0
     for tokens in args.contexts:
         low = tokens * K if planned(args, tokens * K, options) else low
     step = max(low // 4, 1)
@@ -82,7 +82,7 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
             return f"{of // K}K"
         return "no plan" if of is None else f"{of['makespan_s']:.1f} s, {of['host_gib']:.0f} GiB"
 
-    title = f"{args.model} on {args.stages} stages of {args.cap_gb} GB, {args.host_gb} GB in host memory"
+    title = f"{MODEL} on {args.stages} stages of {args.cap_gb} GB, {HOST_GIB} GB in host memory"
     lines = table(["context", *VARIANTS], [[row["case"], *(cell(row[name]) for name in VARIANTS)] for row in rows])
     return f"# {title}\n\nMakespan, and most in host memory of a rank.\n\n{lines}"
 
@@ -93,12 +93,9 @@ BENCH = Bench(
     row=row,
     text=text,
     flags={
-        "model": {"default": "llama3-8b"},
         "stages": {"type": int, "default": 8},
         "cap-gb": {"type": int, "default": 80, "help": "device memory of a rank (default: 80)"},
-        "host-gb": {"type": int, "default": 200, "help": "host memory of a rank (default: 200)"},
         "contexts": {"type": int, "nargs": "+", "default": [512, 1024, 2048], "metavar": "K"},
-        "slices": {"type": int, "default": 256, "help": "of the longest sequence that is looked for (default: 256)"},
         "longest": {"action": "store_true", "help": "look for the longest sequence too"},
     },
 )

@@ -3,9 +3,7 @@
 The batches, models and pipelines are those of `bench/planner`. Every batch gets caps between the smallest that recompute of
 whole layers fits and the peak without recompute: at 2, 10 and 30 % of the way. Everything is planned, nothing is trained; all
 plans share costs (analytic), and makespans are the simulator's. Efficiency is the time of the pure computation, spread evenly
-over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do. The
-busiest rank's is its own pure computation over the makespan. With `--sharing`, what offload gains over links to the host that
-stages share: each with one of its own, in turns, and with a fixed part of it at all times.
+over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do.
 """
 
 from __future__ import annotations
@@ -13,61 +11,29 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.plan import Plan
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from scripts.bench.frame import Bench, Figures, geometric_mean
-from scripts.bench.planner.suite import Case, sampled_cases
+from scripts.bench.planner.suite import Case, fitting, least_cap_bytes, sampled_cases
 from scripts.tables import table
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Options of the planners, and the way in which ranks share a link to the host: "turns", "parts", or none."""
-
-    options: Options
-    links: str = ""
-
-    def costs(self, case: Case, sharing: int) -> PipelineCosts:
-        if self.links == "turns":
-            return replace(case.costs, host_turns=sharing)
-        return replace(case.costs, host_us_per_byte=(sharing if self.links else 1) * case.costs.host_us_per_byte)
-
 
 GIB = 1 << 30
 BASE = "whole layers"
 VARIANTS = {
-    BASE: Variant(Options(recompute_modes="full")),
-    "levels": Variant(Options()),
-    "whole layers, offload": Variant(Options(recompute_modes="full", offload=True)),
-    "levels, offload": Variant(Options(offload=True)),
-}
-SHARING = {
-    BASE: VARIANTS[BASE],
-    "offload, links of their own": Variant(Options(offload=True)),
-    "offload, in turns": Variant(Options(offload=True), "turns"),
-    "offload, fixed parts": Variant(Options(offload=True), "parts"),
+    BASE: Options(recompute_modes="full"),
+    "levels": Options(),
+    "whole layers, offload": Options(recompute_modes="full", offload=True),
+    "levels, offload": Options(offload=True),
 }
 TIGHTNESS = (0.02, 0.1, 0.3)
 LONGEST = 1 << 24
 
 
 def planned(problem: Problem, costs: PipelineCosts, cap: int, options: Options) -> Plan | None:
-    try:
-        return plan(replace(problem, cap_bytes=(cap,) * problem.num_stages), costs, options)
-    except InfeasibleError:
-        return None
-
-
-def least_cap(problem: Problem, costs: PipelineCosts, options: Options) -> int:
-    """The smallest cap that a plan fits, as the planner names it when none does."""
-    try:
-        plan(replace(problem, cap_bytes=(1,) * problem.num_stages), costs, options)
-    except InfeasibleError as error:
-        return error.least_cap_bytes
-    raise AssertionError("a plan fits one byte")
+    return fitting(replace(problem, cap_bytes=(cap,) * problem.num_stages), costs, options)
 
 
 def figures(plan: Plan | None) -> dict[str, float] | None:
@@ -79,7 +45,6 @@ def figures(plan: Plan | None) -> dict[str, float] | None:
     return {
         "makespan_us": makespan_us,
         "efficiency": sum(pure_us) / plan.num_ranks / makespan_us,
-        "busiest": max(pure_us) / makespan_us,
         "recompute_share": sum(again_us) / sum(pure_us + again_us),
         "offloaded_share": statistics.fmean(share for row in plan.offload_share for share in row),
         "chunks": len(plan.chunks),
@@ -88,60 +53,52 @@ def figures(plan: Plan | None) -> dict[str, float] | None:
 
 def row(args: Namespace, case: Case) -> Figures:
     """Return the figures of every way to plan a case under every cap, and without one."""
-    variants, sharing = (SHARING, args.sharing) if args.sharing else (VARIANTS, 1)
     problem, costs = case.problem, case.costs
     free = planned(problem, costs, UNLIMITED_BYTES, Options())
     assert free is not None
     most = max(free.predicted.peak_bytes)
-    least = least_cap(problem, costs, variants[BASE].options)
+    least = least_cap_bytes(problem, costs, VARIANTS[BASE])
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
         "least_gib": least / GIB,
         "free_gib": most / GIB,
         "free": figures(free),
         "caps": {
-            share: {name: figures(planned(problem, v.costs(case, sharing), cap, v.options)) for name, v in variants.items()}
+            share: {name: figures(planned(problem, costs, cap, options)) for name, options in VARIANTS.items()}
             for share, cap in caps.items()
         },
-        "longest": {name: longest(case, v.costs(case, sharing), v.options) for name, v in variants.items()},
+        "longest": {name: longest(case, options) for name, options in VARIANTS.items()},
     }
 
 
-def longest(case: Case, costs: PipelineCosts, options: Options) -> int:
+def longest(case: Case, options: Options) -> int:
     """Tokens of the longest sequence that fits the case's own cap by itself: powers of two, then two steps between them."""
     low = 0
     for step in (2.0, 2**0.5, 2**0.25):
         tokens = int(max(low * step, 1 << 13))
-        while tokens < LONGEST and planned(replace(case.problem, lengths=(tokens,)), costs, case.cap_gb << 30, options):
+        while tokens < LONGEST and planned(replace(case.problem, lengths=(tokens,)), case.costs, case.cap_gb << 30, options):
             low, tokens = tokens, int(tokens * step)
     return low
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
-    names, cells = list(rows[0]["longest"]), []
-    for name in names:
+    cells = []
+    for name in VARIANTS:
         line = [name]
         for share in map(str, TIGHTNESS):
             both = [(r["caps"][share][BASE], r["caps"][share][name]) for r in rows]
             faster = geometric_mean([base["makespan_us"] / own["makespan_us"] for base, own in both if base and own])
-            shares = [statistics.median(own[key] for _, own in both if own) for key in ("efficiency", "busiest")]
-            line.append("no plan" if faster is None else "{:.2f} ({:.2f}, {:.2f})".format(faster, *shares))
+            efficiencies = [own["efficiency"] for _, own in both if own]
+            line.append("no plan" if faster is None else f"{faster:.2f} ({statistics.median(efficiencies):.2f})")
         longer = geometric_mean([r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]])
         cells.append([*line, f"{longer:.2f}"])
     speeds = table(["", *(f"{share:.0%} of the way" for share in TIGHTNESS), "longest sequence"], cells)
-    free = [statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")]
-    header = ["case", "least (GiB)", "free (GiB)", "free", *(f"{share:.0%}: {name}" for share in TIGHTNESS for name in names)]
-    lines = []
-    for r in rows:
-        every = [r["free"], *(r["caps"][str(share)][name] for share in TIGHTNESS for name in names)]
-        shown = [f"{own['efficiency']:.2f}" if own else "no plan" for own in every]
-        lines.append([r["case"], f"{r['least_gib']:.1f}", f"{r['free_gib']:.1f}", *shown])
+    free = statistics.median(r["free"]["efficiency"] for r in rows)
     return (
-        "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency and the "
-        "busiest rank's, under caps between the smallest that whole-layer recompute fits and none; and how much longer a "
-        "sequence fits the case's own cap. Without any cap the medians are {:.2f} and {:.2f}.\n\n{}\n\n"
-        "Efficiency of every case:\n\n{}"
-    ).format(*free, speeds, table(header, lines))
+        "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency, under "
+        "caps between the smallest that whole-layer recompute fits and none; and how much longer a sequence fits the case's "
+        f"own cap. Without any cap the median is {free:.2f}.\n\n{speeds}"
+    )
 
 
 def cases(args: Namespace) -> dict[str, Case]:
@@ -156,7 +113,6 @@ BENCH = Bench(
     text=text,
     flags={
         "every": {"type": int, "default": 1, "metavar": "K", "help": "every K-th case of the suite's 32 (default: all)"},
-        "sharing": {"type": int, "metavar": "N", "help": "stages that share a link to the host: compare ways to share it"},
     },
     reduced="one small case",
     takes_jobs=True,

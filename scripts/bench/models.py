@@ -39,15 +39,16 @@ MODELS = (
     Model("qwen3-next-80b-a3b", "--stages 8 --tensor-parallel 2 --expert-parallel 16 --data-parallel 8"),
     Model("gpt-oss-120b", "--stages 4 --tensor-parallel 8 --expert-parallel 16 --data-parallel 4"),
 )
-CONTEXT = 1 << 17
-"""Most tokens of a sequence."""
+CLUSTER = "h100x8"
+CONTEXT, SEQUENCES = 1 << 17, 64
+"""Most tokens of a sequence, and sequences of a replica's batch."""
 
 
 def row(args: Namespace, case: tuple[Model, str]) -> Figures:
     """Return the best figures of every planner, by its name: those with the least makespan."""
     model, lengths = case
-    words = ["compare", "--json", "--model", model.name, "--cluster", args.cluster, "--lengths", lengths]
-    words += [*f"{model.sizes} {SHARED}".split(), "--context", str(CONTEXT), "--batch-size", str(args.batch_size)]
+    words = ["compare", "--json", "--model", model.name, "--cluster", CLUSTER, "--lengths", lengths]
+    words += [*f"{model.sizes} {SHARED}".split(), "--context", str(CONTEXT), "--batch-size", str(SEQUENCES)]
     words += [word for name in PLANNERS for word in ("--planner", name)]
     rows: list[Figures] = []
     choices = ("off", "on") if load_flags(model.name).get("multi_latent_attention") else ("off",)
@@ -79,14 +80,9 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
 
 BENCH = Bench(
     about=__doc__,
-    cases=lambda args: {f"{model.name}, {lengths}": (model, lengths) for model in MODELS for lengths in args.lengths},
+    cases=lambda args: {f"{model.name}, {lengths}": (model, lengths) for model in MODELS for lengths in LENGTHS},
     row=row,
     text=text,
-    flags={
-        "cluster": {"default": "h100x8", "help": "a shipped cluster (default: h100x8)"},
-        "lengths": {"nargs": "+", "default": LENGTHS, "help": "lengths to draw from (default: %(default)s)"},
-        "batch-size": {"type": int, "default": 64, "help": "sequences of a replica's batch (default: 64)"},
-    },
     takes_jobs=True,
 )
 

@@ -24,7 +24,6 @@ from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost import Costs
 from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
@@ -33,6 +32,7 @@ from megatron_epp.planner.message_room import with_room
 from megatron_epp.planner.result import greedy
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.orders import LAYERS, costs_of
+from scripts.bench.planner.suite import least_cap_bytes
 
 MOST_ACTIONS = 24
 CONTEXTS = (4096, 16384, 65536)
@@ -55,10 +55,7 @@ def drawn(seed: int) -> tuple[Problem, Costs, Options]:
         costs = costs_of(layout, max(lengths))
         problem = Problem(lengths, layout.placement.rank_of, (1,) * ranks)
         share = float(np.exp(random.uniform(np.log(TIGHTEST), np.log(WIDEST))))
-        try:
-            plan(problem, costs, options)
-        except InfeasibleError as error:
-            problem = replace(problem, cap_bytes=(int(share * error.least_cap_bytes),) * ranks)
+        problem = replace(problem, cap_bytes=(int(share * least_cap_bytes(problem, costs, options)),) * ranks)
         candidate = plan(problem, costs, options)
         if len(candidate.chunks) * chunks * (3 if options.split_weight else 2) <= MOST_ACTIONS:
             return problem, costs, options
@@ -71,7 +68,7 @@ def row(args: Namespace, seed: int) -> Figures:
     begin_s = time.perf_counter()
 
     def solve(asked: Problem) -> Figures:
-        start = greedy(asked, costs, replace(options, steps=args.steps))
+        start = greedy(asked, costs, replace(options, steps=0))
         greedy_us = build_plan(asked, costs, options, start).predicted.makespan_us
         case = hashlib.sha256(repr((asked, start.chunks)).encode()).hexdigest()[:12]
         figures = {"digest": case, "greedy_us": greedy_us, "chunks": len(start.chunks)}
@@ -106,7 +103,6 @@ BENCH = Bench(
     flags={
         "seeds": {"default": "0:200", "metavar": "FIRST:END", "help": "seeds to solve (default: %(default)s)"},
         "limit-s": {"type": float, "default": 60.0, "help": "seconds for each case (default: %(default)s)"},
-        "steps": {"type": int, "default": 0, "help": "of greedy's local search (default: as few as it takes unasked)"},
     },
     resumes=True,
 )

@@ -17,12 +17,16 @@ import numpy as np
 
 from megatron_epp.contrib.demos.rounds import turns
 from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.launch.runs import RecordedRun, learnt_costs, pipeline_size, tiny_gpt, train
+from megatron_epp.launch.runs import RecordedRun, learnt_costs, tiny_gpt, train
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.random_documents import write_documents
 from scripts.tables import table
 
 FOLDER = RUNS / "bench_training"
+RANKS, ITERATIONS = 2, 8
+UNIFORM_TOKENS, CONTEXT, DOCUMENTS, CAP_SHARE = 1024, 8192, 16, 0.5
+"""Tokens of every document of one length; context and documents of a batch of skewed ones, and the cap there, as a share of
+packed 1F1B's peak."""
 
 
 def write_corpus(name: str, lengths: np.ndarray) -> str:
@@ -30,7 +34,7 @@ def write_corpus(name: str, lengths: np.ndarray) -> str:
     return write_documents(FOLDER / "corpus" / name, lengths.tolist())
 
 
-def speeds(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, float]:
+def speeds(name: str, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, float]:
     """Launch every variant once per round, in turn, so that drift of the machine's speed hits all alike.
 
     Returns:
@@ -39,7 +43,7 @@ def speeds(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: i
     runs: dict[str, list[RecordedRun]] = {variant: [] for variant in variants}
     for order in turns(tuple(variants), rounds):
         for variant in order:
-            runs[variant].append(train(FOLDER / name / variant, ranks, variants[variant]))
+            runs[variant].append(train(FOLDER / name / variant, RANKS, variants[variant]))
     return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}
 
 
@@ -50,18 +54,18 @@ def median_ms_per_token(runs: list[RecordedRun]) -> float:
     )
 
 
-def settings_of(args: Namespace, prefix: str, context: int, **more: Any) -> dict[str, Any]:
+def settings_of(prefix: str, context: int, **more: Any) -> dict[str, Any]:
     """Return the flags of a training on documents of up to so many tokens."""
-    sizes = {"seq_length": context, "max_position_embeddings": context, "pipeline_model_parallel_size": args.pipeline}
-    return tiny_gpt(data_path=prefix, train_iters=args.iterations, **sizes, **more)
+    sizes = {"seq_length": context, "max_position_embeddings": context, "pipeline_model_parallel_size": RANKS}
+    return tiny_gpt(data_path=prefix, train_iters=ITERATIONS, **sizes, **more)
 
 
 def uniform(args: Namespace) -> Figures:
     """Every document is of one length."""
-    base = settings_of(args, write_corpus("uniform", np.full(64, args.uniform_length)), args.uniform_length)
-    elastic = base | {"epp_costs": learnt_costs(FOLDER / "uniform" / "costs", args.pipeline, base)}
+    base = settings_of(write_corpus("uniform", np.full(64, UNIFORM_TOKENS)), UNIFORM_TOKENS)
+    elastic = base | {"epp_costs": learnt_costs(FOLDER / "uniform" / "costs", RANKS, base)}
     variants = {"1f1b": base | {"epp_schedule": "padded"}, "elastic": elastic}
-    return figures_of(speeds("uniform", args.pipeline, variants, args.rounds))
+    return figures_of(speeds("uniform", variants, args.rounds))
 
 
 def figures_of(speed: dict[str, float]) -> Figures:
@@ -71,12 +75,12 @@ def figures_of(speed: dict[str, float]) -> Figures:
     }
 
 
-def fitting_recompute(ranks: int, settings: dict[str, Any], cap_bytes: int, layers: int) -> tuple[int, int]:
+def fitting_recompute(settings: dict[str, Any], cap_bytes: int, layers: int) -> tuple[int, int]:
     """Fewest layers per stage that must recompute for the measured peak to stay under the cap: ``(layers, peak bytes)``."""
     peak = 0
     for recompute in range(layers + 1):
         short = settings | {"epp_recompute": recompute, "train_iters": 3, "epp_measure_memory": True}
-        peak = max(train(FOLDER / "fit", ranks, short).peak_activation_bytes)
+        peak = max(train(FOLDER / "fit", RANKS, short).peak_activation_bytes)
         if peak <= cap_bytes:
             return recompute, peak
     raise SystemExit(f"even with all {layers} layers recomputing, the peak of {peak:,} bytes is above the cap of {cap_bytes:,}")
@@ -84,24 +88,24 @@ def fitting_recompute(ranks: int, settings: dict[str, Any], cap_bytes: int, laye
 
 def skewed(args: Namespace) -> Figures:
     """Skewed documents under a cap of a share of what whole sequences without recompute take."""
-    ranks, prefix = args.pipeline, write_corpus("skewed", wikipedia(4096, seed=1))
-    base = settings_of(args, prefix, args.context, epp_documents="truncate", global_batch_size=args.batch)
-    layers = base["num_layers"] // ranks
-    probe = train(FOLDER / "probe", ranks, base | {"epp_schedule": "packed", "train_iters": 3, "epp_measure_memory": True})
-    cap_bytes = int(args.cap_share * max(probe.peak_activation_bytes))
-    train(FOLDER / "probe", ranks, base | {"train_iters": 3, "epp_trace": 1})
+    prefix = write_corpus("skewed", wikipedia(4096, seed=1))
+    base = settings_of(prefix, CONTEXT, epp_documents="truncate", global_batch_size=DOCUMENTS)
+    layers = base["num_layers"] // RANKS
+    probe = train(FOLDER / "probe", RANKS, base | {"epp_schedule": "packed", "train_iters": 3, "epp_measure_memory": True})
+    cap_bytes = int(CAP_SHARE * max(probe.peak_activation_bytes))
+    train(FOLDER / "probe", RANKS, base | {"train_iters": 3, "epp_trace": 1})
     static_bytes = max(json.loads((FOLDER / "probe" / "plan.json").read_text())["static_bytes"])
     variants, peaks = {}, {}
     for schedule in ("padded", "packed"):
         settings = base | {"epp_schedule": schedule}
-        recompute, peaks[schedule] = fitting_recompute(ranks, settings, cap_bytes, layers)
+        recompute, peaks[schedule] = fitting_recompute(settings, cap_bytes, layers)
         variants[f"1f1b {schedule}"] = settings | {"epp_recompute": recompute}
     capped = base | {"epp_memory_cap_gb": (cap_bytes + static_bytes) / 2**30}
-    elastic = capped | {"epp_costs": learnt_costs(FOLDER / "skewed" / "costs", ranks, capped)}
+    elastic = capped | {"epp_costs": learnt_costs(FOLDER / "skewed" / "costs", RANKS, capped)}
     variants["elastic"] = elastic
-    check = train(FOLDER / "probe", ranks, elastic | {"train_iters": 3, "epp_measure_memory": True})
+    check = train(FOLDER / "probe", RANKS, elastic | {"train_iters": 3, "epp_measure_memory": True})
     peaks["elastic"] = max(check.peak_activation_bytes)
-    return figures_of(speeds("skewed", ranks, variants, args.rounds)) | {
+    return figures_of(speeds("skewed", variants, args.rounds)) | {
         "activation_cap_mib": cap_bytes / 2**20,
         "peak_activation_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "recompute_layers": {name: s.get("epp_recompute", "planned") for name, s in variants.items()},
@@ -129,15 +133,7 @@ BENCH = Bench(
     cases=lambda args: CASES,
     row=lambda args, case: case(args),
     text=text,
-    flags={
-        "pipeline": {"type": lambda text: pipeline_size(int(text)), "default": "2", "help": "pipeline size (default 2)"},
-        "rounds": {"type": int, "default": 3, "help": "launches of every schedule (default 3)"},
-        "iterations": {"type": int, "default": 8, "help": "iterations per launch (default 8)"},
-        "uniform-length": {"type": int, "default": 1024, "help": "tokens of every document, first part (default 1024)"},
-        "context": {"type": int, "default": 8192, "help": "context limit, second part (default 8192)"},
-        "batch": {"type": int, "default": 16, "help": "documents per iteration, second part (default 16)"},
-        "cap-share": {"type": float, "default": 0.5, "help": "the cap, as a share of packed 1F1B's peak (default 0.5)"},
-    },
+    flags={"rounds": {"type": int, "default": 3, "help": "launches of every schedule (default 3)"}},
 )
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.tiny_stage import config_of, stage_of
+
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "EPP_CALLERS"
 """Environment variable: folder of the frameworks that `scripts/callers.sh` installs."""
@@ -104,43 +106,24 @@ def pipeline_stage(size: Size, change: Callable[[Any], object] | None = None, **
     Args:
         change: called with the model before it is wrapped, as what adds adapters.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     experts = {"num_moe_experts": size.experts, "moe_router_topk": 2, "add_bias_linear": False} if size.experts else {}
-    config = TransformerConfig(
-        num_layers=size.layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        pipeline_model_parallel_size=size.stages,
+    config = config_of(
+        size.layers,
+        size.hidden,
+        size.heads,
         expert_model_parallel_size=size.expert_parallel,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # which Megatron asks for even without experts
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
         finalize_model_grads_func=finalize_model_grads,
         **experts | more,
     )
-    config.batch_p2p_comm = False
-    bare = GPTModel(
-        config,
-        get_gpt_layer_local_spec(num_experts=size.experts or None),
-        size.vocabulary,
-        size.longest,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    spec = get_gpt_layer_local_spec(num_experts=size.experts or None)
+    rotary, untied = {"position_embedding_type": "rope"}, {"share_embeddings_and_output_weights": False}
+    bare = stage_of(config, spec, size.vocabulary, size.longest, **rotary, **untied)
     for module in bare.modules():
         if isinstance(module, DotProductAttention):  # which has no kernel for packed sequences without Transformer Engine
             module.forward = packed_attention

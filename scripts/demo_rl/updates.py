@@ -1,4 +1,4 @@
-"""One rank of the first part: steps of GRPO by verl's engine with Megatron's Adam. Plans are switched on by an environment
+"""One rank of the demonstration: steps of GRPO by verl's engine with Megatron's Adam. Plans are switched on by an environment
 variable, and this program knows nothing of them.
 """
 

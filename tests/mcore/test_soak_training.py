@@ -1,11 +1,9 @@
 """Many iterations of Megatron's loop leave no tensor behind, and no other object of Python's, without the garbage collector."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from scripts.soak.soak import main
 from tests.support.mcore.forked import job
 from tests.support.mcore.jobs.soak import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
@@ -34,16 +32,3 @@ def test_a_thousand_iterations_of_a_pipeline_leave_no_object_behind(tmp_path: Pa
     for objects in soaked("objects", tmp_path):
         grown = min(objects[i] for i in case.late) - min(objects[i] for i in case.early)
         assert grown < (case.late.start - case.early.start) / 2, objects
-
-
-@pytest.mark.slow  # two trainings under torch's launcher, of which only the start takes long
-def test_the_script_measures_every_process_of_both_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--iterations", "30", "--every", "10", "--skip", "10", "-o", str(tmp_path)])
-    samples = json.loads((tmp_path / "samples.json").read_text())
-    ranks = {"launcher", "rank 0", "rank 1"}
-    assert {name: [set(memory) for _, memory in found] for name, found in samples.items()} == {
-        "elastic": [ranks | {"planner of rank 0"}] * 3,
-        "stock": [ranks] * 3,
-    }
-    assert len(capsys.readouterr().out.splitlines()) == 6 + 1 + 4 + 3  # progress, header, processes
-    assert (tmp_path / "memory.png").exists()

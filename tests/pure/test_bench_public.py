@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.library import shipped
-from scripts.bench.public.bench import main
+from scripts.bench.public.gains import BENCH as RECIPES_BENCH
 from scripts.bench.public.gains import as_shipped, gain_of, together
 from scripts.bench.public.gains import rows_of as rows_of_gains
 from scripts.bench.public.recipes import RECIPES
@@ -131,12 +131,12 @@ def test_replicas_that_share_experts_wait_for_the_longest_of_their_microbatches(
     assert together([[[8], [1, 1]], [[4, 3], [6], [2]]]) == [[8], [6], [2]]
 
 
-def test_figures_of_a_recipe_are_printed_as_json(capsys):
-    main(["recipes", "--only", "32b-sft", "--no-advice", "--json"])
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["name"] == "32b-sft"
-    assert figures["source"]["commit"]
+def test_figures_of_a_recipe_are_printed_and_kept_as_json(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    assert RECIPES_BENCH.main(["--only", "32b-sft", "--no-advice", "--json", str(file)]) == 0
+    (figures,) = json.loads(file.read_text())["rows"]
     assert figures["times_same"] == pytest.approx(figures["packed"]["seconds"] / figures["same"]["seconds"])
+    assert f"{figures['same']['seconds']:.4g} s" in capsys.readouterr().out
 
 
 def test_rules_fill_microbatches_up_to_the_budget_or_pad_every_sequence_to_it():

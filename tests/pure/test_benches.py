@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cli.main import MODULES, NAMES, _parser
-from scripts.bench.commands import INPUTS, is_late, took
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
@@ -47,7 +45,6 @@ def check_layouts(rows: Rows) -> None:
             one["makespan_us"] for one in layouts.values() if not one["shards_vocabulary"]
         )
         assert layouts["vocabulary"]["makespan_us"] <= 1.005 * layouts["auto"]["makespan_us"]
-        assert layouts["auto"]["makespan_us"] < row["rivals"]["seq1f1b"]
         for one in layouts.values():
             assert one["bound_us"] <= one["makespan_us"]
             assert 0.7 < one["efficiency"] <= one["best_efficiency"] <= 1
@@ -68,7 +65,7 @@ def check_memory(rows: Rows) -> None:
         for figures in (figures for figures in row["caps"].values() if figures[BASE] is not None):
             for own in filter(None, figures.values()):
                 assert own["makespan_us"] <= figures[BASE]["makespan_us"] * 1.01
-                assert 0 < own["efficiency"] <= own["busiest"] <= 1
+                assert 0 < own["efficiency"] <= 1
 
 
 def check_orders(rows: Rows) -> None:
@@ -88,10 +85,8 @@ def check_rl(rows: Rows) -> None:
 def check_planner(rows: Rows) -> None:
     speed, tuned, runs = ([row for row in rows if row["case"].startswith(part)] for part in (SPEED, TUNED, RUNS))
     for row in tuned:
-        for plan in (row, row["all_features"]):
-            assert plan["gap"] >= -1e-9
-            assert plan["peak_over_cap"] <= 1.0
-            assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
+        assert row["gap"] >= -1e-9
+        assert row["peak_over_cap"] <= 1.0
     for row in runs:
         fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
         assert fitting
@@ -179,25 +174,3 @@ def test_only_gaps_to_proven_optima_count():
     said = SMALL_CASES.text(None, [proven, open_case])
     assert said == "2 cases, 1 proven; greedy above the optimum: mean 3.00%, worst 3.00% (seed 1)"
     assert SMALL_CASES.text(None, [open_case]) == "1 cases, 0 proven"
-
-
-def test_every_command_takes_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert set(INPUTS) == {*MODULES, *NAMES}
-    monkeypatch.chdir(tmp_path)
-    for command, inputs in INPUTS.items():
-        for flags in inputs.values():
-            assert _parser([command]).parse([command, *flags.split()]).run is not None
-
-
-@pytest.mark.parametrize(
-    ("given", "cpu_s", "has_progress", "late"),
-    [("--help", 1.1, False, True), ("small", 4.9, False, False), ("large", 5.1, False, True), ("large", 60.0, True, False)],
-)
-def test_a_run_is_late_by_its_processor_time_unless_it_shows_progress(given, cpu_s, has_progress, late):
-    assert is_late(given, cpu_s, has_progress) == late
-
-
-def test_a_run_has_the_time_of_its_process_and_its_exit_code(tmp_path: Path):
-    done, failed = took("schedules", "", "", tmp_path), took("schedules", "", "--no-such-flag", tmp_path)
-    assert min(done["cpu_s"], done["wall_s"]) > 0
-    assert failed["failed"] == "exit code 2"

@@ -1,12 +1,9 @@
-"""Scripts: faults and mutants that can be made, plans that are compared, where packages are looked for."""
+"""Scripts: faults and mutants that can be made, where packages are looked for."""
 
 import ast
-import json
-from pathlib import Path
 
 import pytest
 
-from scripts import replay
 from scripts.faults import FAULTS, Fault
 from scripts.mutants import PACKAGE, ROOT, Result, Results, drawn, own_tests, packages, recorded
 from scripts.pip_settings import arguments
@@ -42,21 +39,6 @@ def test_the_share_leaves_out_what_no_test_can_notice():
     assert (results.killed, results.counted, results.share) == (1, 2, 0.5)
     for kept in recorded().values():
         assert not any(result.noticed_by and result.equivalent for result in kept.mutants)
-
-
-FIRST = ["--start", "1", "--first", "3", "--jobs", "1"]
-
-
-def test_equal_plans_are_told_and_a_different_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "before.json"
-    assert replay.main([str(file), *FIRST]) == 0
-    assert replay.main([str(file), "--compare", *FIRST]) == 0
-    assert capsys.readouterr().out.endswith("0 differ\n")
-    before = json.loads(file.read_text())
-    assert any(len(digest) == 64 for digest in before.values())  # plans, not refusals alone
-    file.write_text(json.dumps(before | {"3": "another"}))
-    assert replay.main([str(file), "--compare", *FIRST]) == 1
-    assert f"seed 3: another  ->  {before['3']}\n1 differ\n" in capsys.readouterr().out
 
 
 def test_each_place_becomes_an_argument_of_uv():

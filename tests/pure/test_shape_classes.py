@@ -5,9 +5,8 @@ import random
 import pytest
 
 from megatron_epp.plan.shape_classes import CallSize, ShapeClass, all_classes, segment_class, token_class
-from scripts.bench.kernel_caches import LIBRARIES, as_they_are
 from scripts.bench.planner.suite import Case
-from scripts.bench.shapes import BENCH, MOST, count, figures, random_plans
+from tests.support.plan.kernel_caches import LIBRARIES, as_they_are, count, random_plans
 
 CONTEXT, STAGES, MODEL = 131072, 8, "llama3-8b"
 
@@ -73,9 +72,7 @@ def check(found, most):
 
 
 def test_random_batches_make_a_rank_build_at_most_64_kernel_plans():
-    found = counted(12)
-    check(found, MOST)
-    assert BENCH.text(None, [figures(found)]).count("\n") == len(LIBRARIES) + 4
+    check(counted(12), 64)
 
 
 @pytest.mark.slow  # four minutes of planning

@@ -39,8 +39,8 @@ PLANNED = 3
 batches were up to 4 % slower and up to 3 % faster, and no faster in the mean.
 """
 WORTH = 0.005
-"""Share of time that a layout must save to be chosen over a plainer one. Less would hardly show in a run: in
-`scripts.bench.trained_layouts` measured ratios were 1 to 12 % off the planned ones.
+"""Share of time that a layout must save to be chosen over a plainer one. Less would hardly show in a run: in trainings on two
+cores, measured ratios of layouts were 1 to 12 % off the planned ones.
 """
 FINALISTS = 2
 """Number of layouts with several stages per rank that are planned as in training. Not measured: each costs a plan of one batch.

@@ -15,19 +15,15 @@ ranks-4     on four ranks
 loops       a loop of its own on two and on four ranks: gradients by `wrap` and `wrap_samples` against Megatron's own schedule
 
 Us and the baseline are measured in the same call. `--small` takes minutes; all its parts but `long` run then.
-`--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing. `--profile FILE` measures
-the model's parts too, and writes a cost profile, for `configs/profiles/`.
+`--reduced` runs all of it tiny, on a CPU too, to show that the script works: its figures say nothing.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +39,6 @@ from scripts.bench.gpu.ranks import ROWS, compare
 from scripts.bench.gpu.report import GOALS, text
 from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes
 
-ROOT = Path(__file__).resolve().parents[3]
 _CAP_SHARE = 0.6
 """Share of the bytes that an iteration without recompute holds besides weights and optimizer."""
 
@@ -213,22 +208,13 @@ PARTS: dict[str, Callable[[Parts], Part]] = {
 }
 
 
-def profile(path: Path, reduced: bool) -> Part:
-    """Have `megatron-epp profile` write a cost profile of this machine."""
-    command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "-o", str(path)]
-    command += ["--model", "tiny-gpt", "--tokens", "64,128", "--prefixes", "0,128"] if reduced else ["--model", "llama3-8b"]
-    subprocess.run(command, check=True, cwd=ROOT)
-    return {"met": True}
-
-
 def cases(args: Namespace) -> dict[str, Callable[[], Part]]:
     if not (args.reduced or torch.cuda.is_available()):
         raise SystemExit("there is no GPU here; --reduced shows on a CPU that the script works")
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     large = Sizes.small() if args.small else Sizes.full(device_bytes)
     parts = Parts(Sizes.reduced() if args.reduced else large, Launches(args.output, args.limit))
-    chosen = {name: partial(part, parts) for name, part in PARTS.items() if not (args.small and name == "long")}
-    return chosen | ({"profile": partial(profile, args.profile.resolve(), args.reduced)} if args.profile else {})
+    return {name: partial(part, parts) for name, part in PARTS.items() if not (args.small and name == "long")}
 
 
 BENCH = Bench(
@@ -239,7 +225,6 @@ BENCH = Bench(
     flags={
         "small": {"action": "store_true", "help": "a smaller model and shorter sequences: minutes instead of hours"},
         "limit": {"type": float, "default": 3600, "metavar": "S", "help": "for one launch (default 3600)"},
-        "profile": {"type": Path, "metavar": "FILE", "help": "also write a cost profile of this machine"},
     },
     reduced="everything tiny, on a CPU too: figures that say nothing",
     goes_on=True,

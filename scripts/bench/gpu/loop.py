@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_epp.launch.machine import NO_TF32, sharing_gpus
 from megatron_epp.launch.runs import TrainingError, reason_in
+from scripts.tiny_stage import config_of, stage_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -64,30 +65,12 @@ def on_ranks(folder: Path, num_ranks: int, limit_s: float) -> dict[str, Any]:
 
 
 def _model() -> DistributedDataParallel:
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=256,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        pipeline_model_parallel_size=dist.get_world_size(),
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it where lengths vary, experts or not
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        batch_p2p_comm=False,
-        finalize_model_grads_func=finalize_model_grads,
-    )
-    ends = {"pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()}
-    bare = GPTModel(config, get_gpt_layer_local_spec(), _VOCABULARY, 2048, **ends)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), bare.cuda())
+    config = config_of(4, 256, 4, finalize_model_grads_func=finalize_model_grads)
+    stage = stage_of(config, get_gpt_layer_local_spec(), _VOCABULARY, 2048)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), stage.cuda())
 
 
 def _microbatches() -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ whole sequences at the full degree, the second with greedy at the full degree; b
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -22,20 +22,15 @@ from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs, analytic_profile, on_device
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from scripts.bench.frame import Bench, Figures
+from scripts.bench.planner.suite import DRAWS, SEQUENCES
 from scripts.tables import table
 
 MODEL, CLUSTER, PIPELINE, CONTEXT, STATE_BYTES = "llama3-8b", "h100x8", 4, 131072, 7.5
-DRAWS: dict[str, tuple[Callable[[int, int], np.ndarray], int]] = {
-    "wikipedia": (sequence_lengths.wikipedia, 512),
-    "code": (sequence_lengths.code, 128),
-    "chat": (sequence_lengths.chat, 128),
-}
-"""Lengths, and the number of sequences of a batch."""
+KINDS = "wikipedia", "code", "chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +43,8 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        draw, count = DRAWS[self.lengths_like]
-        lengths = tuple(np.minimum(draw(count, self.seed), CONTEXT).tolist())
+        drawn = DRAWS[self.lengths_like](SEQUENCES[self.lengths_like], self.seed)
+        lengths = tuple(np.minimum(drawn, CONTEXT).tolist())
         cap = int((load_cluster(CLUSTER).device_memory_gb or 80) * DEVICE_SHARE * 2**30)
         return Problem(lengths, tuple(range(PIPELINE)), (cap,) * PIPELINE)
 
@@ -91,7 +86,7 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
 
 
 def cases(args: Namespace) -> dict[str, Case]:
-    chosen = [Case(name, ranks, seed) for ranks in (8, 16, 32) for name in DRAWS for seed in range(1 if ranks > 16 else 3)]
+    chosen = [Case(name, ranks, seed) for ranks in (8, 16, 32) for name in KINDS for seed in range(1 if ranks > 16 else 3)]
     return {
         f"{case.lengths_like}, {case.context_parallel}, {case.seed}": case for case in chosen[: 1 if args.reduced else None]
     }

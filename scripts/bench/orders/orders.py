@@ -2,7 +2,7 @@
 
     python -m scripts.bench.orders                          ten cases, all orders
     python -m scripts.bench.orders --reduced                one case, two orders
-    python -m scripts.bench.orders --orders sppo,chronos    nine cases, these orders
+    python -m scripts.bench.orders --only sppo,chronos      ten cases, these orders
 
 Llama 3 8B on 8 ranks, analytic costs of H100s. Every order (`contrib.papers`) has its fastest plan of several chunk tables,
 with the recompute that the caps require. Greedy has the same placement, or one stage per rank where training lacks what the
@@ -198,15 +198,8 @@ def text(args: argparse.Namespace, rows: Sequence[Figures]) -> str:
     return table(["batch", "GiB", "order", "placement", "ms", "greedy", "ratio"], lines)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in ORDERS]:
-        raise argparse.ArgumentTypeError(f"no order {unknown[0]!r}; there are {', '.join(ORDERS)}")
-    return names
-
-
 def cases(args: argparse.Namespace) -> dict[str, tuple[Case, str]]:
-    of_orders = product(CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else product(CASES, args.orders)
+    of_orders = product(CASES[:1], ("interleaved, 4", "zb-v")) if args.reduced else product(CASES, ORDERS)
     return {f"{case.name} under {case.cap_gib} GiB, {name}": (case, name) for case, name in of_orders}
 
 
@@ -215,7 +208,6 @@ BENCH = Bench(
     cases=cases,
     row=row,
     text=text,
-    flags={"orders": {"type": _names, "default": tuple(ORDERS), "metavar": "NAMES", "help": "only these orders"}},
     reduced="one batch, two orders",
     takes_jobs=True,
 )

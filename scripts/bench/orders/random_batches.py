@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
+from scripts.bench.planner.suite import least_cap_bytes
 from scripts.tables import table
 
 CONTEXTS = (8192, 16384, 32768, 65536)
@@ -43,19 +46,11 @@ def drawn(seed: int) -> tuple[str, Problem]:
     kind, context = random.choice(list(LENGTHS)), int(random.choice(CONTEXTS))
     count, ranks = int(random.choice(COUNTS)), int(random.choice((4, 8)))
     lengths = tuple(np.minimum(LENGTHS[kind](count, seed), context).tolist())
-    least = _least_cap_bytes(lengths, ranks)
+    problem = Problem(lengths, tuple(range(ranks)), (1,) * ranks)
+    least = least_cap_bytes(problem, costs_of(_even(ranks), max(lengths)), Options())
     cap_bytes = int(least * float(np.exp(random.uniform(np.log(TIGHTEST), np.log(WIDEST)))))
     name = f"{count} {kind} up to {max(lengths):,} on {ranks} ranks, {cap_bytes / least:.2f} of the least cap"
-    return name, Problem(lengths, tuple(range(ranks)), (cap_bytes,) * ranks)
-
-
-def _least_cap_bytes(lengths: tuple[int, ...], ranks: int) -> int:
-    try:
-        costs = costs_of(_even(ranks), max(lengths))
-        plan(Problem(lengths, tuple(range(ranks)), (1,) * ranks), costs, Options())
-    except InfeasibleError as error:
-        return error.least_cap_bytes
-    raise AssertionError("a plan under one byte")
+    return name, replace(problem, cap_bytes=(cap_bytes,) * ranks)
 
 
 def _even(ranks: int) -> Layout:
@@ -69,18 +64,15 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
         orders: names; None for all.
     """
     name, problem = drawn(seed)
-    makespans_us: dict[tuple[Layout, str, bool, bool], float | None] = {}
 
+    @cache
     def makespan_us(layout: Layout, planner: str, split: bool, overlap: bool) -> float | None:
-        key = (layout, planner, split, overlap)
-        if key not in makespans_us:
-            there = Problem(problem.lengths, layout.placement.rank_of, problem.cap_bytes)
-            options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
-            try:
-                makespans_us[key] = plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
-            except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
-                makespans_us[key] = None
-        return makespans_us[key]
+        there = replace(problem, placement=layout.placement.rank_of)
+        options = Options(planner=planner, split_weight=split, overlap_exchanges=overlap)
+        try:
+            return plan(there, costs_of(layout, max(problem.lengths)), options).predicted.makespan_us
+        except (InfeasibleError, PlanError):  # nothing fits, or the order takes no such batch
+            return None
 
     rows = {}
     for order in orders or ORDERS:
@@ -88,12 +80,9 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
         schedule = PLANNERS.entries()[planner]
         assert schedule.fixed is not None
         layout = schedule.fixed.layout(LAYERS, problem.num_ranks, count)
+        uses = schedule.splits_weight, schedule.joins
         usual = _even(problem.num_ranks) if schedule.lacks else layout
-        theirs, ours = (
-            makespan_us(layout, planner, schedule.splits_weight, schedule.joins),
-            makespan_us(usual, "greedy", schedule.splits_weight, schedule.joins),
-        )
-        rows[order] = {"makespan_us": theirs, "greedy_us": ours}
+        rows[order] = {"makespan_us": makespan_us(layout, planner, *uses), "greedy_us": makespan_us(usual, "greedy", *uses)}
     return {"seed": seed, "batch": name, "orders": rows}
 
 

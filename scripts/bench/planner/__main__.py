@@ -2,8 +2,7 @@
 
 Everything is planned, nothing is trained: all planners share costs (analytic) and caps, makespans are the simulator's. Parts
 (`--only`): `speed` of planning; plans of single batches (`tuned`), for each of which other planners are tuned; and runs of
-several batches (`runs`), for which other planners have one setting. `--reduced` runs a bit of everything in seconds, `--full`
-everything there is, which takes hours.
+several batches (`runs`), for which other planners have one setting. `--reduced` runs a bit of everything in seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_epp.planner import Options, Problem, plan
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.report import RUNS, SPEED, TUNED, text
 from scripts.bench.planner.runs import RunCase, run_row
-from scripts.bench.planner.suite import OURS, RIVALS, all_cases, name_of, row, sampled_cases
+from scripts.bench.planner.suite import OURS, RIVALS, name_of, row, sampled_cases
 
 SIZES = (512, 16), (1024, 16), (1024, 32), (2048, 32), (4096, 64)
 
@@ -44,13 +43,13 @@ def speed(sequences: int, stages: int, repeats: int) -> Figures:
 
 
 def cases(args: Namespace) -> dict[str, Callable[[], Figures]]:
-    suite = all_cases() if args.full else sampled_cases()
+    suite = sampled_cases()
     if args.reduced:
         suite = [case for case in suite if case.stages == 4 and case.context <= 131072 and case.cap_gb < 100][:1]
     sizes, repeats = (((64, 4), (128, 4)), 0) if args.reduced else (SIZES, 3)
     return (
         {f"{SPEED}: {sequences} on {stages} stages": partial(speed, sequences, stages, repeats) for sequences, stages in sizes}
-        | {f"{TUNED}: {name_of(case)}": partial(row, case, tuple(args.rivals.split(","))) for case in suite}
+        | {f"{TUNED}: {name_of(case)}": partial(row, case, RIVALS) for case in suite}
         | {f"{RUNS}: {name_of(case)}": partial(run_row, RunCase(*astuple(case))) for case in suite}
     )
 
@@ -60,10 +59,6 @@ BENCH = Bench(
     cases=cases,
     row=lambda args, case: case(),
     text=text,
-    flags={
-        "full": {"action": "store_true", "help": "all 540 cases of the suite"},
-        "rivals": {"default": ",".join(RIVALS), "help": "planners that are tuned for every batch (default: %(default)s)"},
-    },
     reduced="a few small cases",
     takes_jobs=True,
 )

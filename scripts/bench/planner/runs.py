@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from scripts.bench.planner.fixed import FIXED, fixed_run
-from scripts.bench.planner.suite import ALL_FEATURES, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
+from scripts.bench.planner.suite import DRAWS, OURS, SEQUENCES, Case, facts, figures
 
 BATCHES = 4
 LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}
@@ -46,28 +45,17 @@ class RunCase(Case):
 def run_row(case: RunCase) -> dict[str, Any]:
     """All figures of one run: total makespans over its batches."""
     row = facts(case) | {"longest": case.longest, "batches": BATCHES, "tokens": sum(sum(p.lengths) for p in case.batches)}
-    for name, features in (("", {}), ("all_features", ALL_FEATURES)):
-        plans, planning_ms = _ours(case, features)
-        if plans is None:
-            return row | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
-        total = {"makespan_us": sum(plan.predicted.makespan_us for plan in plans), "planning_ms": planning_ms}
-        if name:
-            row[name] = total
-            continue
-        recompute = [where_the_time_goes(plan, case.costs, {})["recompute_share"] for plan in plans]
-        row |= total | {"recompute_share": sum(recompute) / len(recompute)}
-    row["rivals"] = {name: _theirs(case, name) for name in FIXED}
-    return row
-
-
-def _ours(case: RunCase, features: dict[str, bool]) -> tuple[list[Plan] | None, float]:
-    options = Options(planner=OURS, context=case.context, **features)
-    start_s = time.process_time()
+    options = Options(planner=OURS, context=case.context)
     try:
         plans = [plan(problem, case.costs, options) for problem in case.batches]
     except InfeasibleError:
-        plans = None
-    return plans, (time.process_time() - start_s) * 1e3 / BATCHES
+        return row | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
+    recompute = [figures(plan)["recompute_share"] for plan in plans]
+    row |= {
+        "makespan_us": sum(plan.predicted.makespan_us for plan in plans),
+        "recompute_share": sum(recompute) / len(recompute),
+    }
+    return row | {"rivals": {name: _theirs(case, name) for name in FIXED}}
 
 
 def _theirs(case: RunCase, name: str) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost import Costs, ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import InfeasibleError, Op, Plan
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.tables import tabulate
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""
@@ -35,8 +33,6 @@ MOST_CONTEXT_PARALLEL = 16
 STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
 """Shares of the cap: for weights and optimizer, and for a plan that recomputes everything."""
 OURS = "greedy"
-ALL_FEATURES = {"split_weight": True, "offload": True}
-"""Options of the planner that are off by default: weight gradients of their own, and copies to the host."""
 RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
 
@@ -60,6 +56,23 @@ DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
     "whale": whale,
 }
 """A number of lengths, by a seed."""
+
+
+def fitting(problem: Problem, costs: Costs, options: Options) -> Plan | None:
+    """Plan a batch; return None where nothing fits."""
+    try:
+        return plan(problem, costs, options)
+    except InfeasibleError:
+        return None
+
+
+def least_cap_bytes(problem: Problem, costs: Costs, options: Options) -> int:
+    """Return the smallest cap of all ranks that a plan fits, as the planner names it when none does."""
+    try:
+        plan(replace(problem, cap_bytes=(1,) * problem.num_ranks), costs, options)
+    except InfeasibleError as error:
+        return error.least_cap_bytes
+    raise AssertionError("a plan fits one byte")
 
 
 @dataclass(frozen=True)
@@ -140,14 +153,11 @@ class Case:
         caps = (self.cap_gb << 30,) * self.stages
         return Problem(self.lengths, tuple(range(self.stages)), caps, token_multiple=self.shape.ranks)
 
-    def plan(self, planner: str, **options: Any) -> tuple[Plan | None, float]:
+    def plan(self, planner: str) -> tuple[Plan | None, float]:
         """The plan, None when nothing fits, and the processor time it took in ms."""
         problem, costs = self.problem, self.costs
         start_s = time.process_time()
-        try:
-            best = plan(problem, costs, Options(planner=planner, context=self.context, **options))
-        except InfeasibleError:
-            best = None
+        best = fitting(problem, costs, Options(planner=planner, context=self.context))
         return best, (time.process_time() - start_s) * 1e3
 
 
@@ -175,12 +185,10 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
     columns = facts(case)
     ours, columns["planning_ms"] = case.plan(OURS)
-    more, more_ms = case.plan(OURS, **ALL_FEATURES)
-    if ours is None or more is None:
+    if ours is None:
         columns["refused"] = True
     else:
-        columns |= figures(ours) | where_the_time_goes(ours, case.costs, {})
-        columns["all_features"] = figures(more) | where_the_time_goes(more, case.costs, ALL_FEATURES) | {"planning_ms": more_ms}
+        columns |= figures(ours)
     columns["rivals"] = {}
     for name in planners:
         theirs, planning_ms = case.plan(name)
@@ -206,44 +214,14 @@ def facts(case: Case) -> dict[str, Any]:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """A plan's size, makespan and gap, and the features it uses."""
+    """A plan's size and makespan, its gap to the lower bound, and the share of recompute in it on the busiest rank."""
     predicted = plan.predicted
+    busy_us = [sum(step.time_us for step in steps) for steps in plan.ranks]
+    rank = max(range(len(busy_us)), key=busy_us.__getitem__)
     return {
         "chunks": len(plan.chunks),
         "makespan_us": predicted.makespan_us,
         "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
-        "splits_weight": any(step.action.op is Op.W for steps in plan.ranks for step in steps),
-        "offloads": any(plan.copies),
+        "recompute_share": sum(plan.recompute_us[rank]) / predicted.makespan_us,
+        "peak_over_cap": max(peak / cap for peak, cap in zip(predicted.peak_bytes, plan.cap_bytes, strict=True)),
     }
-
-
-def where_the_time_goes(plan: Plan, costs: PipelineCosts, features: dict[str, bool]) -> dict[str, Any]:
-    """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
-    asked = Problem(plan.lengths, plan.placement, plan.cap_bytes, plan.token_multiple)
-    tables = tabulate(plan.chunks, asked, costs)
-    again = [sum(row) for row in plan.recompute_us]
-    busy = [sum(step.time_us for step in steps) for steps in plan.ranks]
-    rank = max(range(len(busy)), key=busy.__getitem__)
-    makespan_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
-    forced_us = bound_us - lower_bound_us(tables, options=Options(**features))
-    above_us = makespan_us - bound_us
-    recompute_us = min(above_us, max(0.0, again[rank] - forced_us))
-    peak = max(p / cap for p, cap in zip(plan.predicted.peak_bytes, plan.cap_bytes, strict=True))
-    return {
-        "recompute_share": again[rank] / makespan_us,
-        "idle_share": 1 - busy[rank] / makespan_us,
-        "peak_over_cap": peak,
-        "gap_of_recompute": recompute_us / bound_us,
-        "gap_of_waiting": (above_us - recompute_us) / bound_us,
-        "why": _why(recompute_us, above_us - recompute_us, peak, len(plan.chunks), plan.num_stages),
-    }
-
-
-def _why(recompute_us: float, waiting_us: float, peak: float, chunks: int, stages: int) -> str:
-    if recompute_us > waiting_us:
-        return "more recompute than the bound knows the cap to force"
-    if peak > 0.95:
-        return "ranks wait: the cap holds back forwards"
-    if chunks < 6 * stages:
-        return "ranks wait: few chunks, as finer ones would cost more than they save"
-    return "ranks wait: for the last chunks to drain, and where chunks are unequal"

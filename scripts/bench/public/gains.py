@@ -1,11 +1,14 @@
-"""Gains of plans over public recipes, by formula: at their sizes, and at those that `advise` finds for the same devices."""
+"""Recipes as they ship and in their best packing, next to plans at their sizes, and at those that `advise` finds.
+
+Times are by formula, for the same devices and memory. Nothing is fitted to what was measured.
+"""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.judge import Judged, exactly
@@ -17,10 +20,13 @@ from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.microbatches import plan_as_given
 from megatron_epp.report.text import table
-from scripts.bench.public.recipes import Recipe
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.public.recipes import RECIPES, Recipe
 from scripts.bench.public.steps import sizes_of
 from scripts.bench.rl.rules import Rows, Rule, balanced, nemo_rl, padded, work
 
+TIMES = "shipped", "packed", "same", "advised"
+"""Fields of `Gain`."""
 PACKINGS = (0.25, 0.5, 1, 2, 4)
 """Token budgets that are tried, in multiples of a recipe's own."""
 
@@ -164,18 +170,6 @@ def _time_of(recipe: Recipe, judged: Judged) -> Time:
     return Time(seconds=seconds, peak_bytes=judged.peak_bytes, sizes=sizes_of(judged.config))
 
 
-def as_json(gain: Gain) -> dict[str, Any]:
-    """Return a gain's figures, and where its recipe is."""
-    recipe = gain.recipe
-    figures = {name: (time := getattr(gain, name)) and asdict(time) for name in ("shipped", "packed", "same", "advised")}
-    source = {"repository": recipe.repository, "file": recipe.file, "commit": recipe.commit}
-    sizes = {"devices": recipe.devices, "sequences": recipe.sequences, "tokens": gain.tokens, "steps": recipe.steps}
-    times = {"times_same": gain.times(gain.same), "times_advised": gain.times(gain.advised)}
-    return (
-        {"name": recipe.name, "source": source, "measured_s": recipe.measured_s, "lost": recipe.lost} | sizes | figures | times
-    )
-
-
 def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
     """Yield a table of recipes, and what each differs in from plans."""
     header = ("", "recipe", "measured", "as shipped", "best packing", "our plans", "faster", "advise", "faster", "its sizes")
@@ -199,3 +193,34 @@ def rows_of(gains: Sequence[Gain]) -> Iterator[str]:
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
         words += [f"advise searches with {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"
+
+
+def row(args: Namespace, recipe: Recipe) -> Figures:
+    gain = gain_of(recipe, advises=not args.no_advice)
+    times = {name: (time := getattr(gain, name)) and asdict(time) for name in TIMES}
+    sizes = {"tokens": gain.tokens, "cap_bytes": gain.cap_bytes}
+    return sizes | times | {"times_same": gain.times(gain.same), "times_advised": gain.times(gain.advised)}
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    recipes = {recipe.name: recipe for recipe in RECIPES}
+    gains = [
+        Gain(
+            recipe=recipes[row["case"]],
+            tokens=row["tokens"],
+            cap_bytes=row["cap_bytes"],
+            **{name: row[name] and Time(**row[name]) for name in TIMES},
+        )
+        for row in rows
+    ]
+    return "\n".join(rows_of(gains))
+
+
+BENCH = Bench(
+    about=__doc__,
+    cases=lambda args: {recipe.name: recipe for recipe in RECIPES},
+    row=row,
+    text=text,
+    flags={"no-advice": {"action": "store_true", "help": "do not search sizes for recipes"}},
+    takes_jobs=True,
+)

@@ -1,9 +1,13 @@
-"""Plans of measured steps."""
+"""Measured steps of several models and machines, planned with their sizes and recompute: how far times by formula are off.
+
+Nothing is fitted to them.
+"""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from megatron_epp.advice.question import Configuration, Question
@@ -14,10 +18,11 @@ from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.report.text import table
-from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, UP, Row
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, ROWS, UP, Row
 
 SLOW_HOST_US = 1080.0, 1480.0
-"""Upper end of the time in which a host launches a dense layer's forward and backward (`python -m scripts.bench.host`)."""
+"""Upper end of the time in which a host launches a dense layer's forward and backward (`H100_NODE` says of what)."""
 CLOSE, LARGE = 0.1, 0.2
 """Errors of plans: of close ones, and of those of which the table says what a slice lacks."""
 
@@ -157,3 +162,17 @@ def sizes_of(config: Configuration) -> str:
     """Parallel sizes above 1."""
     names = {"TP": config.tensor, "CP": config.context, "PP": config.pipeline, "VPP": config.virtual, "DP": config.data}
     return " ".join(f"{name} {size}" for name, size in (names | {"EP": config.expert}).items() if size > 1)
+
+
+def row(args: Namespace, measured: Row) -> Figures:
+    step = compared(measured)
+    return {field.name: getattr(step, field.name) for field in fields(step) if field.name != "row"} | {"error": step.error}
+
+
+def text(args: Namespace, rows: Sequence[Figures]) -> str:
+    measured = {row.number: row for row in ROWS}
+    names = [field.name for field in fields(Step) if field.name != "row"]
+    return "\n".join(rows_of([Step(measured[row["case"]], **{name: row[name] for name in names}) for row in rows]))
+
+
+BENCH = Bench(about=__doc__, cases=lambda args: {row.number: row for row in ROWS}, row=row, text=text, takes_jobs=True)

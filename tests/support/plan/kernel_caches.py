@@ -1,33 +1,101 @@
-"""Counts the distinct shapes for which libraries build kernels on a rank, over plans of random batches.
+"""Stand-ins for the caches of libraries: the keys under which they look up what they have built for a shape.
 
-Nothing runs: caches are stand-ins (`kernel_caches`). Every batch has lengths like Wikipedia's, code's or chats', in turns.
+They follow the sources of Transformer Engine 2.20 (`fused_attn_f16_arbitrary_seqlen.cu`, `utils.cu` and `common.cpp` of its
+norms), and what `torch.compile` and Triton do by default. Keys that a run does not change, such as the type, are left out.
 Plans of attention are kept for the thread that asks, so a forward that is recomputed builds them again in autograd's thread,
-and for the number of heads of a call. Every figure is of the rank that has most.
+and for the number of heads of a call.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import ceil, log2
 
 import numpy as np
 
 from megatron_epp.cost import ModelShape
 from megatron_epp.plan import Plan
 from megatron_epp.plan.shape_classes import CallSize, token_class
-from megatron_epp.plan.sizing import heads_at_once, size_class
+from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.planner import Options, plan
-from scripts.bench.frame import Bench, Figures
-from scripts.bench.kernel_caches import LIBRARIES, Key, Library, as_they_are, fused_keys
 from scripts.bench.planner.suite import DRAWS, Case
-from scripts.tables import table
 
 SEQUENCES = {"wikipedia": 64, "code": 32, "chat": 32}
 """Sequences of a batch, by the kind of its lengths."""
-MOST = 64
-"""Kernel plans that a rank may build."""
+
+
+def _batch_bucket(count: int) -> int:
+    """Round a batch size as Transformer Engine does: 32, a power of two up to 512, then a multiple of it."""
+    power = ceil(log2(count))
+    return 32 if power <= 5 else 2**power if power <= 9 else -(-count // 512) * 512
+
+
+def _token_bucket(count: int) -> int:
+    """Round a token count as Transformer Engine does: 1,024, a power of two up to 32,768, then a multiple of it."""
+    power = ceil(log2(count))
+    return 1024 if power <= 10 else 2**power if power <= 15 else -(-count // 32768) * 32768
+
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Library:
+    """Attention library: the keys of its plans, and the sizes with which it is called here.
+
+    Attributes:
+        name: for the table.
+        forward, backward: key of a call of some size; None if it builds nothing.
+        padded: sizes of the call once its shape is in a class.
+    """
+
+    name: str
+    forward: Callable[[CallSize], Key | None]
+    backward: Callable[[CallSize], Key | None]
+    padded: Callable[[CallSize], CallSize]
+
+
+def _in_class(size: CallSize) -> CallSize:
+    return size._replace(segments=size.shape_class.segments)
+
+
+def _bucketed(size: CallSize) -> Key:
+    return _batch_bucket(size.segments), _token_bucket(size.queries), _token_bucket(size.keys)
+
+
+def _exact_segments(size: CallSize) -> Key:
+    return size.segments, _token_bucket(size.queries), _token_bucket(size.keys)
+
+
+def _nothing(size: CallSize) -> None:
+    """Return no key: nothing is built."""
+
+
+LIBRARIES = (
+    Library("cuDNN from 9.24, Transformer Engine from 2.18", _exact_segments, _bucketed, _in_class),
+    Library("cuDNN from 9.6", _bucketed, _bucketed, _in_class),
+    Library("FlashAttention", _nothing, _nothing, lambda size: size),
+)
+
+
+def as_they_are(library: Library) -> Library:
+    """Return the library, called with the sizes of chunks as they are."""
+    return replace(library, padded=lambda size: size)
+
+
+def fused_keys(tokens: int) -> set[tuple[str, str]]:
+    """Return what is built for fused layers' kernels when they first run on a number of tokens.
+
+    `torch.compile` builds a function for its first size, one for any other, and one for a single token; Triton distinguishes
+    multiples of 16; and Transformer Engine's norms have faster kernels for multiples of 4.
+    """
+    return {
+        ("torch.compile", "first size"),
+        ("torch.compile", "one token" if tokens == 1 else "any size"),
+        ("Triton", "multiple of 16" if tokens % 16 == 0 else "other"),
+        ("norm", "multiple of 4" if tokens % 4 == 0 else "other"),
+    }
 
 
 @dataclass(frozen=True)
@@ -71,9 +139,9 @@ class Caches:
         return len(self.forward) + len(self.again) + len(self.backward)
 
 
-def random_plans(count: int, context: int, model: str, stages: int, kinds: Iterable[str] = SEQUENCES) -> Iterator[Plan]:
+def random_plans(count: int, context: int, model: str, stages: int) -> Iterator[Plan]:
     """Yield plans of random batches of one training, in which kinds of lengths take turns."""
-    names = tuple(kinds)
+    names = tuple(SEQUENCES)
     case = Case(names[0], context, stages, model, 80)
     problem, costs = case.problem, case.costs
     for number in range(count):
@@ -103,14 +171,12 @@ class CacheKeys:
     before: list[Caches] = field(default_factory=lambda: [Caches(as_they_are(library)) for library in LIBRARIES])
     after: list[Caches] = field(default_factory=lambda: [Caches(library) for library in LIBRARIES])
     fused: set[tuple[str, str]] = field(default_factory=set)
-    chunks_by_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, call: Call, tokens: int) -> None:
         """Look up what a chunk needs."""
         for caches in (*self.before, *self.after):
             caches.add(call)
         self.fused |= fused_keys(tokens)
-        self.chunks_by_tokens[tokens] += 1
 
 
 def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKeys]:
@@ -121,52 +187,3 @@ def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKe
             for call, tokens in calls(batch_plan, stage, shape):
                 stage_counts.add(call, tokens)
     return counts
-
-
-def figures(counts: Sequence[CacheKeys]) -> Figures:
-    """Return the keys of each library on the rank that has most, and the chunks of each token count."""
-    libraries = {}
-    for number, library in enumerate(LIBRARIES):
-        most = max(counts, key=lambda of_rank: of_rank.after[number].total)
-        before, after = most.before[number], most.after[number]
-        parts = len(after.forward), len(after.again), len(after.backward)
-        libraries[library.name] = [before.total, after.total, *parts, after.total + len(most.fused)]
-    return {"libraries": libraries, "chunks_by_tokens": counts[0].chunks_by_tokens}
-
-
-def row(args: Namespace, model: str) -> Figures:
-    shape = Case(args.kinds[0], args.context, args.stages, model, 80).shape
-    return figures(count(random_plans(args.plans, args.context, model, args.stages, args.kinds), shape, args.stages))
-
-
-def text(args: Namespace, rows: Sequence[Figures]) -> str:
-    """Format the table, and what rounding the token counts of chunks to size classes would change."""
-    (row,) = rows
-    titles = ["attention", "as it is", "in classes", "forward", "recomputed", "backward", "with fused layers"]
-    lines = table(titles, [[name, *keys] for name, keys in row["libraries"].items()])
-    chunks_by_tokens = row["chunks_by_tokens"]
-    classes = {size_class(count) for count in chunks_by_tokens}
-    tokens = sum(count * chunks for count, chunks in chunks_by_tokens.items())
-    more = sum(size_class(count) * chunks for count, chunks in chunks_by_tokens.items()) / tokens - 1
-    return (
-        f"{lines}\n\n{len(chunks_by_tokens):,} token counts of chunks; Transformer Engine's norms keep launch sizes for each, "
-        f"and build no kernel.\nRounded to eighths of a power of two they would be {len(classes)}, with {more:.1%} more tokens."
-    )
-
-
-BENCH = Bench(
-    about=__doc__,
-    cases=lambda args: {args.model: args.model},
-    row=row,
-    text=text,
-    flags={
-        "plans": {"type": int, "default": 1000},
-        "context": {"type": int, "default": 131072},
-        "model": {"default": "llama3-8b"},
-        "stages": {"type": int, "default": 8},
-        "kinds": {"nargs": "+", "choices": tuple(SEQUENCES), "default": tuple(SEQUENCES)},
-    },
-)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCH.main())

@@ -1,4 +1,4 @@
-"""Training that counts what each action makes the host do: `python -m scripts.bench.host.worker FLAGS`.
+"""Training that counts what each action makes the host do: `python -m scripts.bench.host_rank FLAGS`.
 
 Counts are written to the file that the environment variable `COUNTS` names, a line of JSON for each action.
 """
@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNTS = "EPP_HOST_COUNTS"
+MEGATRON = "of Megatron"
 KERNEL = "attention kernel"
 _NO_LAUNCH = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", "_local_scalar_dense", "set_", "resize_")
 """Operations that start no kernel, besides views."""
@@ -35,9 +35,6 @@ _NO_MEMORY = ("_unsafe_view", "lift_fresh")
 class Counted(TorchDispatchMode):
     """Context that counts dispatched operations by name, those that launch a kernel, and calls of Python functions.
 
-    Args:
-        scalar: read from every fake tensor whose value the host asks for.
-
     Attributes:
         names: number of operations of each name.
         launches: number of operations that launch a kernel.
@@ -47,11 +44,10 @@ class Counted(TorchDispatchMode):
 
     active: Counted | None = None
 
-    def __init__(self, scalar: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.names = Counter[str]()
         self.launches = self.allocations = self.calls = 0
-        self._scalar = scalar
         self._is_paused = False
 
     def __enter__(self) -> Counted:
@@ -68,11 +64,8 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sys.setprofile(None)
         try:
-            if self._is_paused or func is torch.ops.prim.device.default:  # which a fake tensor asks for where others know it
-                return func(*args, **(kwargs or {}))
-            self._count(func)
-            if self._scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
-                return self._scalar
+            if not self._is_paused:
+                self._count(func)
             return func(*args, **(kwargs or {}))
         finally:
             if not self._is_paused:
@@ -131,7 +124,7 @@ def count_actions(path: Path) -> None:
             perform(self, action)
 
     Executor._perform = performed  # type: ignore[method-assign]
-    for name, op in (("forward_step", "F of Megatron"), ("backward_step", "B of Megatron")):
+    for name, op in (("forward_step", f"F {MEGATRON}"), ("backward_step", f"B {MEGATRON}")):
         setattr(schedules, name, _counting(getattr(schedules, name), op, path))
 
 

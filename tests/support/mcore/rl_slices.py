@@ -1,4 +1,4 @@
-"""Claims of the demonstration's second part, with verl and with an imitation of its microbatches."""
+"""Claims of an update in slices, with verl and with an imitation of its microbatches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.plan.check import check
-from megatron_epp.plan.serialize import from_json
-from scripts.demo_rl.slices import REDUCED
-
 TOLERANCE = 1e-5
 
 
 def assert_equal_training_within_the_cap(ranks: Sequence[dict[str, Any]], said: str) -> None:
-    """Assert what the demonstration prints of a batch: equal updates, the cap that only slices and full recompute keep to, and
-    that the framework refuses the longest sample with half the token budget.
+    """Assert equal updates, the cap that only slices and full recompute keep to, and that the framework refuses the longest
+    sample with half the token budget.
     """
     assert len(ranks) == 2
     for rank in ranks:
@@ -27,6 +23,3 @@ def assert_equal_training_within_the_cap(ranks: Sequence[dict[str, Any]], said: 
         assert rank["sliced_bytes"] <= rank["cap_bytes"]
         assert every <= rank["cap_bytes"] < fewer < none
         assert said in rank["refusal"]
-        plans = [*map(from_json, rank["plans"])]
-        assert [check(one) for one in plans] == [[], []]
-        assert max(plans[1].lengths) == REDUCED.longest - 1

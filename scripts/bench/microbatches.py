@@ -1,36 +1,41 @@
 """Trains uneven microbatches by Megatron's own 1F1B and by plans, in turn, and prints the ratio of their times.
 
 Two ranks run on a core of their own each, and all schedules in the same processes, one iteration after the other, under several
-caps. With more ranks than cores compute is emulated by timed waits (`--emulate`), for plans and for 1F1B alike.
+caps.
 """
 
 from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.runtime.links.processes import run_ranks
-from scripts.bench.frame import Bench, Figures, numbers
-from scripts.bench.microbatches import emulated
-from scripts.bench.microbatches.rank import CAPPED, FULL, PLANNED, STOCK, run
+from scripts.bench.frame import Bench, Figures
+from scripts.bench.microbatches_rank import CAPPED, FULL, PLANNED, STOCK, run
 from scripts.tables import table
 
 RANKS = 2
-"""Ranks of the trained part: this many cores, nothing else running on them."""
+"""This many cores are needed, with nothing else running on them."""
+LONGEST = 1024
+"""Most tokens of a microbatch."""
 PAIRS = (PLANNED, STOCK), (CAPPED, FULL)
 
 
-def trained(args: Namespace, share: float) -> Figures:
+def batch(seed: int, count: int) -> tuple[int, ...]:
+    """Draw the tokens of each microbatch of a batch from Wikipedia's quantiles: longer ones are cut, shorter than 16 padded."""
+    return tuple(int(length) for length in wikipedia(count, seed).clip(16, LONGEST))
+
+
+def row(args: Namespace, share: float) -> Figures:
     """Train under a cap.
 
     Returns:
         for each contender the median time of each batch, its spread (largest less smallest quartile, as a share of the median),
         bytes held on the fullest rank, and the losses of each batch; and how many times as fast plans are.
     """
-    batches = [emulated.batch(seed, args.microbatches) for seed in range(args.batches)]
+    batches = [batch(seed, args.microbatches) for seed in range(args.batches)]
     ranks: list[dict[str, Any]] = run_ranks(run, RANKS, batches, args.rounds, share)
     first, last = ranks[0], ranks[-1]
     contenders: dict[str, Figures] = {}
@@ -61,26 +66,11 @@ def shown(row: Figures) -> str:
     return "\n".join(said)
 
 
-def text(args: Namespace, rows: Sequence[Figures]) -> str:
-    parts = [shown(row) for row in rows if "contenders" in row]
-    if waits := [emulated.cells_of(row) for row in rows if "stock_s" in row]:
-        parts.append(table(emulated.HEADER, waits))
-    return "\n\n".join(parts)
-
-
-def cases(args: Namespace) -> dict[str, partial[Figures]]:
-    caps = {
-        f"cap at {share:.0%} of what 1F1B without recompute holds": partial(trained, args, share) for share in args.cap_shares
-    }
-    sizes = [(kind, ranks) for kind in ("one sample each", "packed") for ranks in args.emulate]
-    return caps | {f"{ranks} emulated ranks, {kind}": partial(emulated.compare, kind, ranks) for kind, ranks in sizes}
-
-
 BENCH = Bench(
     about=__doc__,
-    cases=cases,
-    row=lambda args, case: case(),
-    text=text,
+    cases=lambda args: {f"cap at {share:.0%} of what 1F1B without recompute holds": share for share in args.cap_shares},
+    row=row,
+    text=lambda args, rows: "\n\n".join(map(shown, rows)),
     flags={
         "batches": {"type": int, "default": 6, "help": "batches, which differ in their lengths (default 6)"},
         "microbatches": {"type": int, "default": 16, "help": "microbatches of a batch (default 16)"},
@@ -89,11 +79,6 @@ BENCH = Bench(
             "type": lambda text: tuple(map(float, text.split(","))),
             "default": (0.5, 0.7, 0.9, 1.0),
             "help": "caps, as shares of what 1F1B without recompute holds (default 0.5,0.7,0.9,1)",
-        },
-        "emulate": {
-            "type": numbers,
-            "default": (4, 8, 16),
-            "help": "sizes of the emulated pipelines (default 4,8,16; ''; none)",
         },
     },
 )

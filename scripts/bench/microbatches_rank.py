@@ -1,4 +1,4 @@
-"""One rank of the trained part: a GPT of Megatron's, run by Megatron's 1F1B and by plans in turn, in one process."""
+"""One rank of `bench/microbatches`: a GPT of Megatron's, run by Megatron's 1F1B and by plans in turn, in one process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_epp.contrib.demos.rounds import turns
 from megatron_epp.mcore.pinned import pin
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from scripts.tiny_stage import config_of, stage_of
 
 HIDDEN, HEADS, LAYERS, VOCABULARY = 192, 4, 8, 512
 STOCK, FULL, PLANNED, CAPPED = "1F1B", "1F1B, full recompute", "plans", "plans under the cap"
@@ -97,34 +98,15 @@ def _pipeline_stage() -> Any:
     logging.getLogger("megatron_epp").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        pipeline_model_parallel_size=dist.get_world_size(),
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # which Megatron asks for even without experts
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        deallocate_pipeline_outputs=True,
-    )
-    config.batch_p2p_comm = False
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FusedAttention
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    return GPTModel(
-        config, spec, vocab_size=VOCABULARY, max_sequence_length=4096, pre_process=rank == 0, post_process=rank == last
-    )
+    config = config_of(LAYERS, HIDDEN, HEADS, deallocate_pipeline_outputs=True)
+    return stage_of(config, spec, VOCABULARY, 4096)
 
 
 class FusedAttention(torch.nn.Module):

@@ -1,1 +1,0 @@
-"""Counts what one action makes the host do."""

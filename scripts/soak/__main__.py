@@ -1,6 +1,0 @@
-"""Runs the soak."""
-
-from scripts.soak.soak import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())

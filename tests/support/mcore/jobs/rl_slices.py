@@ -1,0 +1,209 @@
+"""An update of a batch with a long response, in slices under a cap and whole: by verl's engine, or by an imitation of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from scripts.demo_rl import engine as verl
+
+SIZE = verl.Size(layers=4, hidden=64, heads=4, vocabulary=256, longest=512, budget=512)
+SAMPLES, MEDIAN = 12, 0.07
+"""Number of samples, and the median of responses as a share of the longest."""
+BELOW = 0.95
+"""Cap on activations, as a multiple of what 1F1B holds with all but one layer of a stage recomputed: it must recompute all."""
+LEARNING = 8
+"""Updates before the one that is compared: costs are learnt from six, and the next run by these plans."""
+CLIP, CLIP_NEGATIVE = 0.2, 3.0
+"""verl's defaults."""
+
+
+def updated(has_verl: bool) -> dict[str, Any]:
+    """Update whole and in slices.
+
+    Returns:
+        bytes that both hold, their losses, the norm of the difference of gradients over theirs, and what refuses a sample that
+        is longer than the token budget.
+    """
+    from megatron_epp.mcore import entry
+
+    entry.prepare()
+    dist.init_process_group("gloo")
+    logging.getLogger("verl").setLevel(logging.WARNING)
+    import megatron_epp
+
+    updates, layers = Updates(has_verl), SIZE.layers // SIZE.stages
+    held = {recomputed: _peak_bytes(updates, partial(updates.whole, recomputed))[0] for recomputed in (layers, layers - 1, 0)}
+    cap_bytes, refusal = int(BELOW * held[layers - 1]), ""
+    try:
+        updates.whole(layers, SIZE.budget // 2)
+    except (AssertionError, ValueError) as error:
+        refusal = str(error)
+    cap_gb = (cap_bytes + _static_bytes(updates)) / 2**30
+    train = megatron_epp.wrap_samples(loss=updates.loss, memory_cap_gb=cap_gb, costs="learn")
+    for _ in range(LEARNING):
+        updates.sliced(train)
+    whole, own = updates.whole(layers), updates.gradients()
+    sliced_bytes, in_slices = _peak_bytes(updates, partial(updates.sliced, train))
+    differing = updates.gradients() - own
+    train.close()
+    return {
+        "held_bytes": held,
+        "cap_bytes": cap_bytes,
+        "sliced_bytes": sliced_bytes,
+        "refusal": refusal,
+        "losses": (whole, in_slices),
+        "gradients": float(differing.norm() / own.norm()),
+    }
+
+
+class Updates:
+    """Updates of one model, whole by verl's engine or its imitation, and in slices: one response is as long as the context."""
+
+    def __init__(self, has_verl: bool) -> None:
+        from megatron_epp.losses import Average, ClippedRatio
+
+        self.samples = verl.drawn(SAMPLES, SIZE.longest // 2, SIZE.vocabulary, seed=3, median=MEDIAN * SIZE.longest)
+        random = torch.Generator().manual_seed(4)
+        self.samples.tokens[SAMPLES // 2] = torch.randint(1, SIZE.vocabulary, (SIZE.longest,), generator=random)
+        uniform, lengths = -math.log(SIZE.vocabulary), self.samples.lengths
+        self.samples.old_logprobs = [uniform + 0.2 * torch.randn(n - verl.PROMPT, generator=random) for n in lengths]
+        self._engine, self.model = _engine() if has_verl else (None, _imitation())
+        self.loss = ClippedRatio(average=Average.SEQUENCE_MEANS, clip_negative=CLIP_NEGATIVE)
+        known = zip(self.samples.tokens, self.samples.advantages, self.samples.old_logprobs, strict=True)
+        self.columns = [
+            {
+                "tokens": tokens,
+                "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT),
+                "advantages": advantage,
+                "old_logprobs": torch.cat([torch.zeros(verl.PROMPT), old]),
+            }
+            for tokens, advantage, old in known
+        ]
+
+    def whole(self, recomputed: int, budget: int = SIZE.budget) -> float:
+        """Update by whole microbatches; return the loss. Raises what the framework raises for too small a budget."""
+        with _recomputing(self.model.config, recomputed):
+            if self._engine is None:
+                loss = _imitated(self.model, self.samples, budget)
+            else:
+                batch = verl.batch_of(self.samples, replace(SIZE, budget=budget), SAMPLES)
+                metrics = self._engine.train_batch(batch, verl.ppo_loss(loss_agg_mode="seq-mean-token-mean"))
+                loss = sum(metrics["loss"]) if metrics else 0.0
+        return float(verl.from_last_stage(loss))
+
+    def sliced(self, train: Any) -> float:
+        """Update in slices; return the loss."""
+        self.model.zero_grad_buffer()
+        return float(train(model=self.model, samples=self.columns).means[self.loss.name])
+
+    def gradients(self) -> Tensor:
+        """Copy this rank's gradients."""
+        return torch.cat([parameter.main_grad.flatten() for parameter in self.model.parameters()])
+
+
+def _engine() -> tuple[Any, Any]:
+    engine = verl.verl_engine(SIZE)
+    engine.optimizer = verl.GradientsKept()
+    return engine, engine.module[0]
+
+
+def _imitation() -> Any:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SIZE.stages)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return verl.pipeline_stage(SIZE)
+
+
+def _imitated(model: Any, samples: verl.Samples, budget: int) -> float:
+    """Add gradients of the mean over samples of each one's mean loss, packed, in Megatron's 1F1B; return this on the last
+    stage, elsewhere 0. Raises ValueError where a sample is longer than the token budget.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    if max(samples.lengths) > budget:
+        raise ValueError(f"a sample has {max(samples.lengths)} tokens, a microbatch at most {budget}")
+    rows: list[list[int]] = []
+    for number, length in enumerate(samples.lengths):
+        row = next((row for row in rows if sum(samples.lengths[other] for other in row) + length <= budget), None)
+        if row is None:
+            rows.append([number])
+        else:
+            row.append(number)
+    model.zero_grad_buffer()
+    sizes = {"num_microbatches": len(rows), "seq_length": 1, "micro_batch_size": 1}
+    step = partial(_forward_step, samples, len(rows))
+    return sum(get_forward_backward_func()(forward_step_func=step, data_iterator=iter(rows), model=[model], **sizes))
+
+
+def _forward_step(samples: verl.Samples, count: int, data: Iterator[list[int]], model: Any) -> tuple[Tensor, Any]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    row = next(data)
+    tokens = [samples.tokens[number] for number in row]
+    ends = torch.tensor([0, *map(len, tokens)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(map(len, tokens))
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    output = model(torch.cat(tokens)[None], None, None, packed_seq_params=packed)
+    return output, partial(_loss, samples, row, count)
+
+
+def _loss(samples: verl.Samples, row: list[int], count: int, logits: Tensor) -> tuple[Tensor, float]:
+    """Return the sum of mean clipped losses over all samples, times the microbatches by which Megatron divides."""
+    losses, at = [], 0
+    for number in row:
+        tokens = samples.tokens[number]
+        of_tokens = logits[0, at + verl.PROMPT - 1 : at + len(tokens) - 1].log_softmax(-1)
+        at += len(tokens)
+        logprobs = of_tokens.gather(-1, tokens[verl.PROMPT :, None])[:, 0]
+        ratio, advantage = (logprobs - samples.old_logprobs[number]).exp(), samples.advantages[number]
+        losses_of = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
+        if advantage < 0:
+            losses_of = losses_of.clamp(max=-advantage * CLIP_NEGATIVE)
+        losses.append(losses_of.mean())
+    mean = torch.stack(losses).sum() / len(samples.tokens)
+    return mean * count, float(mean.detach())
+
+
+def _static_bytes(updates: Updates) -> int:
+    """Return the bytes of weights, gradients and optimizer of the smaller stage, which a cap holds too."""
+    import megatron_epp
+
+    probe = megatron_epp.wrap_samples(loss=updates.loss)
+    probe(model=updates.model, samples=updates.columns, forward_only=True)
+    least = min(stage.static_bytes for stage in probe._run.costs.stages)
+    probe.close()
+    return int(least)
+
+
+def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, float]:
+    """Return the most bytes that autograd holds on any rank during an update, and the loss."""
+    with SavedTensors(updates.model.parameters()) as saved:
+        loss = update()
+    peak = torch.tensor([saved.peak_bytes])
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak[0]), loss
+
+
+@contextmanager
+def _recomputing(config: Any, layers: int) -> Iterator[None]:
+    """Return a context in which Megatron recomputes so many layers of a stage."""
+    if layers:
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", layers
+    try:
+        yield
+    finally:
+        config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
