@@ -276,7 +276,11 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
     },
 }
 LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "weights apart": {"cell": {"pp": 2, "split": True}, "both": f"{LATENT} --mtp-num-layers 1", "plan": "--epp-slices 3"},
+    "weights apart": {  # in the set `slow`: Transformer Engine's layers have latents with weights apart
+        "cell": {"pp": 2, "split": True},
+        "both": f"{LATENT} --mtp-num-layers 1",
+        "plan": "--epp-slices 3",
+    },
     "there and back, capped": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
         "both": f"{_YARN} --mtp-num-layers 2",
@@ -363,10 +367,13 @@ def _latent_predictions() -> list[Row]:
     for name, given in LATENT_PREDICTIONS.items():
         plan = f"{given['plan']} --epp-latents {given.get('choice', 'on')}"
         options = {"model": "llama"} | {key: value for key, value in given.items() if key != "choice"} | {"plan": plan}
-        check = functools.partial(_check_latent_predictions, name)
-        batch = BATCH if "cap" in name else SMALL_BATCH
         rows.append(
-            Row(name=f"latent attention, multi-token prediction: {name}", case=case(**options), check=check, batch=batch)
+            Row(
+                name=f"latent attention, multi-token prediction: {name}",
+                case=case(**options),
+                check=functools.partial(_check_latent_predictions, name),
+                is_slow=name == "weights apart",
+            )
         )
     return rows
 
@@ -622,7 +629,7 @@ _HYBRID = Row(
     check=_check_hybrid,
     iterations=3,
     batch=BATCH,
-    is_slow=True,  # the next one has its layers, too
+    is_slow=True,  # `STATES` have its layers, too
 )
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
@@ -633,59 +640,42 @@ _HYBRID_EXPERTS = Row(
         both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
     ),
     check=_check_hybrid,
+    is_slow=True,  # as those of `STATES` with experts, on stages
 )
 _DELTA = (
     "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
     "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
-DELTA: dict[str, dict[str, Any]] = {
-    "two stages": {
-        "cell": {"pp": 2},
+_MAMBA = (
+    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--mamba-state-dim 8"
+)
+STATES: dict[str, dict[str, Any]] = {
+    "two stages, weights apart": {
+        "cell": {"pp": 2, "split": True},
         "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*G|MG-M",
     },
     "tensor and sequence parallel": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
         "plan": "--epp-slices 7",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-G",
     },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern GE*E",
+    **{
+        f"context parallel, experts, {kind}": {
+            "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+            "plan": "--epp-slices 3 --epp-recompute 1",
+            "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern {kind}E*E",
+        }
+        for kind in "MG"
     },
-    "weights apart": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
-    },
-    "layers of a GPT, multi-token prediction": {
+    "gated delta nets in a GPT, multi-token prediction": {
         "cell": {"pp": 2},
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1",
     },
 }
-_MAMBA = (
-    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
-    "--mamba-state-dim 8"
-)
-MAMBA: dict[str, dict[str, Any]] = {
-    "two stages": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*M|MG-M",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "plan": "--epp-slices 7",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-M-M",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern ME*E",
-    },
-}
+"""Layers by their letters in a pattern."""
 
 
 HYBRID_PREDICTIONS: dict[str, dict[str, Any]] = {
@@ -889,7 +879,6 @@ _TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
 _BACK = {"pp": 2, "virtual": 2, "placement": "v", "split": True}
 FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2}, _AGAIN, ""),
-    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
     ("some", {"pp": 2}, "--epp-slices 3 --epp-costs learn", ""),
     ("layers", {"pp": 2, "split": True}, _AGAIN, ""),
 )
@@ -901,6 +890,7 @@ MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2, "dp": 2}, "--epp-slices 3 --use-distributed-optimizer", ""),
     ("adapters", {"pp": 2}, "--epp-slices 3", "--mtp-num-layers 1"),
     ("last", {"pp": 2}, _TIGHT, ""),
+    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
     ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
     ("last", {"pp": 2, "virtual": 2}, _AGAIN, ""),
     ("later", _BACK, "--epp-slices 4", ""),
@@ -966,8 +956,7 @@ ROWS = (
     *_cut_shards(),
     _HYBRID,
     _HYBRID_EXPERTS,
-    *_of_layers("gated delta nets", DELTA),
-    *_of_layers("Mamba-2", MAMBA),
+    *_of_layers("Mamba-2 and gated delta nets", STATES),
     *_hybrid_predictions(),
     *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),
