@@ -4,29 +4,22 @@ By default every group has a thread of its own, which looks for messages a hundr
 groups: without these threads four ranks take a quarter less of a processor's time.
 """
 
-from __future__ import annotations
-
-import functools
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+_device = cache(ProcessGroupGloo.create_default_device)
 
-class SharingGroup(ProcessGroupGloo):
-    """A gloo group that uses the device, and so the thread, of all others of its process."""
 
+class _SharingGroup(ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)
 
 
-@functools.cache
-def _device() -> Any:
-    return ProcessGroupGloo.create_default_device()
-
-
 def share_thread() -> None:
     """Have all gloo groups that torch makes in this process, and in those that it forks, share a thread."""
-    distributed_c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _SharingGroup  # type: ignore[misc]

@@ -37,8 +37,7 @@ MAMBA = (
 )
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
-SMALL = "--num-layers 4 --global-batch-size 4"
-"""Of what takes long: many slices, and layers in plain torch."""
+SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
@@ -82,13 +81,9 @@ MORE = {
         "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
         "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
         "whole": f"{GPT2} --epp-planner 1f1b",
-        "seven slices": f"{GROUPED} --epp-slices 7",
         "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
-        "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
         "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
-        "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
-        "latent attention": f"{LATENT} --epp-slices 3",
         "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
         "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
         "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
@@ -97,7 +92,6 @@ MORE = {
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
-        "a layer cut": f"{GROUPED} --epp-layout 3.5,4.5",
         "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
         "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
         "a layer cut, offloaded": f"{LLAMA} --epp-layout 4.5,3.5 --epp-memory-cap-gb 0.0085 --epp-offload "

@@ -381,7 +381,7 @@ def _latent_predictions() -> list[Row]:
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
 
 
-def _check_sliced(figures: Figures, _: Path) -> None:
+def _check_slices(figures: Figures, _: Path) -> None:
     assert kinds_of(figures) & {"split", "hybrid"}
 
 
@@ -409,10 +409,10 @@ def _masks() -> list[Row]:
         "sequence parallel by blocks, tied": case(shared, "grouped", blocks),
     }
     return [
-        Row(name="masked labels: part of every document", case=parts, check=_check_sliced, documents="parts"),
+        Row(name="masked labels: part of every document", case=parts, check=_check_slices, documents="parts"),
         Row(name="masked labels: one of two replicas", case=few, check=_check_one_each, documents="one of two replicas"),
         *(
-            Row(name=f"answers: {name}", case=one, check=_check_sliced, documents="answers", is_slow=name in more)
+            Row(name=f"answers: {name}", case=one, check=_check_slices, documents="answers", is_slow=name in more)
             for name, one in (answers | more).items()
         ),
     ]
@@ -512,7 +512,6 @@ MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
     "context parallel, tied": {"cell": {"pp": 2, "cp": 2}, "model": "gpt2"},
     "replicas, tied": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "optimizer": OVERLAPPED},
     "masked": {"cell": {"pp": 2}, "model": "llama"},
-    "two ranks": {"cell": {"pp": 2}, "model": "llama"},
     "tied": {"cell": {"pp": 2}, "model": "grouped"},
     "by blocks": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
     "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama"},
@@ -527,7 +526,6 @@ MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
     },
     "sequence parallel, masked": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
     "context parallel, masked": {"cell": {"pp": 2, "cp": 2}, "model": "llama"},
-    "four ranks": {"cell": {"pp": 4}, "model": "llama"},
     "four ranks, uneven": {"cell": {"pp": 4}, "model": "learned", "both": _UNEVEN},
     "replicas": {"cell": {"pp": 2, "dp": 2}, "model": "llama", "optimizer": OVERLAPPED},
     "experts": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "model": "llama", "optimizer": OVERLAPPED},
@@ -623,14 +621,6 @@ def _check_hybrid(figures: Figures, _: Path) -> None:
     assert all(plan["recompute"] == ["some"] for plan in plans_of(figures))
 
 
-_HYBRID = Row(
-    name="hybrid model of attention and MLP layers",
-    case=case({"pp": 2}, "llama", "--epp-slices 3 --epp-recompute 1", both=HYBRID),
-    check=_check_hybrid,
-    iterations=3,
-    batch=BATCH,
-    is_slow=True,  # `STATES` have its layers, too
-)
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
     case=case(
@@ -729,10 +719,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
     },
 }
-
-
-def _check_slices(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
 
 
 def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
@@ -903,16 +889,12 @@ MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 )
 
 
-def _check_frozen(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
-
-
 def _frozen(number: int, part: str, cell: dict[str, Any], plan: str, both: str, is_slow: bool) -> Row:
     both = f"--spec tests.support.mcore.adapters {part} {both}"
     return Row(
         name=f"of the model only a part trains: {part}, {Cell(**cell)}, {number}",
         case=case(cell, "llama", plan, both=both),
-        check=_check_frozen,
+        check=_check_slices,
         is_slow=is_slow,
     )
 
@@ -954,7 +936,6 @@ ROWS = (
     *_masks(),
     *_vocabularies(2, VOCABULARIES),
     *_cut_shards(),
-    _HYBRID,
     _HYBRID_EXPERTS,
     *_of_layers("Mamba-2 and gated delta nets", STATES),
     *_hybrid_predictions(),

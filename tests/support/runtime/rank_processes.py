@@ -1,7 +1,6 @@
 """Starts the ranks of a gloo job as processes of this machine and runs functions on all of them.
 
-The processes are forked from one that has imported torch already, so that starting them takes little: its compiler too, which
-what autograd saves asks for, and which takes longest.
+The processes are forked from one that has imported torch and its compiler already, so that starting them takes little.
 """
 
 import multiprocessing

@@ -545,12 +545,10 @@ CALLS = 2
 def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     """Reduce gradients of training steps of two calls after both: on two replicas, on four ranks.
 
-    The hooks of the model's configuration are set so that no call reduces. Returns for every way of data parallelism the
-    relative difference of the reduced gradients from those of Megatron's own schedule; and that of planned calls that reduce
-    by themselves, as the hooks of Megatron's training ask, where one of the replicas has no microbatches.
-
-    Args:
-        ways: whether reductions overlap, and whether the optimizer is distributed.
+    The hooks of the model's configuration are set so that no call reduces. Returns for every way of data parallelism, whether
+    reductions overlap and whether the optimizer is distributed, the relative difference of the reduced gradients from those of
+    Megatron's own schedule; and that of planned calls that reduce by themselves, as the hooks of Megatron's training ask, where
+    one of the replicas has no microbatches.
     """
     loop = begin(UNEVEN, 2, replicas=2)
     from megatron.core import parallel_state
