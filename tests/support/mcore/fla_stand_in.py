@@ -62,8 +62,7 @@ def chunk_gated_delta_rule(
     tensors = (x.double().transpose(1, 2) for x in (q, k, v, g, beta))
     for number, (qs, ks, vs, gs, bs) in enumerate(zip(*_sequences(cu_seqlens, *tensors, dim=2), strict=True)):
         rows = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-        initial = torch.zeros(rows) if initial_state is None else initial_state[number : number + 1]
-        initial = initial.double()
+        initial = (torch.zeros(rows) if initial_state is None else initial_state[number : number + 1]).double()
         decays = gs.cumsum(dim=-1)
         is_after = torch.ones(2 * [qs.shape[2]], dtype=torch.bool).triu(1)
         lasting = (decays[..., None] - decays[..., None, :]).masked_fill(is_after, -torch.inf).exp()

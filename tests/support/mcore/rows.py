@@ -372,6 +372,7 @@ def _latent_predictions() -> list[Row]:
                 name=f"latent attention, multi-token prediction: {name}",
                 case=case(**options),
                 check=functools.partial(_check_latent_predictions, name),
+                batch=BATCH if "cap" in name else SMALL_BATCH,
                 is_slow=name == "weights apart",
             )
         )
