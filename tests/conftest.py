@@ -12,7 +12,7 @@ try:
 except ImportError:  # a machine for `tests/gpu` may lack it, and they need none
     settings = None
 else:
-    settings.register_profile("patient", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("patient", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
 
 

@@ -17,6 +17,7 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.result import greedy
 from tests.support.plan.planner_cases import least_cap_bytes, pipeline, problem
+from tests.support.seeds import some_by_default
 
 pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
 
@@ -86,7 +87,7 @@ def test_what_the_exact_planner_does_not_know_stays_as_greedy_plans_it_and_a_lin
 SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
 
 
-@pytest.mark.parametrize("split", [False, True])
+@some_by_default("split", [True, False], 1)
 def test_shards_of_the_vocabulary_are_refined(split: bool):
     asked = problem((9000, 4000, 2000), 2)
     options = Options(chunk_tokens=9500, split_weight=split, plan_limit_s=20)

@@ -87,11 +87,8 @@ def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
 @pytest.mark.parametrize(
     ("model", "num_processes", "flags"),
     [
-        pytest.param("llama", 2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param("gpt2", 2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),  # below, layers recompute, too
         ("llama", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
         pytest.param("llama", 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param("llama", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         pytest.param("gpt2", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         (  # the embedding is shared by both stages
             "gpt2",

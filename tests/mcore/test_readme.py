@@ -12,6 +12,7 @@ import pytest
 import megatron_epp
 from megatron_epp.losses import Average, ClippedRatio
 from tests.support import ROOT
+from tests.support.seeds import some_by_default
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -31,12 +32,11 @@ def test_the_test_command_is_what_ci_runs():
     assert "scripts/test.sh" in (ROOT / ".ci/run").read_text()
 
 
-OTHERS = [pytest.param(block, id=block.split("\n")[1]) for block in BLOCKS if block != QUICKSTART]
-
-
-@pytest.mark.parametrize("block", OTHERS)
-def test_every_other_shell_block_runs(block):
-    run(block)
+@some_by_default("sizes", ["--context 8192 --global-batch-size 8", "--context 131072 --global-batch-size 32"], 1)
+def test_the_other_shell_block_runs(sizes):
+    (block,) = (block for block in BLOCKS if block != QUICKSTART)
+    assert block.count("--context 131072 --global-batch-size 32") == 1
+    run(block.replace("--context 131072 --global-batch-size 32", sizes))
 
 
 def test_the_python_example_draws_a_plan_that_is_proven(tmp_path):

@@ -16,7 +16,7 @@ from tests.support.mcore.jobs.frameworks import UNEVEN
 from tests.support.mcore.launch import REPOSITORY, launch, run
 from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
-from tests.support.mcore.rows import HYBRID, LATENT, MAMBA
+from tests.support.mcore.rows import HYBRID, LATENT, STATES
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 CASES = {
@@ -39,7 +39,7 @@ CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-latents on",
         "both": f"{LATENT} --mtp-num-layers 1",
     },
-    "Mamba-2 and gated delta nets": MAMBA["two stages"] | {"model": "llama"},
+    "Mamba-2 and gated delta nets": STATES["two stages, weights apart"] | {"model": "llama"},
     "hybrid, windows and sinks": {
         "cell": {"pp": 2},
         "model": "llama",

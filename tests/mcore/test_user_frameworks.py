@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, train
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.reinforcement import UNLIKE
 from tests.support.mcore.launch import TINY
+from tests.support.seeds import some_by_default
 
 PLANS = ("--epp", "--epp-microbatches", "user")
 STAGES = ("--pipeline-model-parallel-size", "2")
@@ -99,11 +100,14 @@ def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
     assert "in their own order, while costs are learnt" in finished.output
 
 
-def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replica_that_has_no_microbatches() -> None:
+@some_by_default("ways", [((False, False), (True, True)), ((False, True), (True, False))], 1)
+def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replica_that_has_no_microbatches(
+    ways: tuple[tuple[bool, bool], ...],
+) -> None:
     """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""
-    found = [*chain.from_iterable(of_ranks(job(4, "frameworks:split_step")))]
+    found = [*chain.from_iterable(of_ranks(job(4, "frameworks:split_step", ways=ways)))]
     said = [(one["rank"], one["overlap"], one["distributed"]) for one in found]
-    assert sorted(said) == sorted(2 * [*product(range(4), (False, True), (False, True))])
+    assert sorted(said) == sorted(2 * [(rank, *way) for rank in range(4) for way in ways])
     assert [one for one in found if one["worst"] > TOLERANCE] == []
 
 

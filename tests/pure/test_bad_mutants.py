@@ -14,7 +14,7 @@ from tests.support.fuzz.damage import text_damage
 from tests.support.fuzz.formats import FORMATS
 from tests.support.fuzz.judge import Format, faults_of_campaign, mutant, refused_though_sound, run
 
-MUTANTS = 20
+MUTANTS = 8
 """Number of damaged files of every kind; with ``-m slow`` there are 10,000."""
 
 

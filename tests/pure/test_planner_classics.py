@@ -19,10 +19,11 @@ from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
 from scripts.bench.orders.unit import Unit, fewest, unit_costs
+from tests.support.seeds import some_by_default
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if not PLANNERS.entries()[ORDERS[name][0]].lacks])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 32)])
+@some_by_default(("ranks", "microbatches"), [(4, 8), (8, 32)], 1)
 def test_greedy_is_no_slower_than_an_order_with_as_much_memory(name: str, ranks: int, microbatches: int):
     planner, count = ORDERS[name]
     entry = PLANNERS.entries()[planner]

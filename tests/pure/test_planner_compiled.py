@@ -26,9 +26,9 @@ from megatron_epp.planner.kernels.compiled import is_compiled
 
 print(is_compiled())
 for lengths, stages, options in [
-    ((9000, 4000, 700), 2, Options(slices=3, steps=300)),
-    (web_lengths(5, seed=1, longest=30000), 4, Options()),
-    (web_lengths(3, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
+    ((9000, 4000, 700), 2, Options(slices=3, steps=60)),
+    (web_lengths(4, seed=1, longest=30000), 3, Options(steps=30)),
+    (web_lengths(3, seed=2, longest=30000), 2, Options(split_weight=True, offload=True, steps=30)),
 ]:
     for turns in (1, 2):
         costs = replace(pipeline(stages), host_turns=turns)

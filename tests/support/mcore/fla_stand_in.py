@@ -55,28 +55,32 @@ def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, out
 def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
-    """Apply the rule token by token, in fp64, so that it does not matter where a sequence is cut."""
+    """Solve for all tokens of a sequence at once, in fp64, so that it does not matter where it is cut."""
     assert not use_qk_l2norm_in_kernel
-    tensors = [x.double() for x in (q, k, v, g, beta)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs, states = [], []
-    for number, (qs, ks, vs, gs, bs) in enumerate(zip(*_sequences(cu_seqlens, *tensors), strict=True)):
+    tensors = (x.double().transpose(1, 2) for x in (q, k, v, g, beta))
+    for number, (qs, ks, vs, gs, bs) in enumerate(zip(*_sequences(cu_seqlens, *tensors, dim=2), strict=True)):
         rows = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-        state = torch.zeros(rows, dtype=torch.float64) if initial_state is None else initial_state[number : number + 1].double()
-        for t in range(qs.shape[1]):
-            state = state * gs[:, t, :, None, None].exp()
-            read = torch.einsum("bhkv,bhk->bhv", state, ks[:, t])
-            state = state + torch.einsum("bhk,bhv->bhkv", ks[:, t], bs[:, t, :, None] * (vs[:, t] - read))
-            outs.append(torch.einsum("bhkv,bhk->bhv", state, qs[:, t]) * scale)
-        states.append(state)
-    return torch.stack(outs, dim=1).to(v.dtype), torch.cat(states).float() if output_final_state else None
+        initial = (torch.zeros(rows) if initial_state is None else initial_state[number : number + 1]).double()
+        decays = gs.cumsum(dim=-1)
+        is_after = torch.ones(2 * [qs.shape[2]], dtype=torch.bool).triu(1)
+        lasting = (decays[..., None] - decays[..., None, :]).masked_fill(is_after, -torch.inf).exp()
+        before = decays[..., None].exp()
+        # A token adds to the state its value less what the state reads at its key, with all that tokens before have added.
+        own = bs[..., None] * (vs - before * (ks @ initial))
+        added = torch.linalg.solve_triangular(bs[..., None] * lasting * (ks @ ks.mT), own, upper=False, unitriangular=True)
+        outs.append(scale * (before * (qs @ initial) + (lasting * (qs @ ks.mT)) @ added))
+        states.append(before[..., -1:, :] * initial + (lasting[..., -1:, :].mT * ks).mT @ added)
+    out = torch.cat(outs, dim=2).transpose(1, 2).to(v.dtype)
+    return out, torch.cat(states).float() if output_final_state else None
 
 
-def _sequences(cu_seqlens, *tensors):
+def _sequences(cu_seqlens, *tensors, dim=1):
     """Yield for every tensor its parts, one of each packed sequence."""
     for x in tensors:
-        ends = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        yield [x[:, start:end] for start, end in pairwise(ends) if start < end]
+        ends = [0, x.shape[dim]] if cu_seqlens is None else cu_seqlens.tolist()
+        yield [x.narrow(dim, start, end - start) for start, end in pairwise(ends) if start < end]
 
 
 def install(**others):

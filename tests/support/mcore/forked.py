@@ -174,6 +174,9 @@ def preload() -> None:
     from megatron_epp.mcore import pretrain_gpt
 
     pretrain_gpt.preload()
+    from tests.support.mcore.gloo import share_thread  # which imports torch
+
+    share_thread()
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 1000

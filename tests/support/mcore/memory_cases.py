@@ -29,7 +29,7 @@ LATENT = (
 )
 DELTA = (
     f"{LLAMA} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
-    "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GGG|GGG --spec tests.support.mcore.delta_hybrid stack_spec"
+    "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GG|GG --spec tests.support.mcore.delta_hybrid stack_spec"
 )
 MAMBA = (
     f"{LLAMA} --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
@@ -37,6 +37,7 @@ MAMBA = (
 )
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
+SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
@@ -53,17 +54,17 @@ PIPELINES = {
     2: {
         FREE: f"{LLAMA} --epp-slices 3",
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
-        "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
+        "twelve slices in bf16, all in bf16": f"{LLAMA} {SMALL} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
-        "latents, seven slices, some recompute": f"{LATENT} --epp-latents on --epp-slices 7 --epp-recompute 2",
+        "latents, seven slices, some recompute": f"{LATENT} {SMALL} --epp-latents on --epp-slices 7 --epp-recompute 1",
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 "
         "--epp-planner seq1f1b",
-        "gated delta nets, seven slices, some recompute": f"{DELTA} --epp-slices 7 --epp-recompute 2",
+        "gated delta nets, seven slices, some recompute": f"{DELTA} {SMALL} --epp-slices 7 --epp-recompute 1",
         "Mamba-2, seven slices, some recompute": f"{MAMBA} --epp-slices 7 --epp-recompute 2",
-        "windows longer than slices, sinks, some recompute": f"{WINDOWS} --epp-slices 7 --epp-recompute 2",
-        TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
+        "windows longer than slices, sinks, some recompute": f"{WINDOWS} {SMALL} --epp-slices 7 --epp-recompute 1",
+        TOKENS_SHARED: f"{LLAMA} {SMALL} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
     },
     4: {
@@ -80,13 +81,9 @@ MORE = {
         "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
         "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
         "whole": f"{GPT2} --epp-planner 1f1b",
-        "seven slices": f"{GROUPED} --epp-slices 7",
         "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
-        "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
         "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
-        "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
-        "latent attention": f"{LATENT} --epp-slices 3",
         "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
         "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
         "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
@@ -95,7 +92,6 @@ MORE = {
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
-        "a layer cut": f"{GROUPED} --epp-layout 3.5,4.5",
         "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
         "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
         "a layer cut, offloaded": f"{LLAMA} --epp-layout 4.5,3.5 --epp-memory-cap-gb 0.0085 --epp-offload "

@@ -276,7 +276,11 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
     },
 }
 LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "weights apart": {"cell": {"pp": 2, "split": True}, "both": f"{LATENT} --mtp-num-layers 1", "plan": "--epp-slices 3"},
+    "weights apart": {  # in the set `slow`: Transformer Engine's layers have latents with weights apart
+        "cell": {"pp": 2, "split": True},
+        "both": f"{LATENT} --mtp-num-layers 1",
+        "plan": "--epp-slices 3",
+    },
     "there and back, capped": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
         "both": f"{_YARN} --mtp-num-layers 2",
@@ -363,10 +367,14 @@ def _latent_predictions() -> list[Row]:
     for name, given in LATENT_PREDICTIONS.items():
         plan = f"{given['plan']} --epp-latents {given.get('choice', 'on')}"
         options = {"model": "llama"} | {key: value for key, value in given.items() if key != "choice"} | {"plan": plan}
-        check = functools.partial(_check_latent_predictions, name)
-        batch = BATCH if "cap" in name else SMALL_BATCH
         rows.append(
-            Row(name=f"latent attention, multi-token prediction: {name}", case=case(**options), check=check, batch=batch)
+            Row(
+                name=f"latent attention, multi-token prediction: {name}",
+                case=case(**options),
+                check=functools.partial(_check_latent_predictions, name),
+                batch=BATCH if "cap" in name else SMALL_BATCH,
+                is_slow=name == "weights apart",
+            )
         )
     return rows
 
@@ -374,7 +382,7 @@ def _latent_predictions() -> list[Row]:
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
 
 
-def _check_sliced(figures: Figures, _: Path) -> None:
+def _check_slices(figures: Figures, _: Path) -> None:
     assert kinds_of(figures) & {"split", "hybrid"}
 
 
@@ -402,10 +410,10 @@ def _masks() -> list[Row]:
         "sequence parallel by blocks, tied": case(shared, "grouped", blocks),
     }
     return [
-        Row(name="masked labels: part of every document", case=parts, check=_check_sliced, documents="parts"),
+        Row(name="masked labels: part of every document", case=parts, check=_check_slices, documents="parts"),
         Row(name="masked labels: one of two replicas", case=few, check=_check_one_each, documents="one of two replicas"),
         *(
-            Row(name=f"answers: {name}", case=one, check=_check_sliced, documents="answers", is_slow=name in more)
+            Row(name=f"answers: {name}", case=one, check=_check_slices, documents="answers", is_slow=name in more)
             for name, one in (answers | more).items()
         ),
     ]
@@ -505,7 +513,6 @@ MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
     "context parallel, tied": {"cell": {"pp": 2, "cp": 2}, "model": "gpt2"},
     "replicas, tied": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "optimizer": OVERLAPPED},
     "masked": {"cell": {"pp": 2}, "model": "llama"},
-    "two ranks": {"cell": {"pp": 2}, "model": "llama"},
     "tied": {"cell": {"pp": 2}, "model": "grouped"},
     "by blocks": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
     "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama"},
@@ -520,7 +527,6 @@ MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
     },
     "sequence parallel, masked": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
     "context parallel, masked": {"cell": {"pp": 2, "cp": 2}, "model": "llama"},
-    "four ranks": {"cell": {"pp": 4}, "model": "llama"},
     "four ranks, uneven": {"cell": {"pp": 4}, "model": "learned", "both": _UNEVEN},
     "replicas": {"cell": {"pp": 2, "dp": 2}, "model": "llama", "optimizer": OVERLAPPED},
     "experts": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "model": "llama", "optimizer": OVERLAPPED},
@@ -616,14 +622,6 @@ def _check_hybrid(figures: Figures, _: Path) -> None:
     assert all(plan["recompute"] == ["some"] for plan in plans_of(figures))
 
 
-_HYBRID = Row(
-    name="hybrid model of attention and MLP layers",
-    case=case({"pp": 2}, "llama", "--epp-slices 3 --epp-recompute 1", both=HYBRID),
-    check=_check_hybrid,
-    iterations=3,
-    batch=BATCH,
-    is_slow=True,  # the next one has its layers, too
-)
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
     case=case(
@@ -633,59 +631,42 @@ _HYBRID_EXPERTS = Row(
         both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
     ),
     check=_check_hybrid,
+    is_slow=True,  # as those of `STATES` with experts, on stages
 )
 _DELTA = (
     "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
     "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
-DELTA: dict[str, dict[str, Any]] = {
-    "two stages": {
-        "cell": {"pp": 2},
+_MAMBA = (
+    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--mamba-state-dim 8"
+)
+STATES: dict[str, dict[str, Any]] = {
+    "two stages, weights apart": {
+        "cell": {"pp": 2, "split": True},
         "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*G|MG-M",
     },
     "tensor and sequence parallel": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
         "plan": "--epp-slices 7",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
+        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-G",
     },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern GE*E",
+    **{
+        f"context parallel, experts, {kind}": {
+            "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+            "plan": "--epp-slices 3 --epp-recompute 1",
+            "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern {kind}E*E",
+        }
+        for kind in "MG"
     },
-    "weights apart": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-G",
-    },
-    "layers of a GPT, multi-token prediction": {
+    "gated delta nets in a GPT, multi-token prediction": {
         "cell": {"pp": 2},
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1",
     },
 }
-_MAMBA = (
-    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
-    "--mamba-state-dim 8"
-)
-MAMBA: dict[str, dict[str, Any]] = {
-    "two stages": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*M|MG-M",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "plan": "--epp-slices 7",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-M-M",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern ME*E",
-    },
-}
+"""Layers by their letters in a pattern."""
 
 
 HYBRID_PREDICTIONS: dict[str, dict[str, Any]] = {
@@ -739,10 +720,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
     },
 }
-
-
-def _check_slices(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
 
 
 def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
@@ -889,7 +866,6 @@ _TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
 _BACK = {"pp": 2, "virtual": 2, "placement": "v", "split": True}
 FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2}, _AGAIN, ""),
-    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
     ("some", {"pp": 2}, "--epp-slices 3 --epp-costs learn", ""),
     ("layers", {"pp": 2, "split": True}, _AGAIN, ""),
 )
@@ -901,6 +877,7 @@ MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("adapters", {"pp": 2, "dp": 2}, "--epp-slices 3 --use-distributed-optimizer", ""),
     ("adapters", {"pp": 2}, "--epp-slices 3", "--mtp-num-layers 1"),
     ("last", {"pp": 2}, _TIGHT, ""),
+    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
     ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
     ("last", {"pp": 2, "virtual": 2}, _AGAIN, ""),
     ("later", _BACK, "--epp-slices 4", ""),
@@ -913,16 +890,12 @@ MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 )
 
 
-def _check_frozen(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
-
-
 def _frozen(number: int, part: str, cell: dict[str, Any], plan: str, both: str, is_slow: bool) -> Row:
     both = f"--spec tests.support.mcore.adapters {part} {both}"
     return Row(
         name=f"of the model only a part trains: {part}, {Cell(**cell)}, {number}",
         case=case(cell, "llama", plan, both=both),
-        check=_check_frozen,
+        check=_check_slices,
         is_slow=is_slow,
     )
 
@@ -964,10 +937,8 @@ ROWS = (
     *_masks(),
     *_vocabularies(2, VOCABULARIES),
     *_cut_shards(),
-    _HYBRID,
     _HYBRID_EXPERTS,
-    *_of_layers("gated delta nets", DELTA),
-    *_of_layers("Mamba-2", MAMBA),
+    *_of_layers("Mamba-2 and gated delta nets", STATES),
     *_hybrid_predictions(),
     *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),

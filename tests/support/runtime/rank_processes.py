@@ -1,6 +1,6 @@
 """Starts the ranks of a gloo job as processes of this machine and runs functions on all of them.
 
-The processes are forked from one that has imported torch already, so that starting them takes little.
+The processes are forked from one that has imported torch and its compiler already, so that starting them takes little.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from megatron_epp.runtime.links.objects import Groups
 
 TIMEOUT_S = 120
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["megatron_epp.runtime.executor", "megatron_epp.planner"])
+_context.set_forkserver_preload(["torch._dynamo", "megatron_epp.runtime.executor", "megatron_epp.planner"])
 
 
 class Ranks:

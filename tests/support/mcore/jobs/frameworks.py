@@ -8,7 +8,6 @@ their ranks print, or how they end, is what tests look at.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
 import time
@@ -543,12 +542,13 @@ def wrong_step(case: str) -> Callable[..., Any]:
 CALLS = 2
 
 
-def split_step() -> list[dict[str, Any]]:
+def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     """Reduce gradients of training steps of two calls after both: on two replicas, on four ranks.
 
-    The hooks of the model's configuration are set so that no call reduces. Returns for every way of data parallelism the
-    relative difference of the reduced gradients from those of Megatron's own schedule; and that of planned calls that reduce
-    by themselves, as the hooks of Megatron's training ask, where one of the replicas has no microbatches.
+    The hooks of the model's configuration are set so that no call reduces. Returns for every way of data parallelism, whether
+    reductions overlap and whether the optimizer is distributed, the relative difference of the reduced gradients from those of
+    Megatron's own schedule; and that of planned calls that reduce by themselves, as the hooks of Megatron's training ask, where
+    one of the replicas has no microbatches.
     """
     loop = begin(UNEVEN, 2, replicas=2)
     from megatron.core import parallel_state
@@ -560,7 +560,7 @@ def split_step() -> list[dict[str, Any]]:
     replica, count = parallel_state.get_data_parallel_rank(), len(UNEVEN)
     loop.batches = partial(batches, UNEVEN, seed=5 + replica)
     found = []
-    for overlap, distributed in itertools.product((False, True), repeat=2):
+    for overlap, distributed in ways:
         settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=distributed)
         (bare,) = build(2, virtual=False)
         model = DistributedDataParallel(bare.config, settings, bare)

@@ -34,8 +34,8 @@ def run(folder: Path) -> None:
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
     def train(cell: Cell, plan: str, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:
-        """Train to the end and save every iteration, from the checkpoint after the `done` first ones."""
-        flags = [*common, "--save", str(folder / save), "--save-interval", "1"]
+        """Train to the end, from the checkpoint after the `done` first iterations, and save the one after the next."""
+        flags = [*common, "--save", str(folder / save), "--save-interval", str(done + 1)]
         if load is not None:
             (folder / load / "latest_checkpointed_iteration.txt").write_text(str(done))
             flags += ["--load", str(folder / load)]

@@ -77,7 +77,7 @@ def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 
     local_hybrid.use_torch_norms()
     schedule.Executor = by_levels(schedule.Executor)
-    common = [*common_flags(1, 64, 4, validates=False), "--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
+    common = [*common_flags(1, 64, 2, validates=False), "--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
 
     def training(name: str, stages: int, processes: int, model: str, flags: str) -> Training:
         own = ["--pipeline-model-parallel-size", str(stages), "--epp-report-dir", str(folder / name)]

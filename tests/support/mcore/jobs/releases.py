@@ -23,7 +23,7 @@ def run(folder: Path) -> dict[str, Any]:
 
     local_hybrid.use_torch_norms()
     with mock.patch.object(worlds, "record", trainings.recorded):
-        assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "3", "--json"]) == 0
+        assert parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"]) == 0
     (place := folder / "levels").mkdir()
     return {"known": found, "levels": recompute_modes.run(place, ["dropout"])}
 
