@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 from functools import cache
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,7 @@ from megatron_epp.plan.launches import Launches
 from tests.support.plan.launch_campaign import faults_of, late_receives, random_plans
 from tests.support.plan.queue_machine import stuck, stuck_together
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole, with_step
+from tests.support.plan.small_plans import looped, make_plan, one_f_one_b, whole, with_step
 from tests.support.seeds import some_by_default
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
@@ -29,13 +28,6 @@ plans_of = cache(random_plans)
 
 def run(plan, rows, queues=1, waits=0.0, seed=0):
     return stuck(to_json(plan), to_grid(rows), queues, waits, seed)
-
-
-@pytest.mark.parametrize(("queues", "waits"), MACHINES)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_end_on_every_machine(name, queues, waits):
-    plan = EXAMPLES[name]()
-    assert run(plan, lower(plan), queues, waits) == []
 
 
 @given(sound_plans(crossed=True), st.sampled_from(MACHINES), st.integers(0, 99))

@@ -11,7 +11,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.gantt import Shades, gantt, save_gantt, text_colour, tint
+from megatron_epp.report.gantt import Shades, gantt, text_colour, tint
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
@@ -157,14 +157,6 @@ def test_copies_get_a_lane_of_their_own():
     timeline = simulate(plan)
     spans, _ = bars(gantt(plan).axes[0], "rank 0 copy")
     np.testing.assert_allclose(spans, np.array([timeline.copy_start_us[0], timeline.copy_end_us[0]]).T / 1e3)
-
-
-def test_the_picture_is_a_png(tmp_path):
-    plan = sliced_plan()
-    save_gantt(plan, tmp_path / "plan.png", measured_run(plan))
-    data = (tmp_path / "plan.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 10_000
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):

@@ -1,13 +1,11 @@
 """Chrome traces of plans and runs."""
 
-import json
 from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.trace import save_trace, trace
+from megatron_epp.report.trace import trace
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
@@ -90,19 +88,3 @@ def test_copies_run_on_a_stream_of_their_own():
         (0, "0O0", pytest.approx(50.0)),
         (0, "0L0", pytest.approx(50.0)),
     ]
-
-
-def test_the_boxes_of_a_thread_do_not_overlap():
-    made = trace(sliced_plan(num_ranks=4, slices=5, batched=6), None)
-    rows = defaultdict(list)
-    for event in events(made, "X"):
-        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for row in rows.values():
-        row.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(row))
-
-
-def test_the_file_is_json_in_chromes_object_form(tmp_path):
-    plan = sliced_plan()
-    save_trace(plan, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace(plan)
