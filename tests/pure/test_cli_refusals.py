@@ -63,6 +63,7 @@ REFUSED = [
     ("plan --lengths 12 --layers 4 --stages 5", "--layers or --stages"),
     ("plan --lengths 3 --cluster h100x8 --rates cpu", "--cluster", "--rates", "one of them"),
     ("plan --lengths 5 --devices 8", "--devices", "--cluster", "leave it out"),
+    ("plan --lengths 9000 --stages 1 --vocab-parallel on", "--stages is 1"),
     (f"plan {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),
     (f"memory {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),
     (f"compare {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),

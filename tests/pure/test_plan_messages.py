@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given
 
+from megatron_epp.cost import on_device
+from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, Op, check, lower, simulate
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.message_slots import message_peaks, slots_of
@@ -11,7 +13,6 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.message_room import message_room
-from tests.support.plan.launch_campaign import costs_of
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
 
@@ -66,6 +67,10 @@ def ledger(made, rank, row):
     assert not live
     assert not any(posted.values())
     return slots, most
+
+
+def costs_of(num_stages):
+    return on_device(load_costs("llama3-8b-h100").costs([32 // num_stages] * num_stages))
 
 
 def problem(placement, lengths, cap=UNLIMITED_BYTES):

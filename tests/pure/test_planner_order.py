@@ -69,15 +69,9 @@ def test_slices_go_forward_ascending_and_backward_descending():
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
-def test_warmup_covers_the_stages_below_and_the_slices_of_the_longest(stages: int):
+def test_warmup_covers_the_stages_below_and_the_slices_of_the_longest_and_no_more_is_alive(stages: int):
     for rank, actions in enumerate(elastic_1f1b(table(UNEQUAL), stages, False)):
-        assert warmup(actions) == min(sum(UNEQUAL), stages - rank - 1 + max(UNEQUAL))
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_no_rank_keeps_more_alive_than_its_warmup(stages: int):
-    for rank, actions in enumerate(elastic_1f1b(table(UNEQUAL), stages, False)):
-        assert live_chunks(actions) == stages - rank - 1 + max(UNEQUAL)
+        assert warmup(actions) == live_chunks(actions) == min(sum(UNEQUAL), stages - rank - 1 + max(UNEQUAL))
 
 
 def test_the_window_shrinks_once_the_longest_sequence_is_through():

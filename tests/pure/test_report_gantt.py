@@ -35,13 +35,6 @@ def test_every_action_is_a_bar_at_the_simulators_time(num_ranks):
     assert [label.get_text() for label in axis.get_yticklabels()] == [f"rank {rank}" for rank in range(num_ranks)]
 
 
-def test_the_title_tells_makespan_and_bubble():
-    plan = sliced_plan()
-    title = gantt(plan).axes[0].get_title(loc="left")
-    assert f"{plan.predicted.makespan_us / 1e3:.2f} ms" in title
-    assert f"{plan.predicted.bubble_fraction:.1%}" in title
-
-
 def test_a_run_is_drawn_below_the_plan_on_the_same_time_axis():
     plan = sliced_plan()
     measured = measured_run(plan, slowdown=2.0)
@@ -99,11 +92,6 @@ def test_recompute_is_the_front_of_its_backward():
         strips[:, 1] - strips[:, 0], [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
     )
     assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {operation(Op.R).colour}
-
-
-def test_without_recompute_there_are_no_such_fronts():
-    axis = gantt(sliced_plan(recompute=0)).axes[0]
-    assert len(bars(axis, "rank 0 recompute")[0]) == 0
 
 
 def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
