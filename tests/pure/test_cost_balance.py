@@ -90,7 +90,3 @@ def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_
     ):
         assert advice(costs(layers), rank_of, lengths) is None
     assert advice(costs(balanced_layers(PROFILE, 32, 8)), range(8), LONG) is not None
-
-
-def test_a_layout_is_written_as_megatron_reads_it():
-    assert layout_flag((7, 8, 1)) == "Et*7|t*8|tL"

@@ -22,11 +22,6 @@ def test_an_action_prints_and_parses_back(op, stage, number):
     assert Action.parse(str(action)) == action
 
 
-def test_an_action_prints_as_stage_op_chunk():
-    assert str(Action(Op.F, 2, 5)) == "2F5"
-    assert str(Action(Op.SEND_F, 2, 5)) == "2SEND_F5"
-
-
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X5", "2f5", "-1F0", "2F5 ", "2SEND5", "2.0F1"])
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(PlanError, match="is not an action"):

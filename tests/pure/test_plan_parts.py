@@ -52,18 +52,14 @@ COUNTS = st.integers(0, 1 << 30)
 
 
 @given(COUNTS)
-def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more(count):
+def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more_and_its_size_stays_as_it_is(count):
     assert count <= size_class(count) <= count * (1 + 1 / SIZES_PER_OCTAVE)
+    assert size_class(size_class(count)) == size_class(count)
 
 
 @given(COUNTS, COUNTS)
 def test_more_tokens_never_get_a_smaller_buffer(one, other):
     assert size_class(min(one, other)) <= size_class(max(one, other))
-
-
-@given(COUNTS)
-def test_a_size_that_there_is_stays_as_it_is(count):
-    assert size_class(size_class(count)) == size_class(count)
 
 
 def test_sizes_are_few():

@@ -124,18 +124,14 @@ def test_where_a_rank_has_several_stages_boxes_name_the_stage_too():
     assert texts == ["0.0", "3.0", "1.0", "2.0"]
 
 
-def test_memory_is_drawn_against_the_cap():
+def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
     plan = sliced_plan(num_ranks=3)
     axis = gantt(plan).axes[-1]
     heights = {line.get_label(): max(line.get_ydata()) for line in axis.lines}
     unit = 2**20
     assert [heights[f"_rank {r}"] for r in range(3)] == pytest.approx([peak / unit for peak in simulate(plan).peak_bytes])
     assert heights["_cap"] == plan.cap_bytes[0] / unit
-
-
-def test_a_cap_far_above_is_told_instead_of_drawn():
     plan = replace(sliced_plan(), cap_bytes=(2**40,) * 2)
-    axis = gantt(plan).axes[-1]
     assert "_cap" not in {line.get_label() for line in axis.lines}
     assert "1024.00 GiB" in axis.get_title(loc="left")
 

@@ -23,7 +23,7 @@ def on_stream(made, stream):
     return [event for event in events(made, "X") if names[event["pid"], event["tid"]] == stream]
 
 
-def test_every_planned_action_is_one_box_at_the_simulators_time():
+def test_every_planned_action_is_one_box_at_the_simulators_time_and_the_counter_its_live_bytes():
     plan = sliced_plan(num_ranks=4, slices=3, batched=4)
     timeline = simulate(plan)
     boxes = {(e["pid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in on_stream(trace(plan), "planned compute")}
@@ -35,6 +35,11 @@ def test_every_planned_action_is_one_box_at_the_simulators_time():
     assert boxes.keys() == expected.keys()
     for key, times in expected.items():
         assert boxes[key] == pytest.approx(times)
+    plan = sliced_plan()
+    for rank in range(plan.num_ranks):
+        counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
+        assert counter == timeline.live_bytes(rank)
+        assert max(level for _, level in counter) == timeline.peak_bytes[rank]
 
 
 def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consumer():
@@ -58,15 +63,6 @@ def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consu
 def test_there_is_no_arrow_between_stages_on_one_rank():
     made = trace(v_shaped_plan())
     assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
-
-
-def test_the_counter_is_the_simulators_live_bytes():
-    plan = sliced_plan()
-    timeline = simulate(plan)
-    for rank in range(plan.num_ranks):
-        counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
-        assert counter == timeline.live_bytes(rank)
-        assert max(level for _, level in counter) == timeline.peak_bytes[rank]
 
 
 def test_a_run_lies_beside_the_plan_in_the_same_process():
