@@ -147,6 +147,7 @@ REFUSED = [
     ("show plan.json --proof -o plan.png", "--proof"),
     ("show plan.json --proof --times", "--proof", "--times"),
     ("simulate plan.json plan.json", "several plans"),
+    ("emulate plan.json --time-scale 0", "--time-scale: '0' is not a positive number"),
     ("profile --model tiny-gpt", "-o/--output"),
     ("doctor -o profile.json", "add --profile"),
     ("quickstart -o a-file", "-o/--output", "a-file is a file: give a folder"),
