@@ -35,7 +35,6 @@ def test_every_planned_action_is_one_box_at_the_simulators_time_and_the_counter_
     assert boxes.keys() == expected.keys()
     for key, times in expected.items():
         assert boxes[key] == pytest.approx(times)
-    plan = sliced_plan()
     for rank in range(plan.num_ranks):
         counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
         assert counter == timeline.live_bytes(rank)
