@@ -56,6 +56,7 @@ def test_computed_with_the_backward_or_later_it_is_autograds_own_to_the_last_bit
     for chunk in (0, 1):
         network.backward(chunk)
     assert_equal(network.found(), ordinary().found())
+    network = Network()
     for chunk in (0, 1):
         network.backward(chunk, keep=True)
     assert_equal([x.grad for x in network.inputs], [x.grad for x in ordinary().inputs])

@@ -132,6 +132,7 @@ def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_a
     assert [heights[f"_rank {r}"] for r in range(3)] == pytest.approx([peak / unit for peak in simulate(plan).peak_bytes])
     assert heights["_cap"] == plan.cap_bytes[0] / unit
     plan = replace(sliced_plan(), cap_bytes=(2**40,) * 2)
+    axis = gantt(plan).axes[-1]
     assert "_cap" not in {line.get_label() for line in axis.lines}
     assert "1024.00 GiB" in axis.get_title(loc="left")
 
