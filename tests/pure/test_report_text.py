@@ -9,6 +9,7 @@ from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.text import (
+    against,
     bubble_fraction,
     clip,
     comparison,
@@ -18,7 +19,7 @@ from megatron_epp.report.text import (
     recompute_share,
     summary,
 )
-from tests.support.plan.report_plans import predicted, sliced_plan, with_offload
+from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, with_offload
 
 SMALL = """\
 6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
@@ -107,6 +108,12 @@ def test_plans_compare_in_one_table_with_the_best_at_one():
     assert lines[2].split()[3] == f"{ratio:.3f}"
     assert lines[1].split()[-2:] == ["0.0%", "4"]
     assert lines[2].split()[-2:] == ["25.0%", "4"]
+
+
+def test_a_run_twice_as_slow_shows_as_such():
+    plan = sliced_plan(num_ranks=1)
+    rows = {line.split("  ")[0]: line.split()[-1] for line in against(plan, measured_run(plan, slowdown=2.0)).splitlines()}
+    assert rows["makespan"] == rows["all F"] == rows["all B"] == "2.000"
 
 
 @pytest.mark.parametrize(
