@@ -123,27 +123,6 @@ def test_slices_take_equal_times_and_all_sequences_are_cut_at_the_same_places(sl
         assert max(chunk.num_tokens for chunk in chunks) <= max(s.end - s.start for s in longest)
 
 
-def test_short_sequences_go_where_time_per_token_is_least_until_the_time_is_up():
-    """Time is tokens here: the tail of 40 takes 30 and 30, and then 20 more do not fit; the emptiest bucket is loosened."""
-    stage = stage_of(
-        num_layers=1,
-        forward=LinearTime(0.0, 1.0),
-        backward=LinearTime(),
-        layer_bytes_per_token=1,
-        recomputed_layer_bytes_per_token=1,
-        kv_bytes_per_token=0,
-    )
-    chunker = Chunker.of(problem((200, 140, 30, 30, 20), 1), PipelineCosts("tokens", (stage,), 0.0), None)
-    chunks = algorithm_1(chunker, 2)
-    assert [[(s.sequence, s.end - s.start) for s in chunk.segments] for chunk in chunks] == [
-        [(0, 100)],
-        [(0, 100)],
-        [(1, 100)],
-        [(1, 40), (2, 30), (3, 30)],
-        [(4, 20)],
-    ]
-
-
 def test_where_the_window_of_long_sequences_costs_short_ones_recompute_they_run_apart():
     chunks, tables = equal_chunks((6, 6, *[1] * 40), 2)
     order = seq1f1b_order(slice_groups(chunks), 2)

@@ -272,14 +272,7 @@ def test_without_time_the_start_is_the_answer_and_the_bound_says_how_good_it_is(
     assert found.bound_us < found.makespan_us
 
 
-@pytest.mark.parametrize(
-    ("asked", "options"),
-    [
-        (problem((100, 100), 2, forward_only=True), Options()),
-    ],
-    ids=["evaluation"],
-)
-def test_what_it_does_not_know_it_refuses(asked: Problem, options: Options):
+def test_what_it_does_not_know_it_refuses():
     chunks = plan(problem((100, 100), 2), pipeline(2)).chunks
     with pytest.raises(PlanError, match="oracle"):
-        oracle(chunks, asked, pipeline(2), options)
+        oracle(chunks, problem((100, 100), 2, forward_only=True), pipeline(2), Options())

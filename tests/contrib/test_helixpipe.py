@@ -115,16 +115,6 @@ def without(made: Plan, action: Action) -> Iterator[tuple[Step, ...]]:
         yield tuple(step for step in row if step.action != action)
 
 
-def test_attention_that_is_never_computed_is_found(made: Plan):
-    fault, *_ = check(replace(made, ranks=tuple(without(made, Action(A, 3, 2)))))
-    assert str(fault) == "3A2: missing: site 3 never runs A of chunk 2"
-
-
-def test_attention_that_is_computed_twice_is_found(made: Plan):
-    twice = (*made.ranks[:3], (*made.ranks[3], made.ranks[0][-1]._replace(action=Action(A, 0, 0))))
-    assert any("doubled" in str(fault) for fault in check(replace(made, ranks=twice)))
-
-
 def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made: Plan):
     """Queries, keys and values stay where attention ran, and no message brings them to another rank."""
     moved = Action(G, 0, 0)
@@ -135,15 +125,6 @@ def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made:
     assert last == len(ranks[0]) - 1
     fault, *_ = check(replace(made, ranks=tuple(ranks)))
     assert "needs what 0A0 keeps on rank 1" in str(fault)
-
-
-def test_attention_before_its_queries_is_found(made: Plan):
-    row = list(made.ranks[0])
-    at = next(i for i, step in enumerate(row) if step.action.op is A)
-    site, chunk = row[at].action[1:]
-    needed = next(i for i, step in enumerate(row) if step.action == Action(Op.F, site, chunk))
-    row.insert(needed, row.pop(at))
-    assert "runs before" in str(check(replace(made, ranks=(tuple(row), *made.ranks[1:])))[0])
 
 
 def test_all_that_a_layer_took_and_kept_is_in_its_parts():

@@ -94,22 +94,6 @@ def test_faults_of_its_messages_are_violations(table: str, said: str, tmp_path: 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (TABLE.replace("1F1", "1F2"), "missing"),
-        (TABLE.replace("0F0,0F1", "0F1,0F0"), "crossed"),
-        (TABLE.replace("1F0,1B0,1F1", "1B0,1F0,1F1"), "before"),
-    ],
-    ids=["a backward of a microbatch never forwarded", "messages cross", "a backward ahead of its forward"],
-)
-def test_faults_of_a_table_are_violations(table: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "table.csv"
-    path.write_text(table)
-    assert main(["check", str(path)]) == 1
-    assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
         ("", "row 1 of the table has no passes"),
         ("0F0,hello\n", "row 1, cell 2 of the table is 'hello'"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 of the table is on ranks 0 and 1"),

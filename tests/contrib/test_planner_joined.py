@@ -78,15 +78,11 @@ def decisions():
     return unit, unit.of_paper()
 
 
-def test_pairs_that_do_not_stand_one_after_the_other_are_refused():
+def test_pairs_that_are_not_neighbours_or_share_an_action_are_refused():
     unit, made = decisions()
     strange = (Action(Op.F, 0, 0), Action(Op.B, 0, 4))
     with pytest.raises(PlanError, match="joined has 0F0 and 0B4, which no rank runs one after the other"):
         build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
-
-
-def test_an_action_is_in_one_pair_at_most():
-    unit, made = decisions()
     row = made.order[0]
     with pytest.raises(PlanError, match=f"joined has {row[1]} in two pairs"):
         build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))

@@ -58,20 +58,14 @@ def test_a_difference_that_is_not_certain_is_called_inconclusive(others, rates, 
     assert any(line.startswith(reason) for line in skewed_lines(found))
 
 
-def test_gradients_and_losses_are_compared_with_stock_megatron():
+def test_losses_a_long_documents_peaks_and_where_it_would_tie_are_told():
     assert parity_lines(PARITY)[-1].endswith("differs by at most 2.0e-07 of its norm")
     assert "losses are equal within 1e-05, gradients equal within 2e-07" in said()
-
-
-def test_a_long_document_has_the_peaks_of_both_and_the_refusal():
     shown = "\n".join(long_lines(LONG))
     assert "they need 51.00 MiB at least" in shown
     assert "would run whole documents" in "\n".join(long_lines(replace(LONG, needed_bytes=None)))
     assert "8,192 tokens among 2 short ones: whole documents take 52.00 MiB" in said()
     assert "Elastic plans trained them in 46.00 MiB; losses are equal." in said()
-
-
-def test_the_last_words_say_where_it_would_tie():
     assert "a tie where documents have similar lengths" in said()
 
 

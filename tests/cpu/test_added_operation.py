@@ -1,6 +1,5 @@
 """A kind of action is added in one file: planned, checked, simulated, lowered, proven, drawn, and run over gloo."""
 
-import json
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.plan import Action, Copy, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan import Action, Copy, Op, PlanError, check, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.operations import (
     At,
@@ -27,10 +26,7 @@ from megatron_epp.plan.operations import (
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
-from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.report.gantt import save_gantt
-from megatron_epp.report.trace import trace
 from tests.support.plan.queue_machine import makespan_us, stuck
 from tests.support.runtime.rank_processes import Ranks
 
@@ -152,34 +148,6 @@ def test_planners_time_it_as_the_simulator_does_and_the_plan_is_sound(plan):
         assert all(ends[shard] - starts[shard] == pytest.approx(TIME_US) for shard in shards)
 
 
-def test_it_takes_memory_in_the_plan(plan):
-    bare = replace(plan, ranks=tuple(tuple(s for s in row if s.action.op is not K) for row in plan.ranks))
-    higher = [a - b for a, b in zip(simulate(plan).peak_bytes, simulate(bare).peak_bytes, strict=True)]
-    assert max(higher) > 0
-    composed = memory_breakdown(plan, costs_of([1, 1, 1])).moments(0)
-    assert max(moment.items.get("loss shard", 0) for moment in composed) > 0
-
-
-def test_it_survives_json_and_text(plan):
-    assert from_json(to_json(plan)) == plan
-    assert json.loads(to_json(plan))["messages"]["collective_us"]["SUM_K"] == [SUM_US] * len(plan.chunks)
-    assert Action.parse("2K11") == Action(K, 2, 11)
-
-
-def test_check_wants_all_shards_on_their_ranks_and_in_a_possible_order(plan):
-    def without(action):
-        return replace(plan, ranks=tuple(tuple(s for s in row if s.action != action) for row in plan.ranks))
-
-    assert "missing: site 1 never runs K of chunk 0" in str(check(without(Action(K, 1, 0)))[0])
-    moved = replace(plan, ranks=(plan.ranks[0], (Step(Action(K, 0, 0), 1.0, 0, 0), *plan.ranks[1]), plan.ranks[2]))
-    assert any("wrong rank: site 0 is placed on rank 0" in str(fault) for fault in check(moved))
-    last = list(plan.ranks[2])
-    first = next(i for i, step in enumerate(last) if step.action.op is Op.F)
-    shard = next(i for i, step in enumerate(last) if step.action == Action(K, 2, last[first].action.chunk))
-    last.insert(first, last.pop(shard))
-    assert "runs before" in str(check(replace(plan, ranks=(*plan.ranks[:2], tuple(last))))[0])
-
-
 def test_lowering_puts_each_collective_once_on_every_rank_and_the_proof_holds(plan):
     rows = lower(plan)
     for rank, row in enumerate(rows):
@@ -191,14 +159,6 @@ def test_lowering_puts_each_collective_once_on_every_rank_and_the_proof_holds(pl
     for queues in (1, 8):
         assert stuck(to_json(plan), to_grid(rows), queues, waits=0.1) == []
     assert makespan_us(to_json(plan), to_grid(rows), queues=32) >= plan.predicted.makespan_us * (1 - 1e-9)
-
-
-def test_crossed_collectives_are_found_by_the_proof_and_by_the_independent_machine(plan):
-    rows = [list(row) for row in lower(plan)]
-    one, two, *_ = [i for i, action in enumerate(rows[1]) if action.op is SPREAD]
-    rows[1][one], rows[1][two] = rows[1][two], rows[1][one]
-    assert blocked([rows]) != []
-    assert stuck(to_json(plan), to_grid(rows)) != []
 
 
 @pytest.mark.parametrize("op", [SPREAD, SUM])
@@ -220,13 +180,6 @@ def test_a_copy_behind_an_operation_without_a_definition_is_reported(plan):
     after = plan.ranks[0][0].action._replace(op=Op.define("NEVER_DEFINED"))
     copies = ((Copy(Action(Op.O, 0, 0), 1.0, 0, 1, after),), (), ())
     assert any("is issued after" in str(fault) for fault in check(replace(plan, copies=copies)))
-
-
-def test_pictures_and_traces_name_it(plan, tmp_path):
-    save_gantt(plan, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
-    categories = {event.get("cat") for event in trace(plan)["traceEvents"]}
-    assert {"planned,loss shard", "planned,message"} <= categories
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 1, 0)])

@@ -94,14 +94,6 @@ def test_types_and_shapes_are_what_the_plan_announces():
     ]
 
 
-def test_slices_of_a_sequence_join_up_to_the_whole():
-    batch = batch_with(CHUNKS["split"])
-    whole = batch.chunk_of([Segment(0, 0, 50)])
-    slices = [batch.chunk(chunk) for chunk in range(3)]
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in slices]), getattr(whole, name))
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_ranks_that_share_a_chunks_tokens_have_them_in_order_the_same_number_each(parts):
     arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
@@ -118,18 +110,6 @@ def test_a_rank_may_have_several_pieces_of_a_chunk():
     own = arrays.part([slice(4, 6), slice(0, 1)])
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         assert getattr(own, name).tolist() == [getattr(arrays, name)[at] for at in (4, 5, 0)]
-
-
-def test_padding_never_counts_even_when_its_token_is_ordinary():
-    batch = batch_with([[(3, 0, 7)]], multiple=8)  # sequence 0 of the dataset: its first token is the padding token, 0
-    arrays = batch.chunk(0)
-    assert arrays.tokens[0] == arrays.tokens[7] == 0
-    assert arrays.loss_mask.tolist() == [1.0] * 7 + [0.0]
-
-
-def test_end_of_document_inputs_are_masked_only_on_request():
-    assert batch_with([[(1, 0, 3)]]).chunk(0).loss_mask.tolist() == [1.0, 1.0, 1.0]
-    assert batch_with([[(1, 0, 3)]], mask_loss_of=2001).chunk(0).loss_mask.tolist() == [1.0, 0.0, 1.0]
 
 
 MASKS = {6: np.arange(51) % 3 == 0, 2: np.array([1, 0, 0, 1], np.uint8), 4: np.zeros(2, np.uint8)}
@@ -151,10 +131,6 @@ def test_a_position_counts_if_its_label_is_trained_and_its_input_ends_no_documen
         assert after.loss_mask.dtype == torch.float32
         for name in ("tokens", "labels", "position_ids"):
             assert torch.equal(getattr(after, name), getattr(before, name))
-
-
-def test_a_chunk_may_have_no_trained_token():
-    assert batch_with([[(2, 0, 1)]], 8, masks=MASKS).chunk(0).loss_mask.tolist() == [0.0] * 8
 
 
 def test_batches_survive_copy_and_pickle():

@@ -235,10 +235,6 @@ def test_a_batch_that_cannot_be_prepared_is_raised_in_its_place():
     iterator.close()
 
 
-def test_a_finite_sampler_ends_the_iteration():
-    assert [batch.indices for batch in batches(sampler=[(0, 1), (2,)])] == [(0, 1), (2,)]
-
-
 def test_close_ends_the_threads_and_the_iteration():
     iterator = batches()
     next(iterator)

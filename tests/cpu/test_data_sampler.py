@@ -86,19 +86,6 @@ def test_resume_from_consumed_samples_continues_exactly(num_sequences, batch_siz
     assert resumed == uninterrupted[skipped:]
 
 
-def test_a_batch_may_straddle_epochs():
-    first, second = global_batches(2, 5, 4, seed=1)
-    assert len(first) == len(second) == 4
-    assert second[0] not in first
-    assert set(first) | {second[0]} == set(range(5))
-    assert list(second[1:]) == epoch_order(5, 1, 1)[:3].tolist()
-
-
-def test_a_batch_may_be_larger_than_the_dataset():
-    (batch,) = global_batches(1, 3, 10, shuffle=False)
-    assert batch == (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
-
-
 def test_epochs_and_seeds_differ_and_repeat():
     by_seed = {seed: flat(global_batches(2, 100, 100, seed=seed)) for seed in (1, 2)}
     assert by_seed[1] != by_seed[2]
@@ -132,16 +119,6 @@ def test_a_seed_may_be_any_integer():
 
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40).map(np.array)
-
-
-def test_sequences_are_taken_until_the_next_would_be_too_much():
-    batches = TokenBatchSampler(np.array([4, 3, 2, 9, 1, 1]), 9, shuffle=False)
-    assert list(islice(batches, 4)) == [(0, 1, 2), (3,), (4, 5, 0, 1), (2,)]
-
-
-def test_every_replica_gets_a_sequence_however_long_they_are():
-    batches = TokenBatchSampler(np.array([40, 30, 2, 9, 1]), 9, least=2, shuffle=False)
-    assert list(islice(batches, 3)) == [(0, 1), (2, 3), (4, 0)]
 
 
 @given(lengths=LENGTHS, batch_tokens=st.integers(1, 3000), least=st.integers(1, 4), seed=st.integers(0, 9))

@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from signal import Signals
 
 import pytest
 import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_epp.launch import lifetime, short_log, torchrun
@@ -56,22 +54,6 @@ def test_settings_of_the_allocator_that_the_user_made_are_left(launched, monkeyp
     monkeypatch.setenv(name, "max_split_size_mb:64")
     launched(lambda arguments: seen.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ}))
     assert seen == [{name: "max_split_size_mb:64"}]
-
-
-def test_a_process_that_fails_is_named_in_one_line(launched):
-    def fail(arguments):
-        raise ChildFailedError("script", {3: ProcessFailure(local_rank=1, pid=1, exitcode=7, error_file="none")})
-
-    with pytest.raises(SystemExit, match="megatron-epp: rank 3 failed first, with exit code 7: its messages are above"):
-        launched(fail)
-
-
-def test_a_signal_is_named_in_one_line(launched):
-    def stop(arguments):
-        raise SignalException("stopped", Signals.SIGTERM)
-
-    with pytest.raises(SystemExit, match="megatron-epp: stopped by signal SIGTERM"):
-        launched(stop)
 
 
 def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monkeypatch, tmp_path, capsys):

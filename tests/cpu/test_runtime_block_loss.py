@@ -51,20 +51,6 @@ def test_losses_and_gradients_are_those_of_plain_cross_entropy(block_tokens):
         torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_they_are_the_derivatives():
-    x, weight, labels, _ = tensors()
-    assert torch.autograd.gradcheck(lambda x, weight: by_blocks(x, weight, labels, 3), (x, weight))
-
-
-def with_entropies(x, weight, labels, block_tokens, rows=None):
-    return block_values(x, x, weight, labels[:, None], Head(block_tokens, rows=rows, has_entropy=True))
-
-
-def test_entropies_have_their_derivatives():
-    x, weight, labels, _ = tensors()
-    assert torch.autograd.gradcheck(lambda x, weight: with_entropies(x, weight, labels, 3), (x, weight))
-
-
 def several(labels):
     """Three entries of every token after its label: the label again, another twice."""
     others = (7 * torch.arange(TOKENS) + 3) % ENTRIES
@@ -161,20 +147,6 @@ def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype)
     assert whole > 3 * (workspace + beside)
 
 
-def test_blocks_may_add_to_a_main_gradient_themselves():
-    x, weight, labels, mask = tensors()
-    expected = losses_and_gradients(plain(x, weight, labels), mask, (weight,))[1]
-    main, stand_in = torch.zeros_like(weight), torch.full_like(weight, 7.0)
-
-    def accumulate(rows, grad):
-        main.add_(grad.t() @ rows)
-        return stand_in
-
-    losses = block_losses(x, x, weight, labels, Head(4, accumulate=accumulate))
-    assert torch.equal(losses_and_gradients(losses, mask, (weight,))[1], stand_in)
-    torch.testing.assert_close(main, expected)
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     with Ranks(2, tmp_path_factory.mktemp("block_loss")) as started:
@@ -241,19 +213,19 @@ def test_only_tokens_that_count_are_multiplied_with_the_weight(monkeypatch):
     assert max(map(len, multiplied)) <= BLOCK
 
 
-def test_a_main_gradient_gets_parts_of_the_tokens_that_count_only():
+def test_blocks_may_add_to_a_main_gradient_themselves_of_the_tokens_that_count_only():
     x, weight, labels = problem(TOKENS)
     mask, rows = masked("some")
     (expected,) = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (weight,))[1:]
-    main, num_tokens = torch.zeros_like(weight), []
+    main, num_tokens, stand_in = torch.zeros_like(weight), [], torch.full_like(weight, 7.0)
 
     def accumulate(part, grad):
         num_tokens.append(len(part))
         main.add_(grad.t() @ part)
-        return torch.empty_like(weight)
+        return stand_in
 
     losses = block_losses(x, x, weight, labels, Head(BLOCK, accumulate=accumulate, rows=rows))
-    losses_and_gradients(losses, mask, (weight,))
+    assert torch.equal(losses_and_gradients(losses, mask, (weight,))[1], stand_in)
     torch.testing.assert_close(main, expected)
     assert sum(num_tokens) == mask.sum()
 

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
@@ -31,20 +30,6 @@ def assert_equals_whole_sequences(layer):
             assert relative_difference(got, wanted) < 1e-12
     if layer.expansion is not None:
         assert relative_difference(layer.expansion.grad, layer.expansion_gradient) < 1e-12
-
-
-@pytest.mark.parametrize("mode", RECOMPUTE)
-@pytest.mark.parametrize("case", CASES)
-def test_chunks_run_last_to_first_give_the_gradients_of_whole_sequences(case, mode):
-    layer = ChunkedLayer(*CASES[case], layers=2)
-    chunks = range(len(layer.plan.chunks))
-    for c in chunks:
-        layer.forward(c, mode)
-    for c in reversed(chunks):
-        layer.backward(c)
-    assert_equals_whole_sequences(layer)
-    layer.kv_cache.assert_empty()
-    assert layer.kv_cache.num_bytes == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,21 +84,6 @@ def test_any_segmentation_gives_the_gradients_of_whole_sequences(data):
     assert layer.kv_cache.num_bytes == 0
 
 
-def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_last_slices_backward():
-    layer = ChunkedLayer((13, 4), [[(0, 0, 7)], [(0, 7, 11)], [(0, 11, 13), (1, 0, 4)]], layers=3)
-    gradient = 3 * 2 * 17 * KV_HEADS * CHANNELS * 8
-    cache = 3 * 2 * size_class(17) * KV_HEADS * CHANNELS * 8
-    assert layer.cache_bytes() == cache
-    seen = []
-    for c in range(3):
-        layer.forward(c)
-        seen.append(layer.kv_cache.num_bytes)
-    for c in reversed(range(3)):
-        layer.backward(c)
-        seen.append(layer.kv_cache.num_bytes)
-    assert seen == [cache, cache, cache, cache + gradient, cache + gradient, 0]
-
-
 def test_without_backward_the_last_slice_frees_the_cache():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
     seen = []
@@ -123,19 +93,6 @@ def test_without_backward_the_last_slice_frees_the_cache():
             seen.append(layer.kv_cache.num_bytes)
     assert seen == [layer.cache_bytes(), layer.cache_bytes(), 0]
     layer.kv_cache.assert_empty()
-
-
-def test_forward_again_without_gradients_changes_nothing():
-    layer = ChunkedLayer((9,), slices(0, 0, 4, 9))
-    for c in (0, 1):
-        with torch.no_grad():
-            discarded = layer.forward(c).clone()
-        again = layer.forward(c)
-        assert torch.equal(discarded, again)
-    assert layer.kv_cache.num_bytes == layer.cache_bytes()
-    for c in (1, 0):
-        layer.backward(c)
-    assert_equals_whole_sequences(layer)
 
 
 def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_projection_they_came_from():

@@ -51,14 +51,11 @@ def assert_equal(found, expected):
         assert torch.equal(a, b)
 
 
-def test_computed_with_the_backward_it_is_autograds_own():
+def test_computed_with_the_backward_or_later_it_is_autograds_own_to_the_last_bit():
     network = Network()
     for chunk in (0, 1):
         network.backward(chunk)
     assert_equal(network.found(), ordinary().found())
-
-
-def test_computed_later_it_is_the_same_to_the_last_bit():
     network = Network()
     for chunk in (0, 1):
         network.backward(chunk, keep=True)

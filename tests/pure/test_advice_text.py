@@ -91,13 +91,6 @@ def test_the_text_tells_the_question_and_counts_the_configurations():
     assert "1F1B, packed or padded, fits in no configuration" in text
 
 
-def test_a_row_has_sizes_rates_shares_and_the_peak():
-    rows = [line.split() for line in as_text(advice(), 1, everything=False).splitlines()]
-    assert ["1", "1", "2", "2", "2x4", "10,000", "2,500"] in [row[:7] for row in rows]
-    (row,) = (row for row in rows if row[4:6] == ["2x4", "10,000"])
-    assert row[-7:] == ["10.0%", "10.0%", "10.0%", "6.0%", "4.0%", "3.00", "GiB"]
-
-
 def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():
     assert "What these are worth to a training that has them is not subtracted." in words(
         as_text(advice(), 1, everything=False)

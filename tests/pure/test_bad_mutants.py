@@ -81,11 +81,6 @@ def test_what_goes_wrong_is_found(read: judge.Reader, fault: str, tmp_path: Path
     assert fault in tally.faults[0]
 
 
-def test_a_good_refusal_is_no_fault(tmp_path: Path):
-    tally = run("x", form_with(refused("FILE: line 1 is wrong")), range(3), 0, tmp_path)
-    assert (tally.tried, tally.taken, tally.refused, tally.faults) == (3, 0, 3, [])
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_mutant_depends_on_its_number_and_the_seed_only(name: str):
     form = FORMATS[name]

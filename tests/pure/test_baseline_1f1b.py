@@ -64,12 +64,6 @@ def test_rows_hold_whole_sequences_and_at_most_one_row_is_half_empty():
     assert sum(size <= 4000 for size in sizes) <= 1
 
 
-def test_packing_saves_what_padding_adds():
-    padded, packed = made_by("1f1b-padded"), made_by("1f1b-packed")
-    assert len(packed.chunks) < len(padded.chunks) / 3
-    assert packed.predicted.makespan_us < padded.predicted.makespan_us / 3
-
-
 @pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed"])
 def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers(name: str):
     with pytest.raises(InfeasibleError, match=r"8000 .* 4096"):

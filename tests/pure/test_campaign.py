@@ -65,7 +65,7 @@ def test_a_cap_that_the_exact_planner_names_has_room_for_messages():
 def test_a_wrong_prediction_is_a_fault():
     plan = planned(case_of(137))
     tampered = replace(plan, predicted=replace(plan.predicted, makespan_us=2 * plan.predicted.makespan_us))
-    assert any("are predicted" in fault for fault in campaign.faults_of(tampered, 0))
+    assert any("are predicted" in fault for fault in campaign.faults_of((tampered,), 0))
 
 
 def test_a_cap_that_does_not_do_is_a_fault():

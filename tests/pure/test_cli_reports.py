@@ -13,10 +13,7 @@ from megatron_epp.cli import terminal
 from megatron_epp.cli.compare import sizes_of
 from megatron_epp.cli.main import MODULES, NAMES, main
 from megatron_epp.cli.schedules import usual
-from megatron_epp.plan.check import check
-from megatron_epp.plan.grid import from_grid
-from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.serialize import digest, load, save
+from megatron_epp.plan.serialize import load, save
 from megatron_epp.planner import PLANNERS
 from tests.support.plan.bad_files import PLAN
 from tests.support.plan.report_plans import measured_run
@@ -38,13 +35,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return printed
 
 
-def test_plan_writes_a_sound_plan_and_prints_its_digest(run):
-    out, made = run(f"plan {BATCH} -o made.json"), load("made.json")
-    assert check(made) == []
-    assert (made.lengths, made.num_stages) == ((4096, 300, 200, 100), 2)
-    assert digest(made)[:12] in out
-
-
 @pytest.mark.parametrize(
     ("name", "command"),
     [
@@ -55,10 +45,6 @@ def test_plan_writes_a_sound_plan_and_prints_its_digest(run):
 )
 def test_a_short_or_older_name_prints_what_its_command_does(name, command, run):
     assert run(name) == run(command)
-
-
-def test_show_prints_what_each_rank_issues(run):
-    assert from_grid(run("show plan.json --lowered")) == lower(PLAN)
 
 
 def test_show_writes_what_the_suffix_or_a_flag_says(run):

@@ -81,20 +81,12 @@ def test_the_parts_of_a_layer_add_up_in_the_spread():
     assert cut == pytest.approx(whole, abs=0.05)
 
 
-def test_nothing_is_said_of_layers_that_suit_the_sequences():
-    assert advice(costs((4,) * 8), range(8), LONG) is None
-    for_short_ones = costs(balanced_layers(PROFILE, 32, 8))
-    assert advice(for_short_ones, range(8), LONG) is not None
-
-
-def test_nothing_is_said_where_ranks_have_several_stages_or_nothing_is_known():
-    assert advice(costs((4,) * 8), (0, 1, 2, 3) * 2, SHORT) is None
-    assert advice(costs((4,) * 8), range(8), ()) is None
-
-
-def test_nothing_is_said_of_stages_that_are_to_be_without_layers():
-    assert advice(costs((0, 2, 1, 0)), range(4), SHORT) is None
-
-
-def test_a_layout_is_written_as_megatron_reads_it():
-    assert layout_flag((7, 8, 1)) == "Et*7|t*8|tL"
+def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_or_share_a_rank_and_where_nothing_is_known():
+    for layers, rank_of, lengths in (
+        ((4,) * 8, range(8), LONG),
+        ((0, 2, 1, 0), range(4), SHORT),
+        ((4,) * 8, (0, 1, 2, 3) * 2, SHORT),
+        ((4,) * 8, range(8), ()),
+    ):
+        assert advice(costs(layers), rank_of, lengths) is None
+    assert advice(costs(balanced_layers(PROFILE, 32, 8)), range(8), LONG) is not None

@@ -18,7 +18,7 @@ from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import expanded_at_once
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
@@ -142,12 +142,3 @@ def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: in
     found = choose_latents(lambda choice: LatentsTrial([problem], costs(choice == "on", **flags), Options()))
     assert found.relays_latents == relays_latents
     assert ("alone" in str(found)) == (cap_gib == 40)
-
-
-def test_a_plan_fits_with_latents_where_keys_and_values_do_not() -> None:
-    problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(40 << 30,) * 4, token_multiple=8)
-    flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 2048}
-    with pytest.raises(InfeasibleError):
-        plan(problem, costs(False, **flags), Options())
-    made = plan(problem, costs(True, **flags), Options())
-    assert max(made.predicted.peak_bytes) <= 40 << 30

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.cost import H100, H100_NODE, LinearTime, analytic_costs, work_of
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.library import RATES, load_flags, shape_of
+from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.plan import Chunk, Op, Recompute, Segment
 from megatron_epp.plan.check import check
@@ -100,8 +100,3 @@ def test_learnt_lines_keep_the_time_of_launching_unless_a_pass_took_less():
     times = [Timed(tokens, 0, max(500.0, 2.0 * tokens)) for tokens in (100, 200, 400, 800, 1600)]
     assert fitted_line(earlier, times).launch_us == 500.0
     assert fitted_line(earlier, [one._replace(time_us=2.0 * one.tokens) for one in times]).launch_us == 200.0
-
-
-def test_rates_of_gpus_have_times_of_launching_and_those_of_a_cpu_none():
-    assert RATES["h100"].launch_forward_us > 0
-    assert RATES["cpu"].launch_forward_us == RATES["cpu"].launch_backward_us == 0.0

@@ -135,10 +135,6 @@ def test_a_layer_that_recomputes_keeps_its_input_as_by_formula():
     assert learnt(kept_per_token=1).stages[0].layers.bytes_per_token == stage.layers.input_bytes_per_token
 
 
-def test_equal_measurements_give_equal_costs():
-    assert learnt() == learnt()
-
-
 def test_the_error_of_formulas_is_told_as_a_ratio():
     def slower(stage):
         for name in ("forward", "backward"):

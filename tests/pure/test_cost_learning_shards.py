@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import CPU, LinearTime, ModelShape, analytic_profile
-from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
 from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
 from megatron_epp.cost.timed import Learnt
@@ -145,12 +143,6 @@ def test_collectives_that_a_rank_has_not_measured_are_left_out() -> None:
 def test_equal_measurements_give_equal_costs_in_whatever_order_ranks_are() -> None:
     ranks = measured() + measured(slowness=(1.2, 1.1), pipeline=2)
     assert fitted_costs(FORMULAS, ranks) == fitted_costs(FORMULAS, ranks[::-1])
-
-
-def test_learnt_costs_of_shards_come_back_from_a_state() -> None:
-    costs = fitted_costs(FORMULAS, measured(), keeps_weights=True)
-    (kept,) = from_state(json.loads(json.dumps(to_state([KeptCosts(costs, {})]))))
-    assert kept.costs == costs
 
 
 def test_the_error_of_formulas_is_told_for_passes_and_collectives() -> None:

@@ -125,15 +125,6 @@ def test_layers_are_spread_to_the_last_one(layers: int, stages: int):
     assert max(even_layers(layers, stages)) - min(even_layers(layers, stages)) <= 1
 
 
-def test_a_large_vocabulary_takes_layers_off_the_last_stage():
-    profile = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
-    layers = balanced_layers(profile, 32, 8)
-    assert layers[-1] < min(layers[:-1])
-    per_layer = (profile.layer.forward + profile.layer.backward).per_token_us
-    head = (profile.head.forward + profile.head.backward).per_token_us
-    assert layers[-1] * per_layer + head <= max(layers) * per_layer + per_layer
-
-
 def test_the_longer_the_sequences_the_more_layers_the_last_stage_has():
     """Attention makes layers take longer, the vocabulary's work stays."""
     profile = analytic_profile(shape_of(load_flags("llama3-8b")), H100)

@@ -20,7 +20,7 @@ from megatron_epp.cost import (
     analytic_profile,
     on_device,
 )
-from megatron_epp.cost.library import load_cluster, load_flags, shape_of
+from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line, fit_profile
 from megatron_epp.plan import EppError
 
@@ -145,24 +145,18 @@ def test_ranks_that_share_a_layer_pay_for_what_they_exchange():
     assert cost == pytest.approx(1e6 * 384 / H100.exchange_bytes)
 
 
-def test_points_on_a_line_give_the_line_back():
+def test_a_fit_gives_a_line_back_and_of_other_points_one_without_negative_coefficients_with_its_error():
     line = LinearTime(40.0, 0.5, 0.01)
     points = [Point(n, p, line.time_us(n, p)) for n, p in ((64, 2080), (64, 70000), (512, 131328), (1024, 900000))]
     fit = fit_line(points)
     assert fit.line.time_us(2000, 10000) == pytest.approx(line.time_us(2000, 10000), rel=1e-6)
     assert fit.residuals()["worst"] < 1e-9
-
-
-def test_a_fit_has_no_negative_coefficient_and_says_how_far_off_it_is():
     fit = fit_line([Point(100, 0, 10.0), Point(200, 0, 40.0)], pairs=False)
     assert fit.line.fixed_us == 0.0
     assert fit.line.per_token_us > 0
     residuals = fit.residuals()
     assert residuals["points"] == 2
     assert residuals["worst"] > residuals["median"] * 0.99 > 0
-
-
-def test_a_time_of_zero_is_fitted_as_the_tick_of_a_clock():
     fit = fit_line([Point(100, 0, 0.0), Point(200, 0, 10.0), Point(400, 0, 20.0)], pairs=False)
     assert fit.line.time_us(100, 0) == pytest.approx(LEAST_US, rel=0.01)
 
@@ -234,7 +228,3 @@ def test_of_those_that_share_a_link_to_the_host_stages_take_turns_and_others_hav
     alone = analytic_profile(shape, H100).costs([3, 3])
     costs = analytic_profile(shape, replace(H100, host_sharing=sharing)).costs([3, 3], replicas=replicas)
     assert (costs.host_us_per_byte, costs.host_turns) == (at_once * alone.host_us_per_byte, turns)
-
-
-def test_pairs_of_an_a100_share_a_link():
-    assert load_cluster("a100x8").rates.host_sharing == 2

@@ -39,30 +39,6 @@ def test_sequences_are_the_naive_ones(limit, long_documents):
         assert found.lengths.dtype == np.int32
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8, 100])
-def test_split_documents_have_every_token_but_the_first_as_a_label_once(limit):
-    for seed in range(20):
-        num_tokens = random_documents(seed)
-        found = sequences_of(num_tokens, limit)
-        seen = [np.zeros(n, dtype=int) for n in num_tokens]
-        for sequence, length in enumerate(found.lengths.tolist()):
-            document, first = found.locate(sequence)
-            seen[document][first + 1 : first + length + 1] += 1
-        assert [counts.tolist() for counts in seen] == [[0, *[1] * (n - 1)][:n] for n in num_tokens]
-
-
-def test_a_sequence_begins_with_the_last_label_of_the_one_before():
-    found = sequences_of(np.array([10]), 4)
-    assert [found.locate(i) for i in range(len(found))] == [(0, 0), (0, 4), (0, 8)]
-    assert found.lengths.tolist() == [4, 4, 1]
-
-
-def test_truncating_counts_the_tokens_that_it_leaves_out():
-    found = sequences_of(np.array([10, 5, 1, 6]), 4, "truncate")
-    assert found.lengths.tolist() == [4, 4, 4]
-    assert (found.num_long, found.num_left_out) == (2, 5 + 1)
-
-
 def test_where_all_documents_fit_both_ways_are_the_same():
     num_tokens = random_documents(3)
     ways = [sequences_of(num_tokens, 60, way) for way in ("split", "truncate")]
@@ -79,10 +55,6 @@ def test_an_index_takes_eight_bytes_of_a_document_and_four_of_a_further_sequence
     sequences = sequences_of(np.array([1] + [41] * 1000), 60)
     assert sequences.ends is None
     assert sequences.lengths.nbytes + sequences.documents.nbytes == 8 * 1000
-
-
-def test_documents_that_train_nothing_make_no_sequence():
-    assert len(sequences_of(np.array([0, 1, 1, 0]), 5)) == 0
 
 
 def test_a_stream_has_samples_of_one_length_of_all_tokens():

@@ -24,16 +24,10 @@ def lines_of(trained: Sequence[int]) -> list[str]:
     return example_lines(np.arange(len(mask)), mask, decode)
 
 
-def test_parts_that_train_are_marked_and_line_breaks_of_the_text_are_written_out():
+def test_parts_that_train_are_marked_and_of_long_or_many_parts_the_first_and_last_lines_shown():
     assert lines_of([0, 1, 1]) == [f"{'':9} | line 0\\n", "  trained | line 1\\n", "  trained | line 2\\n"]
-
-
-def test_of_a_long_part_the_first_and_the_last_lines_are_shown_and_how_many_are_not():
     shown = [line.rpartition("| ")[2] for line in lines_of([1] * 20)]
     assert shown == [*(rf"line {number}\n" for number in range(5)), "... 13 lines ...", r"line 18\n", r"line 19\n"]
-
-
-def test_of_many_parts_the_first_and_the_last_ones_are_shown_and_how_many_are_not():
     shown = lines_of([0, 1] * 20)
     assert [line.rpartition("| ")[2] for line in shown] == [
         *(rf"line {number}\n" for number in range(7)),
@@ -59,18 +53,12 @@ def test_lengths_are_those_of_the_corpus_and_of_the_seed(corpus, median, longest
     assert (found != draw(20_000, 8)).any()
 
 
-def test_articles_have_the_quantiles_that_were_counted():
+def test_articles_files_of_code_and_chats_are_distributed_as_was_counted():
     found = sequence_lengths.wikipedia(400_000, 7)
     for share, length in sequence_lengths.WIKIPEDIA[1:-2]:  # behind them are a few dozen
         assert np.quantile(found, share) == pytest.approx(length, rel=0.1, abs=2)
-
-
-def test_one_in_twenty_files_of_code_is_long():
     found = sequence_lengths.code(20_000, 7)
     assert (found >= 16384).mean() == pytest.approx(0.05 + 0.95 * 0.053, abs=0.01)
-
-
-def test_one_in_sixteen_chats_has_a_long_document():
     found = sequence_lengths.chat(20_000, 7)
     assert (found > 5000).mean() == pytest.approx(0.99 / 16, abs=0.01)
     assert np.median(found[found > 5000]) == pytest.approx(60_000, rel=0.15)

@@ -44,13 +44,6 @@ def test_one_page_says_what_has_run_on_a_gpu_and_all_others_link_it():
     assert README.count("| one H200: ") == 3
 
 
-def test_the_tour_of_the_code_is_short():
-    links = re.findall(r"\]\((megatron_epp/[^)]+)\)", README)
-    assert 0 < len(links) <= 6
-    for link in links:
-        assert len((ROOT / link).read_text().splitlines()) <= 400, link
-
-
 def test_installing_brings_what_planning_needs_and_quickstart_no_tools_of_tests(monkeypatch):
     given = {}
     setuptools = pytest.importorskip("setuptools", reason="needs setuptools: pip install 'megatron-epp[dev]'")

@@ -1,177 +1,268 @@
-"""`check` passes what is sound and catches actions that are missing, misplaced or in an impossible order."""
+"""`check` passes what is sound, and finds what is missing, misplaced, out of order, or wrong in bytes or figures."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, check, simulate
+from megatron_epp.plan import Action, Op, PlanError, check, from_json, simulate, to_json
 from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.report_plans import predicted
 from tests.support.plan.small_plans import (
     EXAMPLES,
     evaluation,
     faults,
     make_plan,
     offload,
-    only_fault,
+    one_f_one_b,
     sliced,
     two_by_two,
     whole,
     with_rows,
+    with_step,
 )
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_sound(name):
-    assert check(EXAMPLES[name]()) == []
 
 
 @given(sound_plans())
-def test_every_plan_that_runs_in_order_is_sound(plan):
+def test_every_plan_that_runs_in_order_is_sound_whether_it_predicts_nothing_or_what_the_simulator_says(plan):
     assert check(plan) == []
+    assert check(from_json(to_json(predicted(plan)))) == []
 
 
-# Presence
-
-
-def test_a_missing_action():
-    plan = with_rows(two_by_two(), "0F0 0F1 0B0", "1F0 1B0 1F1 1B1")
-    assert only_fault(plan) == "rank 0 0B1: missing: stage 0 never runs B of chunk 1"
-
-
-def test_a_doubled_action():
-    plan = with_rows(two_by_two(), "0F0 0F1 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
-    assert only_fault(plan) == "rank 0 position 3 0F1: doubled: already at rank 0 position 1"
-
-
-def test_an_action_on_the_wrong_rank():
-    plan = with_rows(two_by_two(), "0F0 0F1 0B0 0B1 1B1", "1F0 1B0 1F1")
-    assert only_fault(plan) == "rank 0 position 4 1B1: wrong rank: stage 1 is placed on rank 1"
+LOOPED_ROWS = ["0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
+LOOPED = make_plan(LOOPED_ROWS, whole(1, 1), placement=(0, 1, 0, 1))
+SPLIT = make_plan(["0F0 0B0 0W0"], whole(4))
+LATER = "the slice in chunk 1 comes later and adds to the gradient of keys and values of chunk 0"
 
 
 @pytest.mark.parametrize(
-    ("extra", "reason"),
+    "plan",
     [
-        ("2F0", "unknown stage 2; there are 2"),
-        ("1F2", "unknown chunk 2; there are 2"),
-        ("1O0", "O belongs into the copies"),
-        ("1SEND_B0", "lowering adds them"),
+        *(make() for make in EXAMPLES.values()),
+        LOOPED,
+        SPLIT,
+        # rank 0 sends 0F0, 0F1, 2F0; rank 1 takes 2F0 before 0F1: within each boundary the order is one
+        make_plan(["0F0 0F1 2F0 2F1", "1F0 3F0 1F1 3F1"], whole(1, 1), placement=(0, 1, 0, 1), forward_only=True),
+        make_plan(["0F0 0F1 1F1 1F0"], whole(2, 2), placement=(0, 0), forward_only=True),  # of one rank none can cross
+        with_step(with_step(sliced(), "0B1", free_bytes=30 + 40), "0B0", free_bytes=50 + 40),  # moved within the sequence
     ],
+    ids=[*EXAMPLES, "looped", "split", "a shared link", "stages of one rank", "bytes moved within a sequence"],
 )
-def test_a_foreign_action(extra, reason):
-    plan = with_rows(two_by_two(), "0F0 0F1 0B0 0B1", f"1F0 1B0 1F1 1B1 {extra}")
-    assert reason in only_fault(plan)
+def test_what_is_sound_has_no_violations(plan):
+    assert check(plan) == []
 
 
-def test_a_forward_only_plan_holds_nothing_but_forwards():
-    plan = with_rows(evaluation(), "0F0 0F1 0F2", "1F0 1F1 1F2 1B2")
-    only = "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
-    assert only_fault(plan) == f"rank 1 position 3 1B2: {only}"
+ROW = "0F0 0F1 0B0 0B1"
+ORDERS = [
+    # presence
+    (two_by_two(), ["0F0 0F1 0B0", "1F0 1B0 1F1 1B1"], ["rank 0 0B1: missing: stage 0 never runs B of chunk 1"]),
+    (two_by_two(), ["0F0 0F1 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"], ["position 3 0F1: doubled: already at rank 0 position 1"]),
+    (two_by_two(), [f"{ROW} 1B1", "1F0 1B0 1F1"], ["rank 0 position 4 1B1: wrong rank: stage 1 is placed on rank 1"]),
+    *(
+        (two_by_two(), [ROW, f"1F0 1B0 1F1 1B1 {extra}"], [reason])
+        for extra, reason in (
+            ("2F0", "unknown stage 2; there are 2"),
+            ("1F2", "unknown chunk 2; there are 2"),
+            ("1O0", "O belongs into the copies"),
+            ("1SEND_B0", "lowering adds them"),
+        )
+    ),
+    (
+        evaluation(),
+        ["0F0 0F1 0F2", "1F0 1F1 1F2 1B2"],
+        ["rank 1 position 3 1B2: a forward-only plan holds forwards, and vocabulary shards with their losses"],
+    ),
+    # order
+    (
+        two_by_two(),
+        ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+        [
+            "rank 0 position 1 0B0: deadlock: waits for 1B0 (rank 1, position 3), which is never reached",
+            "rank 1 position 0 1F1: deadlock: waits for 0F1 (rank 0, position 2), which is never reached",
+            ...,
+        ],
+    ),
+    (
+        LOOPED,  # each list is in a possible order by itself and no message crosses another
+        ["0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", LOOPED_ROWS[1]],
+        [
+            "rank 0 position 2 2B0: deadlock: waits for 3B0 (rank 1, position 3), which is never reached",
+            "rank 1 position 1 1F1: deadlock: waits for 0F1 (rank 0, position 3), which is never reached",
+        ],
+    ),
+    (
+        two_by_two(),
+        ["0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0"],
+        ["rank 1 position 0 1F1: crossed: takes chunk 1 while rank 0 sends chunk 0 first (position 0) on the link from rank 0"],
+    ),
+    (
+        two_by_two(),
+        ["0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1"],
+        ["rank 0 position 2 0B1: crossed: takes chunk 1 while rank 1 sends chunk 0 first (position 1) on the link from rank 1"],
+    ),
+    (
+        sliced(),
+        ["0F1 0F0 0F2 0B1 0B0 0B2", "1F0 1F1 1B1 1F2 1B0 1B2"],
+        [
+            "position 0 0F1: runs before 0F0 (position 1), which it needs: chunk 1 attends to the slice in chunk 0",
+            "crossed: takes chunk 0",
+        ],
+    ),
+    (
+        sliced(),
+        ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"],
+        [
+            f"rank 0 position 3 0B0: runs before 0B1 (position 4), which it needs: {LATER}",
+            f"rank 1 position 2 1B0: runs before 1B1 (position 4), which it needs: {LATER}",
+        ],
+    ),
+    *(
+        (make_plan([row], whole(4)), [row], [fault])
+        for row, fault in (
+            ("0B0 0F0 0W0", "0B0: runs before 0F0 (position 1)"),
+            ("0F0 0W0 0B0", "0W0: runs before 0B0 (position 2)"),
+            ("0F0 0B0 0R0", "0B0: runs before 0R0 (position 2)"),
+        )
+    ),
+]
+
+
+COPIES = {"copies": ["0O0 0L0"], "offload_share": 0.5}
+CHANGED = [
+    *((with_rows(plan, *rows), expected) for plan, rows, expected in ORDERS),
+    # copies
+    (
+        make_plan(["0F0 0B0 0F1 0B1"], whole(2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5),
+        [
+            "rank 0 position 1 0B0: deadlock: waits for 0L0 (rank 0, position 2), which is never reached",
+            "rank 0 copy position 1 0O1: deadlock: waits for 0F1 (rank 0, position 2), which is never reached",
+        ],
+    ),
+    (
+        make_plan(["0F0 0B0"], whole(4), copies=["0L0 0O0"], offload_share=0.5),
+        ["rank 0 copy position 0 0L0: runs before 0O0 (position 1), which it needs"],
+    ),
+    (
+        replace(offload(), copies=(offload().copies[0][:1], ())),
+        ["rank 0 0L0: missing: the offload share of chunk 0 is 0.5"],
+    ),
+    (replace(offload(), copies=()), ["rank 0 0O0: missing", "rank 0 0L0: missing"]),
+    (
+        replace(offload(), offload_share=((0.0,) * 3,) * 2),
+        [
+            "rank 0 copy position 0 0O0: the offload share of chunk 0 at stage 0 is 0",
+            "rank 0 copy position 1 0L0: the offload share of chunk 0 at stage 0 is 0",
+        ],
+    ),
+    (with_step(offload(), "0O0", alloc_bytes=3), ["rank 0 copy position 0 0O0: an offload allocates 3 bytes", ...]),
+    (with_step(offload(), "0L0", free_bytes=3), ["rank 0 copy position 1 0L0: a load frees 3 bytes", ...]),
+    # caps
+    (
+        replace(one_f_one_b(), cap_bytes=(170, 139)),
+        [
+            "rank 0 position 1 0F1: 180 bytes live at 10.0 us, 10 above the cap of 170 (the rank's peak is 180)",
+            "rank 1 position 0 1F0: 140 bytes live at 11.0 us, 1 above the cap of 139 (the rank's peak is 140)",
+        ],
+    ),
+    (replace(one_f_one_b(), cap_bytes=(99, 1000)), ["rank 0: static bytes 100 are above the cap of 99"]),
+    # bytes that are never freed, freed twice, early, or read behind their end
+    (
+        with_step(two_by_two(), "1B0", free_bytes=15),
+        ["rank 1: 5 bytes of stage 1, chunk 0 (and later slices of its sequence) are never freed"],
+    ),
+    (
+        with_step(two_by_two(), "0B0", free_bytes=25),
+        ["rank 0 position 2 0B0: frees 25 bytes when only 20 of its stage and chunk are live"],
+    ),
+    (
+        with_step(sliced(), "0F1", free_bytes=200),
+        ["rank 0 position 1 0F1: frees 200 bytes when only 120 of its stage and chunk are live", ...],
+    ),
+    (
+        with_step(with_step(offload(), "0O0", free_bytes=40), "0L0", alloc_bytes=0),
+        ["loads 0 bytes; its offload moved 40", "0B0: reads what 0F0 kept, but all of it was freed before", ...],
+    ),
+    (
+        with_step(with_step(SPLIT, "0B0", free_bytes=40), "0W0", free_bytes=0),
+        ["rank 0 position 2 0W0: reads what 0F0 kept, but all of it was freed before"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "expected"), CHANGED, ids=[expected[0] for _, expected in CHANGED])
+def test_what_is_wrong_with_order_copies_caps_or_bytes_is_found_where_it_is(plan, expected):
+    """Three dots stand for whatever follows from it."""
+    found, known = faults(plan), [text for text in expected if text is not ...]
+    assert [text for text, fault in zip(known, found, strict=... not in expected) if text not in fault] == [], found
+
+
+def test_a_plan_with_backwards_that_is_called_an_evaluation_lacks_each_of_them():
     assert len(faults(replace(evaluation(), forward_only=False))) == 6
 
 
-# Order
+def test_a_crossing_is_found_though_the_plan_would_run():
+    simulate(with_rows(two_by_two(), "0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0"))  # both messages are there when the second is wanted
 
 
-def test_two_ranks_that_wait_for_each_other():
-    plan = with_rows(two_by_two(), "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
-    found = faults(plan)
-    assert found[0] == "rank 0 position 1 0B0: deadlock: waits for 1B0 (rank 1, position 3), which is never reached"
-    assert found[1] == "rank 1 position 0 1F1: deadlock: waits for 0F1 (rank 0, position 2), which is never reached"
+SOUND = predicted(offload())
+SAID = SOUND.predicted
 
 
-def test_two_ranks_of_a_looped_placement_that_wait_for_each_other():
-    """Each list is in a possible order by itself and no message crosses another."""
-    rows = ["0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
-    plan = make_plan(rows, whole(1, 1), placement=(0, 1, 0, 1))
-    assert check(plan) == []
-    plan = with_rows(plan, "0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", rows[1])
-    assert faults(plan) == [
-        "rank 0 position 2 2B0: deadlock: waits for 3B0 (rank 1, position 3), which is never reached",
-        "rank 1 position 1 1F1: deadlock: waits for 0F1 (rank 0, position 3), which is never reached",
-    ]
+def saying(**changes):
+    return replace(SOUND, predicted=replace(SAID, **changes))
 
 
-def test_copies_and_compute_that_wait_for_each_other():
-    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
-    assert faults(plan) == [
-        "rank 0 position 1 0B0: deadlock: waits for 0L0 (rank 0, position 2), which is never reached",
-        "rank 0 copy position 1 0O1: deadlock: waits for 0F1 (rank 0, position 2), which is never reached",
-    ]
+WRONG_PREDICTIONS = [
+    *(
+        ({name: right * share}, f"predicted.{name} is {right * share}; the simulator finds {right}")
+        for name, right in (("makespan_us", SAID.makespan_us), ("bubble_fraction", SAID.bubble_fraction))
+        for share in (0.0, 0.5, 1.001, math.inf, math.nan)
+    ),
+    *(
+        (
+            {"lower_bound_us": bound_us},
+            f"predicted.lower_bound_us is {bound_us}; it is within 0 and the makespan of {SAID.makespan_us}",
+        )
+        for bound_us in (-SAID.makespan_us, 1.001 * SAID.makespan_us, math.nan)
+    ),
+    *(
+        (
+            {"peak_bytes": tuple(peak + off_bytes * (r == rank) for r, peak in enumerate(SAID.peak_bytes))},
+            f"rank {rank}: predicted.peak_bytes is {right + off_bytes}; the simulator finds {right}",
+        )
+        for rank, right in enumerate(SAID.peak_bytes)
+        for off_bytes in (-1, 1)
+    ),
+]
 
 
-def test_crossed_sends_on_one_link():
-    plan = with_rows(two_by_two(), "0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0")
-    simulate(plan)  # it would even run: both messages are there when rank 1 wants the second
-    assert only_fault(plan) == (
-        "rank 1 position 0 1F1: crossed: takes chunk 1 while rank 0 sends chunk 0 first (position 0) "
-        "on the link from rank 0 to rank 1"
-    )
-
-
-def test_crossed_gradients_on_one_link():
-    plan = with_rows(two_by_two(), "0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1")
-    assert only_fault(plan) == (
-        "rank 0 position 2 0B1: crossed: takes chunk 1 while rank 1 sends chunk 0 first (position 1) "
-        "on the link from rank 1 to rank 0"
-    )
-
-
-def test_boundaries_that_share_a_link_may_interleave():
-    """Rank 0 sends 0F0, 0F1, 2F0; rank 1 takes 2F0 before 0F1. Within each boundary the order is one."""
-    plan = make_plan(["0F0 0F1 2F0 2F1", "1F0 3F0 1F1 3F1"], whole(1, 1), placement=(0, 1, 0, 1), forward_only=True)
-    assert check(plan) == []
-
-
-def test_stages_on_one_rank_cannot_cross():
-    plan = make_plan(["0F0 0F1 1F1 1F0"], whole(2, 2), placement=(0, 0), forward_only=True)
-    assert check(plan) == []
-
-
-def test_a_forward_before_the_slice_it_attends_to():
-    plan = with_rows(sliced(), "0F1 0F0 0F2 0B1 0B0 0B2", "1F0 1F1 1B1 1F2 1B0 1B2")
-    assert faults(plan)[0] == (
-        "rank 0 position 0 0F1: runs before 0F0 (position 1), which it needs: chunk 1 attends to the slice in chunk 0"
-    )
-
-
-def test_a_slice_backward_before_that_of_a_later_slice():
-    plan = with_rows(sliced(), "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2")
-    found = faults(plan)
-    assert found == [
-        "rank 0 position 3 0B0: runs before 0B1 (position 4), which it needs: "
-        "the slice in chunk 1 comes later and adds to the gradient of keys and values of chunk 0",
-        "rank 1 position 2 1B0: runs before 1B1 (position 4), which it needs: "
-        "the slice in chunk 1 comes later and adds to the gradient of keys and values of chunk 0",
-    ]
+@pytest.mark.parametrize(("changes", "fault"), WRONG_PREDICTIONS, ids=[fault for _, fault in WRONG_PREDICTIONS])
+def test_what_a_plan_predicts_is_held_against_its_simulation(changes, fault):
+    assert faults(saying(**changes)) == [fault]
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"),
+    "changes",
     [
-        ("0B0 0F0 0W0", "0B0: runs before 0F0 (position 1)"),
-        ("0F0 0W0 0B0", "0W0: runs before 0B0 (position 2)"),
-        ("0F0 0B0 0R0", "0B0: runs before 0R0 (position 2)"),
+        {"makespan_us": math.nextafter(SAID.makespan_us, 0.0), "bubble_fraction": SAID.bubble_fraction + 1e-15},
+        *({"lower_bound_us": share * SAID.makespan_us} for share in (0.0, 0.5, 1.0)),
     ],
+    ids=["sums in another order", "no bound", "a low bound", "a tight bound"],
 )
-def test_an_action_before_what_it_uses(row, fault):
-    assert fault in only_fault(make_plan([row], whole(4)))
+def test_a_prediction_that_rounds_otherwise_or_has_any_bound_up_to_the_makespan_is_sound(changes):
+    assert check(saying(**changes)) == []
 
 
-def test_a_load_before_its_offload():
-    plan = make_plan(["0F0 0B0"], whole(4), copies=["0L0 0O0"], offload_share=0.5)
-    assert only_fault(plan) == "rank 0 copy position 0 0L0: runs before 0O0 (position 1), which it needs"
-
-
-def test_an_offload_needs_its_load_and_its_share():
-    alone = replace(offload(), copies=(offload().copies[0][:1], ()))
-    assert only_fault(alone) == "rank 0 0L0: missing: the offload share of chunk 0 is 0.5"
-    assert [str(fault.action) for fault in check(replace(offload(), copies=()))] == ["0O0", "0L0"]
-    assert faults(replace(offload(), offload_share=((0.0,) * 3,) * 2)) == [
-        "rank 0 copy position 0 0O0: the offload share of chunk 0 at stage 0 is 0",
-        "rank 0 copy position 1 0L0: the offload share of chunk 0 at stage 0 is 0",
-    ]
+@given(sound_plans())
+def test_the_peak_is_the_least_cap_that_passes(plan):
+    peak = simulate(plan).peak_bytes
+    assert check(replace(plan, cap_bytes=peak)) == []
+    for rank, most in enumerate(peak):
+        short = tuple(most - (r == rank) for r, most in enumerate(peak))
+        found = check(replace(plan, cap_bytes=short))
+        assert [(fault.rank, "above the cap" in fault.reason) for fault in found] == [(rank, True)]
 
 
 @given(sound_plans(), st.data())

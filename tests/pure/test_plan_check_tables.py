@@ -39,11 +39,6 @@ def test_a_part_that_is_there_twice_does_not_hide_or_invent_others():
     assert only_fault(plan) == "tokens 1 to 2 of sequence 0 are in chunk 0 and in chunk 1"
 
 
-def test_a_slice_in_the_middle_of_its_sequence_may_have_company():
-    assert [c.kind(hybrid().lengths) for c in hybrid().chunks] == ["split", "hybrid", "hybrid"]
-    assert check(hybrid()) == []
-
-
 WRONG_TABLES = [
     ({"num_layers": (4,)}, "num_layers has 1 entries for 2 stages"),
     ({"static_bytes": (0, 0, 0)}, "static_bytes has 3 entries for 2 ranks"),

@@ -4,13 +4,8 @@ from hypothesis import given
 
 from megatron_epp.plan import Action, Op, lower, simulate
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import make_plan, offload, whole
 
 COPIES = (Op.O, Op.FREE, Op.L)
-
-
-def text(row):
-    return " ".join(str(action) for action in row if "_" not in action.op)
 
 
 def most_held(plan, rank, row):
@@ -27,24 +22,6 @@ def most_held(plan, rank, row):
             live -= steps[action].free_bytes
     assert live == plan.static_bytes[rank]
     return most
-
-
-def test_copies_are_issued_ahead_of_what_they_run_beside():
-    assert text(lower(offload())[0]) == "0F0 0O0 0F1 0FREE0 0L0 0F2 0B0 0B1 0B2 0REDUCE2"
-
-
-def test_a_load_does_not_wait_for_memory_that_an_offload_gives_back_beside_the_same_action():
-    """0O1 ends at 25 and 0L0 starts then, both next to 0F2: while that runs, the rank holds the bytes of both."""
-    plan = make_plan(["0F0 0F1 0F2 0B2 0B0 0B1"], whole(2, 2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
-    assert text(lower(plan)[0]) == "0F0 0O0 0F1 0FREE0 0O1 0L0 0F2 0FREE1 0L1 0B2 0B0 0B1 0REDUCE1"
-    assert [live for time_us, live in simulate(plan).live_bytes(0) if time_us == 20.0][-1] == 100 + 3 * 20
-
-
-def test_a_load_stands_behind_its_own_offload_even_beside_the_same_action():
-    """0O0 and 0L0 both lie within 0F1: they save nothing while that runs."""
-    plan = make_plan(["0F0 0F1 0B0 0B1"], whole(4, 4), copies=["0O0 0L0"], offload_share=0.5)
-    assert text(lower(plan)[0]) == "0F0 0O0 0F1 0FREE0 0L0 0B0 0B1 0REDUCE1"
-    assert simulate(plan).peak_bytes == (100 + 2 * 40,)
 
 
 @given(sound_plans(shared=True))

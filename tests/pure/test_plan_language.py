@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.plan import Action, Op, PlanError, Segment, deps
 from megatron_epp.plan.chunk import slice_neighbours
-from tests.support.plan.small_plans import chunk, whole
+from tests.support.plan.small_plans import chunk
 
 SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))
 
@@ -20,11 +20,6 @@ def needed_by(text, chunks=SLICED, num_stages=3, optional=()):
 def test_an_action_prints_and_parses_back(op, stage, number):
     action = Action(op, stage, number)
     assert Action.parse(str(action)) == action
-
-
-def test_an_action_prints_as_stage_op_chunk():
-    assert str(Action(Op.F, 2, 5)) == "2F5"
-    assert str(Action(Op.SEND_F, 2, 5)) == "2SEND_F5"
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X5", "2f5", "-1F0", "2F5 ", "2SEND5", "2.0F1"])
@@ -48,37 +43,22 @@ def test_slices_know_their_neighbours():
     assert links.following == (1, None, None)
 
 
-def test_forward_needs_the_stage_before_and_the_slice_before():
-    assert needed_by("0F0") == set()
-    assert needed_by("0F1") == {"0F0"}
-    assert needed_by("1F1") == {"0F1", "1F0"}
-    assert needed_by("1F2") == {"0F2"}
+NEEDS = {
+    # a forward: the stage before and the slice before
+    "0F0": "", "0F1": "0F0", "1F1": "0F1 1F0", "1F2": "0F2",
+    # a backward: its forward, the stage after and the slice after
+    "2B1": "2F1", "2B0": "2F0 2B1", "0B0": "0F0 1B0 0B1", "0B2": "0F2 1B2",
+    # every other operation: one action
+    "1W0": "1B0", "1R0": "1F0", "1O0": "1F0", "1L0": "1O0", "1SEND_F0": "1F0", "1RECV_F0": "0SEND_F0",
+    "1SEND_B0": "1B0", "1RECV_B0": "2SEND_B0",
+}  # fmt: skip
 
 
-def test_backward_needs_its_forward_the_stage_after_and_the_slice_after():
-    assert needed_by("2B1") == {"2F1"}
-    assert needed_by("2B0") == {"2F0", "2B1"}
-    assert needed_by("0B0") == {"0F0", "1B0", "0B1"}
-    assert needed_by("0B2") == {"0F2", "1B2"}
+@pytest.mark.parametrize("action", NEEDS)
+def test_an_action_needs_what_makes_its_input_and_a_slice_its_neighbour(action):
+    assert needed_by(action) == {*NEEDS[action].split()}
 
 
 def test_backward_waits_for_the_recompute_and_load_of_its_own_chunk():
     assert needed_by("2B1", optional=["2R1", "2L0", "1L1"]) == {"2F1", "2R1"}
     assert needed_by("2B1", optional=["2L1", "2O1"]) == {"2F1", "2L1"}
-
-
-@pytest.mark.parametrize(
-    ("action", "needed"),
-    [
-        ("1W0", "1B0"),
-        ("1R0", "1F0"),
-        ("1O0", "1F0"),
-        ("1L0", "1O0"),
-        ("1SEND_F0", "1F0"),
-        ("1RECV_F0", "0SEND_F0"),
-        ("1SEND_B0", "1B0"),
-        ("1RECV_B0", "2SEND_B0"),
-    ],
-)
-def test_every_other_op_follows_one_action(action, needed):
-    assert needed_by(action, whole(3)) == {needed}

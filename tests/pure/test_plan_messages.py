@@ -2,44 +2,23 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
+from megatron_epp.cost import on_device
+from megatron_epp.cost.library import load_costs
+from megatron_epp.plan import UNLIMITED_BYTES, Op, check, lower, simulate
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.message_slots import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.message_room import message_room
-from tests.support.plan.launch_campaign import costs_of
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import one_f_one_b, v_shape
-from tests.support.seeds import some_by_default
 
 
 def sized(made, *sizes):
     return replace(made, messages=replace(made.messages, num_bytes=sizes))
-
-
-def test_a_payload_is_held_to_its_send_a_gradient_while_it_is_used_and_slots_throughout():
-    """Rank 0 has two slots for activations and, as 0B0 comes before 1B1 ends, one for gradients; in 0B0, the gradient of chunk
-    0 is held next to them. So is on rank 1 the payload of 1B0.
-    """
-    made = sized(one_f_one_b(), 100, 10, 1)
-    rows = lower(made)
-    assert slots_of(made, 0, rows[0]) == {Direction(0, 1, False): 2, Direction(1, 0, True): 1}
-    assert slots_of(made, 1, rows[1]) == {Direction(0, 1, False): 2, Direction(1, 0, True): 2}
-    assert message_peaks(made, rows) == (300 + 100, 400 + 100)
-
-
-def test_what_a_rank_hands_to_its_own_next_stage_counts_until_that_takes_it():
-    made = sized(v_shape(), 1, 0)
-    rows = lower(made)
-    assert [str(a) for a in rows[1] if a.chunk == 0][:4] == ["1RECV_F0", "1F0", "2F0", "2SEND_F0"]
-    held = sum(slots_of(made, 1, rows[1]).values())
-    assert message_peaks(made, rows)[1] == held + 2, "2B0 uses a gradient and makes one, which 1B0 takes over"
 
 
 @given(sound_plans())
@@ -90,6 +69,10 @@ def ledger(made, rank, row):
     return slots, most
 
 
+def costs_of(num_stages):
+    return on_device(load_costs("llama3-8b-h100").costs([32 // num_stages] * num_stages))
+
+
 def problem(placement, lengths, cap=UNLIMITED_BYTES):
     return Problem(lengths, placement.rank_of, (cap,) * placement.num_ranks)
 
@@ -124,31 +107,3 @@ def test_where_messages_need_more_room_the_candidates_of_the_table_are_made_agai
     assert check(made) == []
     assert rooms
     assert all(peak <= cap for peak in simulate(made).peak_bytes)
-
-
-@some_by_default(("kind", "stages"), [("v", 2), ("looped", 2), ("looped", 1)], 1)
-def test_the_least_cap_that_an_error_names_has_room_for_messages(kind, stages):
-    placement = Placement(kind, 4, stages)
-    lengths = (30_000, 9000, 700, 3000)
-    free = plan(problem(placement, lengths), costs_of(4 * stages))
-    with pytest.raises(InfeasibleError) as error:
-        plan(problem(placement, lengths, max(free.static_bytes)), costs_of(4 * stages), Options())
-    made = plan(problem(placement, lengths, error.value.least_cap_bytes), costs_of(4 * stages))
-    assert max(simulate(made).peak_bytes) <= error.value.least_cap_bytes
-
-
-@some_by_default(
-    ("kind", "ranks", "lengths", "options"),
-    [
-        ("v", 2, (10667, 7067, 12858), Options(split_weight=True)),
-        ("looped", 2, (13563, 8148, 6102), Options(recompute=0, split_weight=True)),
-        ("looped", 4, (11449, 5409, 3322, 7968, 6222, 4939, 1395), Options(recompute=0)),
-        ("looped", 4, (1425, 6939, 11789, 8273, 1101, 2321, 14096, 2304), Options()),
-    ],
-    2,
-)
-def test_a_cap_is_named_for_a_search_that_knows_of_no_other(kind, ranks, lengths, options):
-    placement, costs = Placement(kind, ranks, 2), costs_of(2 * ranks)
-    with pytest.raises(InfeasibleError) as error:
-        plan(problem(placement, lengths, 1), costs, options)
-    assert check(plan(problem(placement, lengths, error.value.least_cap_bytes), costs, options)) == []

@@ -10,14 +10,8 @@ from megatron_epp.plan import Action, Op, PlanError, simulate
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import (
-    evaluation,
-    hybrid,
-    looped,
     make_plan,
-    offload,
     one_f_one_b,
-    shared_link,
-    sliced,
     v_shape,
     whole,
     with_rows,
@@ -36,59 +30,6 @@ def times(plan):
         for step, start, end in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
             found[str(step.action)] = (start, end)
     return found
-
-
-def test_one_forward_one_backward_by_hand():
-    at = times(one_f_one_b())
-    assert at["0F0"] == (0, 10)
-    assert at["1F0"] == (11, 21)  # the message takes 1
-    assert at["1B0"] == (21, 41)
-    assert at["0B0"] == (42, 62)
-    assert at["0F2"] == (62, 72)
-    assert at["1F2"] == (73, 83)  # rank 1 was free at 71
-    assert at["0B2"] == (104, 124)
-    line = simulate(one_f_one_b())
-    assert line.makespan_us == 124
-    assert line.busy_us == (90, 90)
-    assert line.bubble_fraction == pytest.approx(1 - 180 / 248)
-
-
-def test_stages_of_one_rank_exchange_no_messages():
-    at = times(v_shape())
-    assert at["1F0"] == (11, 21)
-    assert at["2F0"] == (21, 31)  # stage 1 and 2 share rank 1
-    assert at["3F0"] == (32, 42)
-
-
-def test_slices_run_forward_in_order_and_backward_in_reverse():
-    plan = make_plan(["0F0 0F1 0B1 0B0"], sliced().chunks[:2])
-    assert simulate(plan).makespan_us == 60
-    with pytest.raises(PlanError, match="position 0: 0F1 waits for 0F0"):
-        simulate(with_rows(plan, "0F1 0F0 0B1 0B0"))
-    with pytest.raises(PlanError, match="position 2: 0B0 waits for 0B1"):
-        simulate(with_rows(plan, "0F0 0F1 0B0 0B1"))
-
-
-def test_copies_run_one_at_a_time_beside_compute():
-    plan = offload()
-    at = times(plan)
-    assert at["0O0"] == (10, 15)  # next to 0F1, after 0F0
-    assert at["0L0"] == (15, 20)
-    both = make_plan(["0F0 0F1 0B0 0B1"], whole(4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
-    at = times(both)
-    assert at["0O1"] == (20, 25)
-    assert at["0L0"] == (25, 30)
-    assert at["0B0"] == (30, 50)  # waits for its load though the rank was free at 20
-
-
-def test_ranks_that_share_a_link_take_turns_on_it():
-    at = times(shared_link())
-    assert at["0O0"] == (10, 15)
-    assert at["0O1"] == (20, 28)
-    assert at["1O0"] == (28, 33)  # rank 1 had it ready at 21, 0O1 was first
-    assert at["0L1"] == (28, 33)  # the other way, at the same time
-    apart = times(replace(shared_link(), host_links=()))
-    assert apart["1O0"] == (21, 26)
 
 
 @given(sound_plans(min_time=1, shared=True))
@@ -113,37 +54,6 @@ def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
         for came_us, _, start_us, end_us in sorted(lane):
             assert start_us == max(came_us, free_us)
             free_us = end_us
-
-
-def test_offloaded_bytes_are_gone_between_offload_and_load():
-    plan = make_plan(["0F0 0B0"], whole(4), copies=["0O0 0L0"], offload_share=0.5)
-    assert simulate(plan).live_bytes(0) == [(0.0, 100), (0.0, 140), (15.0, 120), (15.0, 140), (40.0, 100)]
-
-
-def test_live_bytes_of_a_long_sequence_include_its_cache_and_gradients():
-    line = simulate(sliced())
-    cache = 5 * 8
-    # 1F0 1F1 1B1 1F2 1B0 1B2, static 100: tokens 5, 3 and 4
-    forward = [100, 100 + 50 + cache, 180 + cache]
-    assert [live for _, live in line.live_bytes(1)][:3] == forward
-    assert line.peak_bytes[1] == 180 + 2 * cache + 40 - 30  # B of slice 1 done, F of chunk 2 under way
-    assert line.live_bytes(1)[-1][1] == 100
-
-
-def test_evaluation_keeps_only_the_cache():
-    assert simulate(evaluation()).peak_bytes == (140, 140)
-
-
-def test_a_release_counts_before_an_allocation_at_the_same_time():
-    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(4, 4))
-    assert simulate(plan).peak_bytes == (140,)
-
-
-def test_a_release_by_a_copy_counts_before_an_allocation_at_the_same_time():
-    plan = make_plan(["0F0 0F1 0F2 0B0 0B1 0B2"], whole(4, 4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
-    plan = with_step(plan, "0O0", time_us=10.0)  # ends at 20, when 0F2 starts
-    plan = with_step(plan, "0O1", time_us=10.0)  # so that the first load starts at 30, when 0F2 has ended
-    assert max(live for at, live in simulate(plan).live_bytes(0) if at <= 20) == 100 + 3 * 40 - 20
 
 
 def test_steps_of_no_time_take_and_give_back_one_after_the_other():
@@ -225,11 +135,3 @@ def test_live_bytes_are_in_the_order_of_time_even_where_steps_take_none(plan):
     for rank in range(plan.num_ranks):
         times = [time_us for time_us, _ in line.live_bytes(rank)]
         assert times == sorted(times)
-
-
-@pytest.mark.parametrize("make", [one_f_one_b, sliced, hybrid, looped, v_shape])
-def test_free_messages_never_make_a_plan_slower(make):
-    plan = make()
-    free = tuple((0.0,) * len(plan.chunks) for _ in range(plan.num_stages - 1))
-    free_plan = replace(plan, messages=replace(plan.messages, activation_us=free, gradient_us=free))
-    assert simulate(free_plan).makespan_us < simulate(plan).makespan_us

@@ -6,29 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
-from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES, Options, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.seeds import some_by_default
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--lengths 100,200,3 --stages 2 --layers 2 --layout 0,2 --split-weight",
-        "--lengths 9000,5000,3000,2000 --model llama3-8b --stages 4 --layout 11,11,10,0 --split-weight",
-    ],
-)
-def test_the_command_line_plans_weight_gradients_apart_where_a_stage_has_no_layers(arguments: str, tmp_path):
-    assert main(["plan", *arguments.split(), "-o", str(tmp_path / "plan.json")]) == 0
-    assert Op.W in {step.action.op for steps in load(tmp_path / "plan.json").ranks for step in steps}
 
 
 def test_only_stages_with_a_weight_gradient_put_it_off():

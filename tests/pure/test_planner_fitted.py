@@ -11,7 +11,6 @@ import pytest
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, PlanError, check
 from megatron_epp.planner import Chunker, ListScheduling, Options, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.order import Order
@@ -63,19 +62,6 @@ def capped(share: float, order: Order = ZERO_BUBBLE, modes: tuple[str, ...] = ("
     return replace(BATCH, cap_bytes=(int(least + share * (all_kept - least)),) * 3)
 
 
-def test_an_order_with_weight_gradients_fits_by_the_obvious_call():
-    asked = capped(0.4)
-    without = Decisions(CHUNKS, ZERO_BUBBLE, [[0] * len(CHUNKS)] * 3)
-    with pytest.raises(PlanError, match="cap"):
-        build_plan(asked, COSTS, Options(), without)
-    made = fitted(ZERO_BUBBLE, CHUNKS, asked, COSTS)
-    assert made.order == ZERO_BUBBLE
-    assert any(map(any, made.recompute_steps))
-    written = build_plan(asked, COSTS, Options(), made)
-    assert check(written) == []
-    assert max(written.predicted.peak_bytes) <= asked.cap_bytes[0]
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_names_that_cap(seed: int):
     draw = random.Random(seed)
@@ -90,7 +76,9 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
     cap = refused.value.least_cap_bytes
     for more in (0, GIB, 8 * GIB):
         asked = replace(BATCH, cap_bytes=(cap + more,) * 3)
-        assert check(build_plan(asked, COSTS, options, fitted(order, chunks, asked, COSTS, options))) == []
+        made = fitted(order, chunks, asked, COSTS, options)
+        assert made.order == order
+        assert check(build_plan(asked, COSTS, options, made)) == []
     with pytest.raises(InfeasibleError):
         fitted(order, chunks, replace(BATCH, cap_bytes=(cap - 1,) * 3), COSTS, options)
 
@@ -126,25 +114,11 @@ def test_several_stages_on_a_rank_and_evaluations_are_fitted_too():
     assert check(build_plan(asked, COSTS, Options(), made)) == []
 
 
-def changed(rank: int, at: int, *actions: Action) -> Order:
-    rows = [list(row) for row in ZERO_BUBBLE]
-    rows[rank][at : at + 1] = actions
-    return tuple(map(tuple, rows))
-
-
 @pytest.mark.parametrize(
     ("order", "words"),
-    [
-        (changed(1, 0, Action(Op.R, 1, 0)), "a planner says what recomputes by its layers"),
-        (changed(1, 0, Action(Op.F, 1, 99)), "unknown chunk 99"),
-        (changed(1, 0, Action(Op.F, 7, 0)), "unknown stage 7"),
-        (changed(1, 0), "1F0: missing"),
-        (changed(1, 0, *ZERO_BUBBLE[1][:2]), "doubled"),
-        (changed(2, 0, *ZERO_BUBBLE[2][:1], Action(Op.O, 2, 0)), "O belongs into the copies"),
-        (ZERO_BUBBLE[:2], "order has 2 rows for 3 ranks"),
-        ((ZERO_BUBBLE[0][::-1], *ZERO_BUBBLE[1:]), "deadlocks"),
-    ],
+    [(ZERO_BUBBLE[:2], "order has 2 rows for 3 ranks"), ((ZERO_BUBBLE[0][::-1], *ZERO_BUBBLE[1:]), "deadlocks")],
 )
 def test_a_mistake_in_the_order_is_reported(order: Order, words: str):
+    """`test_planner_mistakes.py` has the others."""
     with pytest.raises(PlanError, match=words):
         fitted(order, CHUNKS, BATCH, COSTS)

@@ -46,15 +46,6 @@ def test_no_other_whole_layers_have_a_lower_floor():
     assert work.floor_us(work.spread(9, placement, WHOLE)) == pytest.approx(min(map(work.floor_us, every)))
 
 
-@pytest.mark.parametrize("placement", placements_of(4))
-def test_no_plan_is_faster_than_the_floor(placement: Placement):
-    asked = sample()
-    work = LayerWork.of(asked.problems[:1], asked.costs_of, halves=False)
-    layout = work.spread(16, placement, WHOLE)
-    made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
-    assert work.floor_us(layout) <= made.predicted.makespan_us
-
-
 def test_a_move_takes_layers_from_one_rank_to_others():
     layout = Layout((4, 4, 2), Placement("looped", 3, 1))
     assert [one.halves for one in moved(layout, 0, WHOLE)] == [(2, 6, 2), (2, 4, 4)]
@@ -98,11 +89,11 @@ def test_plans_of_the_choice_are_made_with_the_options():
 
 
 @pytest.mark.parametrize("placement", placements_of(4))
-def test_an_estimate_is_between_the_floor_and_a_little_above_the_plan(placement: Placement):
+def test_an_estimate_and_a_plan_are_above_the_floor_and_the_estimate_a_little_above_the_plan(placement: Placement):
     asked = sample()
     work = LayerWork.of(asked.problems[:1], asked.costs_of, halves=False)
     layout = work.spread(16, placement, WHOLE)
     made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
     known = Estimates(asked.problems[:1], asked.costs_of, asked.options, work)
-    assert work.floor_us(layout) <= known.batch_us(layout, 0)
+    assert work.floor_us(layout) <= min(known.batch_us(layout, 0), made.predicted.makespan_us)
     assert made.predicted.makespan_us * (1 - 1e-9) <= known.batch_us(layout, 0) <= 1.2 * made.predicted.makespan_us

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_lockstep, simulate
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_lockstep, lower, simulate
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align
@@ -102,6 +102,8 @@ def test_each_replica_copies_what_it_has_to_and_none_waits_for_anothers_loads(tu
     assert plans[0].predicted.makespan_us < recomputed[0].predicted.makespan_us
     assert plans[0].offload_share != plans[1].offload_share
     assert all(any(made.copies) for made in plans)
+    launched = {tuple(tuple(a for a in row if a.op not in (Op.O, Op.L, Op.FREE)) for row in lower(made)) for made in plans}
+    assert len(launched) == 1, "an order of messages by times, which copies change, could hang"
 
 
 LONG = (6000, 40, 700, 20), (5000, 1400, 60, 33)

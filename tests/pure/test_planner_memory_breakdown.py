@@ -185,7 +185,7 @@ def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
     return made.chunks[backward.chunk].num_tokens, {name: size for name, size in takes.items() if size}
 
 
-def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
+def test_a_backward_that_recomputes_holds_most_at_its_last_layer_and_others_at_their_first_where_the_head_has_given_way():
     tokens, takes = by_hand(recompute=3)
     assert takes == {
         item.CACHE_GRADIENT: 3 * 16 * 10,
@@ -193,8 +193,5 @@ def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
         item.RECOMPUTE_MODE_ITEMS["full"]: -tokens * 2 * 8,
         item.HEAD: -tokens * 2,
     }
-
-
-def test_a_backward_that_does_not_holds_most_at_its_first_where_the_head_has_given_way():
     tokens, takes = by_hand(recompute=0)
     assert takes == {item.CACHE_GRADIENT: 16 * 10, item.HEAD: -tokens * 2}

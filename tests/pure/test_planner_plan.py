@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.plan import InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import digest
-from megatron_epp.planner import PLANNERS, Options, Problem, plan
-from megatron_epp.planner.baselines.whole import baseline
+from megatron_epp.planner import Options, Problem, plan
 from tests.support import ROOT
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
@@ -40,14 +38,6 @@ def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
     }
     own = digest(plan(problem(BATCH, 4, 25 * GIB, token_multiple=8), pipeline(4)))
     assert digests == {own + "\n"}
-
-
-def test_planning_needs_no_torch():
-    program = (
-        "import sys; from tests.support.plan.planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
-        "plan(problem((900, 80), 2), pipeline(2)); assert not {'torch', 'megatron.core'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
 def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():
@@ -121,32 +111,6 @@ def test_arguments_that_make_no_sense_are_refused(given: Problem, options: Optio
 def test_a_token_cap_below_the_padding_is_refused():
     with pytest.raises(InfeasibleError, match="raise chunk_tokens to 128"):
         plan(problem((5,), 2, token_multiple=128), pipeline(2), Options(chunk_tokens=100))
-
-
-def gpipe(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> tuple[tuple[Action, ...], ...]:
-    """All forwards, then all backwards: what a new schedule looks like."""
-    every = range(len(chunks))
-    backward = () if forward_only else every
-    return tuple(
-        (*(Action(Op.F, stage, c) for c in every), *(Action(Op.B, stage, c) for c in backward)) for stage in range(num_stages)
-    )
-
-
-def test_a_new_schedule_is_one_function_and_one_entry(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(PLANNERS, "my_gpipe", baseline(gpipe))
-    made = plan(problem((500,) * 6, 3), pipeline(3), Options(planner="my_gpipe"))
-    assert check(made) == []
-    assert made.planner == "my_gpipe"
-    assert [str(step.action) for step in made.ranks[2]] == [f"2{op}{c}" for op in "FB" for c in range(6)]
-
-
-def test_a_schedule_that_cannot_run_is_refused_with_the_grid(monkeypatch: pytest.MonkeyPatch):
-    def forgets_the_last(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> tuple[tuple[Action, ...], ...]:
-        return gpipe(chunks[:-1], num_stages, forward_only)
-
-    monkeypatch.setitem(PLANNERS, "bad", baseline(forgets_the_last))
-    with pytest.raises(PlanError, match=r"'bad' made a plan that cannot run\n(.|\n)*missing"):
-        plan(problem((500,) * 3, 1), pipeline(1), Options(planner="bad"))
 
 
 @pytest.mark.parametrize(

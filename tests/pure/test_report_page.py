@@ -16,7 +16,7 @@ from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.page.data import Shown, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
-from megatron_epp.report.text import is_calibrated, recompute_in_backward
+from megatron_epp.report.text import recompute_in_backward
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
@@ -115,11 +115,6 @@ def test_the_page_names_no_other_file_and_forbids_requests():
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", text)
     assert "default-src 'none'" in text
     assert "<!--data-->" not in text
-
-
-def test_times_by_formula_are_called_uncalibrated():
-    assert not is_calibrated(replace(sliced_plan(), costs="analytic:h100"))
-    assert is_calibrated(replace(sliced_plan(), costs="measured:cpu"))
 
 
 def test_nothing_to_show_is_told(tmp_path):

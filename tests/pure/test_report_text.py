@@ -47,17 +47,13 @@ def test_a_small_plan_prints_whole():
     assert rest == SMALL
 
 
-def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks():
+def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks_where_there_are_limits():
     plan = sliced_plan(num_ranks=4, slices=20, batched=80)
     lines = summary(plan, width=80, max_chunks=5).splitlines()
     grid = [line for line in lines if line.startswith("rank ") and "|" in line]
     assert len(grid) == 4
     assert all(len(line) == 80 and line.endswith("…") for line in grid)
     assert "  ... and 95 more chunks" in lines
-
-
-def test_without_limits_everything_is_printed():
-    plan = sliced_plan(num_ranks=4, slices=20, batched=80)
     text = summary(plan, width=None, max_chunks=None)
     assert "…" not in text
     assert all(str(step.action) in text.split() for steps in plan.ranks for step in steps)

@@ -1,13 +1,11 @@
 """Chrome traces of plans and runs."""
 
-import json
 from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.trace import save_trace, trace
+from megatron_epp.report.trace import trace
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
@@ -25,7 +23,7 @@ def on_stream(made, stream):
     return [event for event in events(made, "X") if names[event["pid"], event["tid"]] == stream]
 
 
-def test_every_planned_action_is_one_box_at_the_simulators_time():
+def test_every_planned_action_is_one_box_at_the_simulators_time_and_the_counter_its_live_bytes():
     plan = sliced_plan(num_ranks=4, slices=3, batched=4)
     timeline = simulate(plan)
     boxes = {(e["pid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in on_stream(trace(plan), "planned compute")}
@@ -37,6 +35,10 @@ def test_every_planned_action_is_one_box_at_the_simulators_time():
     assert boxes.keys() == expected.keys()
     for key, times in expected.items():
         assert boxes[key] == pytest.approx(times)
+    for rank in range(plan.num_ranks):
+        counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
+        assert counter == timeline.live_bytes(rank)
+        assert max(level for _, level in counter) == timeline.peak_bytes[rank]
 
 
 def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consumer():
@@ -62,15 +64,6 @@ def test_there_is_no_arrow_between_stages_on_one_rank():
     assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
 
 
-def test_the_counter_is_the_simulators_live_bytes():
-    plan = sliced_plan()
-    timeline = simulate(plan)
-    for rank in range(plan.num_ranks):
-        counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
-        assert counter == timeline.live_bytes(rank)
-        assert max(level for _, level in counter) == timeline.peak_bytes[rank]
-
-
 def test_a_run_lies_beside_the_plan_in_the_same_process():
     plan = sliced_plan()
     measured = measured_run(plan)
@@ -90,19 +83,3 @@ def test_copies_run_on_a_stream_of_their_own():
         (0, "0O0", pytest.approx(50.0)),
         (0, "0L0", pytest.approx(50.0)),
     ]
-
-
-def test_the_boxes_of_a_thread_do_not_overlap():
-    made = trace(sliced_plan(num_ranks=4, slices=5, batched=6), None)
-    rows = defaultdict(list)
-    for event in events(made, "X"):
-        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for row in rows.values():
-        row.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(row))
-
-
-def test_the_file_is_json_in_chromes_object_form(tmp_path):
-    plan = sliced_plan()
-    save_trace(plan, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace(plan)

@@ -24,7 +24,6 @@ from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit, fewest
-from tests.support.plan.planner_cases import GIB
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ORDERS = [name for name, entry in PLANNERS.entries().items() if entry.fixed is not None]
@@ -270,9 +269,3 @@ def test_too_few_chunks_are_refused_with_how_many_it_takes(name: str, least: str
     problem = replace(problem_of(name), lengths=(300, 200))
     with pytest.raises(PlanError, match=f"^{least} chunks on 4 ranks; there are 2: [^\\n]*$"):
         plan(problem, costs_of(problem), Options(planner=name, slices=1))
-
-
-def test_a_cap_below_what_any_table_takes_is_refused_with_one_that_would_do():
-    problem = problem_of("gpipe", 8 * GIB)
-    with pytest.raises(InfeasibleError, match="no plan of 'gpipe' fits a memory cap"):
-        plan(problem, costs_of(problem), Options(planner="gpipe"))

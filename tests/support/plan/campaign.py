@@ -43,23 +43,25 @@ from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, plan
 from tests.support.plan.queue_machine import stuck_together
 
 STEP = 100
-MACHINES = ((1, 0.1), (8, 0.1))
+MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
 """Hardware queues, and how likely a host waits for its device before a launch."""
 KNOWN = {Op.F, Op.B, Op.W, Op.O, Op.L, Op.S, Op.N, Op.T}
 """Operations that the second simulator and the machines know."""
 MORE_MEMORY, SLOWER = 1.1, 1.01
 
 
-def faults_of(plan: Plan, seed: int) -> Iterator[str]:
-    """Yield what is wrong with a plan."""
-    yield from map(str, check(plan))
-    if not {action.op for row in plan.ranks for step in row for action in step.actions} <= KNOWN or plan.extensions:
+def faults_of(plans: tuple[Plan, ...], seed: int) -> Iterator[str]:
+    """Yield what is wrong with a plan, or with those of replicas that share experts, side by side."""
+    yield from (str(fault) for plan in plans for fault in check(plan))
+    actions = (action for plan in plans for row in plan.ranks for step in row for action in step.actions)
+    if not {action.op for action in actions} <= KNOWN or plans[0].extensions:
         return
-    yield from second_simulator.faults(plan)
-    rows = [lower(plan)]
-    yield from (f"blocked: {at}" for at in blocked(rows, False))
+    yield from (fault for plan in plans for fault in second_simulator.faults(plan))
+    rows, lockstep = [lower(plan) for plan in plans], len(plans) > 1
+    yield from (f"blocked: {at}" for at in blocked(rows, lockstep))
+    texts = [(to_json(plan), to_grid(row)) for plan, row in zip(plans, rows, strict=True)]
     for queues, waits in MACHINES:
-        if left := stuck_together([(to_json(plan), to_grid(rows[0]))], False, queues, waits, seed):
+        if left := stuck_together(texts, lockstep, queues, waits, seed):
             yield f"{queues} queues, waits {waits}: {left} never end"
 
 
@@ -150,8 +152,7 @@ def judged(case: Case, seed: int) -> tuple[str, str, list[str]]:
         plans = plans_of(case)
     except EppError as error:
         return "refused", str(error), list(faults_of_refusal(case, error))
-    faults = [fault for plan in plans for fault in faults_of(plan, seed)]
-    faults += faults_of_answer(case, plans)
+    faults = [*faults_of(plans, seed), *faults_of_answer(case, plans)]
     if is_slower_with_more(case, plans[0]):
         faults.append("more memory makes it slower")
     return "planned", json.loads(to_json(plans[0]))["digest"], faults
