@@ -11,9 +11,12 @@ from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_lockstep
+from megatron_epp.planner.settings import Recipe
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 
@@ -47,6 +50,12 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
 
 def test_equal_problems_get_equal_plans():
     assert plan_lockstep(problems(*ROUGH), COSTS, Options()) == plan_lockstep(problems(*ROUGH), COSTS, Options())
+
+
+def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
+    batches = problems((3300, *(500,) * 84), (500,) * 90)
+    table = Cuts(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))
+    assert len(table) <= 9  # four for each of two ranks, and one that is left over; 16 if all were half as long as the longest
 
 
 MIXED, SMALL, SAME = (3000, 700, 300, *(120,) * 8), (300,) * 10, (500,) * 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.cost.work import Spans, span_work_of
+from megatron_epp.cost.work import span_work_of
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.order import as_slices, has_groups, slice_groups, stand_in
@@ -52,8 +52,9 @@ def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> A
     ]
     most = max(map(len, tables))
     for own, chunker in zip(units, chunkers, strict=True):
-        while sum(map(len, own)) < most:
-            if not _cut_longest(own, chunker):
+        times_us = [[_cut_time_us(chunk, chunker) for chunk in unit] for unit in own]
+        for _ in range(sum(map(len, own)), most):
+            if not _cut_longest(own, times_us, chunker):
                 return None
     chunks = _side_by_side(units)
     starts = ({run.start for run in slice_groups(*pair)} for pair in zip(chunks, groups, strict=True))
@@ -74,39 +75,49 @@ def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
     return tuple((*table, *rest) for table, rest in zip(tables, single, strict=True))
 
 
-def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
-    """Cut the chunk that takes longest among chunks that can be cut; False when none can."""
-    multiple = chunker.problem.token_multiple
-    positions = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
-    spans = chunker.problem.spans
-    can = [
-        (unit, at) for unit, at in positions if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple, spans)
-    ]
-    if not can:
+def _cut_longest(units: list[Unit], times_us: list[list[float]], chunker: Chunker) -> bool:
+    """Cut the chunk that takes longest among chunks that can be cut; False when none can.
+
+    Args:
+        times_us: of every chunk by `_cut_time_us`, computed once: there may be a thousand chunks, and as many cuts.
+    """
+    longest_us = max(map(max, times_us))
+    if longest_us < 0:
         return False
-    unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
-    chunks = units[unit]
-    first, *rest = chunks[at].segments
-    if rest and has_groups(chunker.problem.loss_groups):  # what has one loss stays together
-        units[unit] = (*chunks[:at], Chunk((first,)), Chunk(tuple(rest)), *chunks[at + 1 :])
-    elif len(chunks) > 1 and rest:  # the whole sequences of a tail slice get a chunk of their own
-        units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
-        units.append((Chunk(tuple(rest)),))
-    elif rest:
-        units[unit] = (Chunk((first, *rest[1::2])),)
-        units.append((Chunk(tuple(rest[::2])),))
-    else:
-        middle = _middle(chunks[at], multiple, spans)
-        parts = Chunk((first._replace(end=middle),)), Chunk((first._replace(start=middle),))
-        units[unit] = (*chunks[:at], *parts, *chunks[at + 1 :])
+    unit = next(unit for unit, times in enumerate(times_us) if longest_us in times)
+    at = times_us[unit].index(longest_us)
+    parts, separate = _cut(units[unit][at], len(units[unit]) == 1, chunker)
+    units[unit] = (*units[unit][:at], *parts, *units[unit][at + 1 :])
+    times_us[unit][at : at + 1] = [_cut_time_us(part, chunker) for part in parts]
+    units += [(chunk,) for chunk in separate]
+    times_us += [[_cut_time_us(chunk, chunker)] for chunk in separate]
     return True
 
 
-def _middle(chunk: Chunk, multiple: int, spans: Sequence[Spans]) -> int:
+def _cut(chunk: Chunk, is_alone: bool, chunker: Chunker) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Cut a chunk in two; return the parts that stay in its unit, and what is a unit of its own."""
+    first, *rest = chunk.segments
+    if not rest:
+        middle = _middle(chunk, chunker)
+        return (Chunk((first._replace(end=middle),)), Chunk((first._replace(start=middle),))), ()
+    if has_groups(chunker.problem.loss_groups):  # what has one loss stays together
+        return (Chunk((first,)), Chunk(tuple(rest))), ()
+    if not is_alone:  # the whole sequences of a tail slice get a chunk of their own
+        return (Chunk((first,)),), (Chunk(tuple(rest)),)
+    return (Chunk((first, *rest[1::2])),), (Chunk(tuple(rest[::2])),)
+
+
+def _cut_time_us(chunk: Chunk, chunker: Chunker) -> float:
+    """Return the time of a chunk, negative for one that cannot be cut."""
+    return _time_us(chunk, chunker) if len(chunk.segments) > 1 or _middle(chunk, chunker) else -1.0
+
+
+def _middle(chunk: Chunk, chunker: Chunker) -> int:
     """Token at which to cut a chunk's only segment, a multiple of the padding from its start; 0 if there is none outside of
     spans.
     """
     sequence, start, end = chunk.segments[0]
+    multiple, spans = chunker.problem.token_multiple, chunker.problem.spans
     middle = start + max(multiple, (end - start) // 2 // multiple * multiple)
     if middle >= end or not spans or not spans[sequence]:
         return middle if middle < end else 0

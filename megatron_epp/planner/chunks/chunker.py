@@ -21,6 +21,13 @@ MOST_CHUNKS = 1024
 """No grain aims at more chunks than that. Not measured: planning time grows with chunks, and a token cap far below the longest
 sequence could ask for 20 times as many.
 """
+LONGER, SPARE = 0.25, 0.02
+"""In lockstep: share of the time aimed at by which the longest sequence may exceed it before it is cut once more, and share of
+the tokens that are typical for that time by which a chunk of short sequences may exceed them.
+
+Makespans of 30 batches of replicas that share experts are 2.0 % shorter than with the grains of one replica (8.3 % at best,
+3.1 % longer at worst); 2.2 % with a `SPARE` of 0.05, 0.9 % with a `LONGER` of 0.5.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,13 @@ class Grain:
     Attributes:
         slices: number of slices of the longest sequence.
         time_us: time aimed at for a chunk, without its fixed part.
+        spare: share by which a chunk of short sequences may have more tokens than they typically have in that time. Without any
+            a few are left over, for one chunk more, and all replicas in lockstep would have to cut one more.
     """
 
     slices: int
     time_us: float
+    spare: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +107,27 @@ class Chunker:
 
         The token cap may ask for more slices. Slices are never smaller than the padding multiple.
         """
-        longest = max(self.problem.lengths)
         longest_us = self._longest_us
         if slices is None:
             slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
+        slices = self._allowed_slices(slices)
+        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
+
+    def lockstep_grain(self, chunks: float) -> Grain:
+        """The grain with about so many chunks in all, where another replica must have as many.
+
+        Chunks of short sequences take the time aimed at, also where slices of the longest take less: as short as those, chunks
+        could be twice as many, and every replica would have to cut as finely as the one whose longest sequence fits worst.
+        """
+        aimed_us = self.total_us / chunks
+        slices = self._allowed_slices(math.ceil(self._longest_us / aimed_us - LONGER))
+        return Grain(slices, max(self._longest_us / slices, aimed_us), SPARE)
+
+    def _allowed_slices(self, slices: int) -> int:
+        longest = max(self.problem.lengths)
         if longest > self.token_cap and not self.is_even:
             slices = max(slices, self._equal_slices)
-        slices = max(1, min(slices, -(-longest // self.problem.token_multiple)))
-        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
+        return max(1, min(slices, -(-longest // self.problem.token_multiple)))
 
     def evener(self, grain: Grain) -> Chunker:
         """Return the chunker with a token cap of twice the mean tokens of the slices of the longest sequence.
@@ -199,9 +222,9 @@ class Chunker:
         slices = grain.slices
         if self.problem.spans and grain.time_us:  # the longest by tokens need not be that by time
             slices = max(1, math.ceil(self.sequence_us(max(self.problem.lengths)) / grain.time_us - 1e-9))
-        return self.table_of(self.mesh(slices), grain.time_us)
+        return self.table_of(self.mesh(slices), grain.time_us, grain.spare)
 
-    def table_of(self, ends: Sequence[int], time_us: float) -> tuple[Chunk, ...]:
+    def table_of(self, ends: Sequence[int], time_us: float, spare: float = 0.0) -> tuple[Chunk, ...]:
         """The chunk table of given slices of the longest sequence.
 
         Every sequence longer than the first slice of the longest is cut at the same places as the longest, so slices of equal
@@ -209,7 +232,7 @@ class Chunker:
 
         Args:
             ends: of the slices of the longest sequence, all but the last multiples of the padding.
-            time_us: time aimed at for a chunk, without its fixed part.
+            time_us, spare: as in `Grain`.
         """
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
@@ -219,7 +242,7 @@ class Chunker:
             long = list(cuts)
         tails = [PackedItem(self.part_us(q, cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], (q,)) for q in long]
         shorts = [PackedItem(self.part_us(q, 0, length), length, (q,)) for q, length in enumerate(lengths) if q not in cuts]
-        limit = self._token_limit(ends[0], shorts, time_us)
+        limit = self._token_limit(ends[0], shorts, time_us * (1 + spare))
         before: list[Bucket] = []
         if has_groups(self.problem.loss_groups):
             tails, shorts, before = self._by_groups(tails, shorts, time_us, limit)
