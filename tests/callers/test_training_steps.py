@@ -10,11 +10,11 @@ import re
 import pytest
 
 from scripts.demo_rl.engine import command, is_installed
-from tests.support.mcore.demo_rl import TOLERANCE
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.training_steps import BATCHES, MICROBATCHES
 
 pytestmark = pytest.mark.callers
+TOLERANCE = 1e-5
 LEARNING = 4
 """First batches of a training, which run in the caller's order."""
 UNDER_A_CAP = "memory_cap_gb=0.0015"
