@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,14 @@ def benches() -> Iterator[tuple[str, str]]:
             is_command = '\nif __name__ == "__main__":' in text and path.stem != "__main__"
             module = path.with_suffix("") if is_command else path.parent
             name = ".".join(module.relative_to(SCRIPTS.parent).parts)
-            yield f"python -m {name}", (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            parts = {} if is_command else part_names(path.parent / "__main__.py")
+            yield " ".join(["python -m", name, *parts.get(path.stem, ())]), (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+def part_names(main: Path) -> dict[str, list[str]]:
+    """Return the name of each module's part where one command has several benchmarks, by the module."""
+    pairs = re.findall(r'"(\w+)": (\w+)\.BENCH', main.read_text(encoding="utf-8"))
+    return {module: [part] for part, module in pairs}
 
 
 if __name__ == "__main__":
