@@ -61,14 +61,14 @@ class Cuts:
         for slices in range(self.options.slices or 1, 0, -1):  # fewer where a replica has too few tokens for another's
             tables = [self._cut_one(own, recipe, slices if self.options.slices else None) for own in chunkers]
             if len({table and len(table) for table in tables}) > 1 and not self.options.slices:
-                tables = [self._cut_one(own, recipe, None, in_step=True) for own in chunkers]
+                tables = [self._cut_one(own, recipe, None, in_lockstep=True) for own in chunkers]
             aligned = align([table for table in tables if table is not None], chunkers) if None not in tables else None
             if aligned is not None:
                 return aligned
         return None
 
     def _cut_one(
-        self, chunker: Chunker, recipe: Recipe, slices: int | None, *, in_step: bool = False
+        self, chunker: Chunker, recipe: Recipe, slices: int | None, *, in_lockstep: bool = False
     ) -> tuple[Chunk, ...] | None:
         """Cut one replica's batch; with a number of slices where the user fixed it, or for as many chunks as other replicas."""
         count, streams = recipe.grain * self.problem.num_ranks, recipe.copies in ("keys", "both")
@@ -79,7 +79,7 @@ class Cuts:
             return chunker.table(chunker.grain(slices=1))
         if count > MOST_CHUNKS:
             return None
-        grain = chunker.lockstep_grain(count) if in_step else chunker.grain(chunks=count)
+        grain = chunker.lockstep_grain(count) if in_lockstep else chunker.grain(chunks=count)
         if streams:  # keys and values of equal pieces: short ones do not hide the copies
             return chunker.evener(grain).table(grain)
         return self._taking_turns(chunker, grain.slices) if recipe.cut == self.in_turns else chunker.table(grain)
