@@ -2,8 +2,8 @@
 
 A command of a benchmark belongs to the next table of its page, and that in a row of the README to the row. Those of `PLANNED`
 are run, which take minutes and print the same on every machine: each figure of a row must be in the row that the command prints
-in its place, and those of the README anywhere in what it prints, to as many decimals. A line for each; the exit code is 1 where
-one is not printed.
+in its place, or, where cells list several figures, in as many rows; those of the README anywhere in what it prints, to as many
+decimals. A line for each; the exit code is 1 where one is not printed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ def printed(benchmark: str, flags: str) -> tuple[str, ...]:
 def compared(row: Row) -> Iterator[tuple[str, bool]]:
     """Yield the figures of a row, and whether the command prints them."""
     lines = printed(*row.command)
-    there = numbers_in(" ".join(lines) if row.number is None else lines[row.number] if row.number < len(lines) else "")
-    for number in (number for cell in row.cells[1:] if _FIGURE_CELL.match(cell) for number in numbers_in(cell)):
+    cells = [cell for cell in row.cells[1:] if _FIGURE_CELL.match(cell)]
+    rows = max((cell.count(", ") + 1 for cell in cells), default=1)
+    there = numbers_in(" ".join(lines if row.number is None else lines[row.number * rows : (row.number + 1) * rows]))
+    for number in (number for cell in cells for number in numbers_in(cell)):
         decimals = len(number.partition(".")[2])
         yield number, any(round(float(value), decimals) == float(number) for value in there)
 

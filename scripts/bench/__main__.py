@@ -19,7 +19,8 @@ def benches() -> Iterator[tuple[str, str]]:
             module = path.with_suffix("") if is_command else path.parent
             name = ".".join(module.relative_to(SCRIPTS.parent).parts)
             parts = {} if is_command else part_names(path.parent / "__main__.py")
-            yield " ".join(["python -m", name, *parts.get(path.stem, ())]), (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            yield " ".join(["python -m", name, *parts.get(path.stem, ())]), about
 
 
 def part_names(main: Path) -> dict[str, list[str]]:
