@@ -53,7 +53,7 @@ OF_COMMANDS = f"""\
 """
 DEFAULT = re.compile(r"\s*\(default: (.*)\)$")
 UNSET = "none", "do not"
-"""What help says of a flag that does nothing unless it is given; the page leaves the cell empty."""
+"""Defaults in the help of flags that do nothing unless they are given; the page leaves the cell empty."""
 TITLES = "flag", "of", "default", "what it does"
 
 

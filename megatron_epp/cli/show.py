@@ -88,7 +88,7 @@ def add_arguments(parser: Parser) -> None:
     add_output(
         parser,
         ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev), .txt; "
-        "Without it: text on the screen",
+        "without it text on the screen",
     )
     parser.add_argument(
         "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"

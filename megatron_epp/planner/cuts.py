@@ -60,7 +60,7 @@ class Cuts:
             return align(whole, chunkers) if len(whole) == len(chunkers) else None
         for slices in range(self.options.slices or 1, 0, -1):  # fewer where a replica has too few tokens for another's
             tables = [self._cut_one(own, recipe, slices if self.options.slices else None) for own in chunkers]
-            if len({table and len(table) for table in tables}) > 1 and not self.options.slices:
+            if len({table and len(table) for table in tables}) > 1 and not self.options.slices and recipe.grain != LONGEST:
                 tables = [self._cut_one(own, recipe, None, in_lockstep=True) for own in chunkers]
             aligned = align([table for table in tables if table is not None], chunkers) if None not in tables else None
             if aligned is not None:
