@@ -127,6 +127,12 @@ def test_whichever_step_of_the_disk_fails_the_tracker_file_is_whole(copy: Path) 
     assert refused >= 4
 
 
+@pytest.mark.parametrize(("text", "name"), [("release", "release"), ("25\n", "iter_0000025")])
+def test_the_newest_checkpoint_is_the_one_that_the_tracker_file_names(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    assert start.newest_checkpoint(tmp_path) == tmp_path / name
+
+
 @pytest.mark.parametrize("text", ["9" * 5000, "\0\0four", "\u00b2", ""])
 def test_a_tracker_file_without_an_iteration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from scripts import figures
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
@@ -21,6 +20,7 @@ from scripts.bench.planner.fixed import FIXED
 from scripts.bench.planner.report import RUNS, SPEED, TUNED, against
 from scripts.bench.small_cases import BENCH as SMALL_CASES
 from scripts.bench.small_cases import MOST_ACTIONS
+from scripts.figures import Row, compared
 from tests.support.seeds import some_by_default
 
 Rows = list[dict[str, Any]]
@@ -140,11 +140,11 @@ def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:
 
 def test_a_page_has_the_figures_of_the_rows_that_a_command_prints_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ("| a | code | 1.24 s |", "| a | chats | 27.56 s |", "| b | code | 3.00 s |", "| b | chats | 8.44 s |")
-    monkeypatch.setattr(figures, "printed", lambda *command: lines)
-    there = figures.Row("a page", ("models", ""), ("b", "3.0, 8.44 s"), 1)
-    assert list(figures.compared(there)) == [("3.0", True), ("8.44", True)]
-    of_another_row = figures.Row("a page", ("models", ""), ("a", "1.24, 8.44 s"), 0)
-    assert list(figures.compared(of_another_row)) == [("1.24", True), ("8.44", False)]
+    monkeypatch.setattr("scripts.figures.printed", lambda *command: lines)
+    there = Row("a page", ("models", ""), ("b", "3.0, 8.44 s"), 1)
+    assert list(compared(there)) == [("3.0", True), ("8.44", True)]
+    of_another_row = Row("a page", ("models", ""), ("b", "27.56, 8.44 s"), 1)
+    assert list(compared(of_another_row)) == [("27.56", False), ("8.44", True)]
 
 
 def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(tmp_path: Path, capsys) -> None:

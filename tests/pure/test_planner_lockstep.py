@@ -6,7 +6,20 @@ import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_lockstep, lower, simulate
+from megatron_epp.plan import (
+    Action,
+    Chunk,
+    InfeasibleError,
+    Op,
+    PlanError,
+    Recompute,
+    Segment,
+    Step,
+    check,
+    check_lockstep,
+    lower,
+    simulate,
+)
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align
@@ -53,9 +66,26 @@ def test_equal_problems_get_equal_plans():
 
 
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
-    batches = problems((3300, *(500,) * 84), (500,) * 90)
+    batches = problems((3300, *(500,) * 90), (500,) * 96)
     table = Cuts(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))
-    assert len(table) <= 9  # four for each of two ranks, and one that is left over; 16 if all were half as long as the longest
+    assert len(table) == 8  # four for each of two ranks; 16 if all were as short as half of the longest sequence
+    assert sum(part.sequence == 0 for chunk in table.chunks[0] for part in chunk.segments) == 1
+
+
+def test_short_sequences_of_lockstep_replicas_leave_none_over_for_one_chunk_more():
+    for own in problems((800, *(100,) * 150), (100,) * 150):
+        chunker = Chunker.of(own, COSTS, None)
+        assert len(chunker.table(chunker.lockstep_grain(8))) == 8
+        assert len(chunker.table(replace(chunker.lockstep_grain(8), spare=0.0))) == 9
+
+
+def test_short_sequences_behind_a_tail_slice_get_a_chunk_of_their_own_where_a_replica_needs_one_more():
+    batches = problems((3000, 1200, 1200), (3000, 3000, 3000))
+    slices, tail = Chunk((Segment(0, 0, 2000),)), (Segment(0, 2000, 3000), Segment(1, 0, 1200), Segment(2, 0, 1200))
+    others = tuple(Chunk((Segment(q, 0, 3000),)) for q in range(3))
+    aligned = align([(slices, Chunk(tail)), others], [Chunker.of(own, COSTS, None) for own in batches])
+    assert aligned is not None
+    assert aligned.chunks[0] == (slices, Chunk(tail[:1]), Chunk(tail[1:]))
 
 
 MIXED, SMALL, SAME = (3000, 700, 300, *(120,) * 8), (300,) * 10, (500,) * 8
