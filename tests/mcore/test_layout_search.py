@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
+from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.forked import launch
 from tests.support.mcore.megatron_flags import arguments
@@ -54,6 +56,20 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
     assert sorted(whole) == [1, 2, 3, 4]
     assert before | after == whole
+
+
+def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000)]))
+
+    def layers(blocks: str) -> tuple[float, ...]:
+        model = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
+        args = of_run(*model.split(), "--epp-layout", "balanced", "--epp-loss-block-tokens", blocks, processes=4)
+        prepare_epp_args(args)
+        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
+        return layout_search._new(args, None).layers
+
+    assert layers("auto") == layers("2048")
+    assert layers("auto")[-1] < layers("0")[-1]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,14 @@ def for_run(args: argparse.Namespace, measured: Profile | None = None) -> Profil
     return profile_for(measured, shape := model_shape(args), _rates(args, shape))
 
 
+def for_search(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
+    """Return the costs by which layers are divided before there is a last stage that could tell whether its loss goes by blocks:
+    by formula, those of blocks where flags say so.
+    """
+    shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
+    return profile_for(measured, shape, _rates(args, shape))
+
+
 def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
     # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
     return replace(H100_NODE, attention_kernel=_kernel(args, shape)) if torch.cuda.is_initialized() else CPU

@@ -15,7 +15,7 @@ from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.layout import asked_layout, placement_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, settle_vocabulary
-from megatron_epp.mcore.costs.shape import for_run
+from megatron_epp.mcore.costs.shape import for_search
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout_search import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
@@ -62,7 +62,7 @@ def _are_better(args: argparse.Namespace, costs: Profile | PipelineCosts | None)
 
     def trial(choice: str) -> LatentsTrial:
         settings = argparse.Namespace(**vars(args) | {"epp_latents": choice})
-        sample = sample_of(settings, for_run(settings, costs), layout, batches)
+        sample = sample_of(settings, for_search(settings, costs), layout, batches)
         return LatentsTrial(sample.problems, sample.costs_of(layout), sample.options)
 
     choice = choose_latents(trial)
@@ -77,7 +77,7 @@ def _is_faster(args: argparse.Namespace, costs: Profile | PipelineCosts | None) 
     if args.skip_train:
         return False
     layout = _layout_of(args)
-    sample = sample_of(args, for_run(args, costs), layout, tuple(first_batches(args)))
+    sample = sample_of(args, for_search(args, costs), layout, tuple(first_batches(args)))
     choice = fastest([layout, replace(layout, shards_vocabulary=True)], sample)
     where = "divided over the pipeline ranks" if choice.layout.shards_vocabulary else "on the last stage"
     logger.info(

@@ -30,7 +30,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import facts, for_run, optimizer_bytes, with_device_memory
+from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -82,7 +82,7 @@ def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Lay
     assert even is not None
     if args.skip_train:
         return even
-    profile = for_run(args, costs)
+    profile = for_search(args, costs)
     batches = tuple(first_batches(args))
     if args.epp_layout == "balanced":
         lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of
