@@ -56,6 +56,10 @@ def test_grouped_queries_and_a_gated_mlp_become_flags():
     assert "window_size" not in flags
 
 
+def test_heads_without_a_width_of_their_own_share_the_hidden_size():
+    assert flags_of_config(DENSE | {"head_dim": None, "hidden_size": 6400})["kv_channels"] == 200
+
+
 def test_latent_attention_with_dense_layers_first_becomes_flags():
     flags = flags_of_config(LATENT)
     assert flags["multi_latent_attention"]

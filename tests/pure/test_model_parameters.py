@@ -12,7 +12,9 @@ from megatron_epp.cost import H100, ModelShape, OptimizerBytes, Profile, analyti
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
+from megatron_epp.cost.model_shape import Exchange
 from megatron_epp.cost.parameters import kinds_of_layers, parameters_of, summary
+from megatron_epp.cost.recurrent import DeltaShape, StateSpaceShape
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Segment
 
@@ -208,6 +210,18 @@ def test_ranks_share_the_state_of_a_gated_delta_net():
     alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 4))
     assert shared.handed_bytes == alone.handed_bytes / 4
     assert shared.layer.parameters < alone.layer.parameters
+
+
+def test_a_recurrence_multiplies_with_its_state_and_in_a_block_and_its_ranks_exchange_all_but_their_own_tokens():
+    delta = DeltaShape.of(shape_of(load_flags("qwen3-next-80b-a3b")))
+    mamba = StateSpaceShape.of(shape_of(load_flags("nemotron-3-nano")))
+    assert delta.rule_products == 32 * (3 * 128 * 128 + 64 * (3 * 128 + 2 * 128))
+    assert mamba.rule_products == 2 * 64 * 64 * 128 + 128 * (64 * 64 + 8 * 128)
+    for shape in (delta, mamba):
+        width = shape.net.exchanged_width + shape.net.value_width
+        for ranks in (1, 2, 4):
+            _, heads = replace(shape, context_parallel=ranks).attention_exchanges
+            assert heads == Exchange((ranks - 1) / ranks * 2 * width / ranks, ranks, 1)
 
 
 def test_layers_of_a_hybrid_model_are_the_mean_of_those_with_one_part_each():
