@@ -30,6 +30,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest
 from megatron_epp.planner.local_search import improve
+from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import written
@@ -179,6 +180,14 @@ def test_pictures_and_traces_name_them(usual, tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     categories = {event.get("cat") for event in trace(usual)["traceEvents"]}
     assert {"planned,vocabulary shard", "planned,loss", "planned,weight gradient of a shard"} <= categories
+
+
+def test_what_a_shard_keeps_for_its_weight_gradient_is_one_item_of_memory_that_goes_with_it(usual):
+    breakdown = memory_breakdown(usual, costs())
+    assert {name for name in breakdown.items if "shard" in name} == {"vocabulary shard"}
+    for rank in range(4):
+        sizes = [moment.items.get("vocabulary shard", 0) for moment in breakdown.moments(rank)]
+        assert max(sizes) > min(sizes) == sizes[-1] == 0
 
 
 def sample(vocab_size: int, vocabulary=(False, True)) -> Sample:

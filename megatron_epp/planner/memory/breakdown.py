@@ -16,7 +16,7 @@ from megatron_epp.cost import memory as item
 from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
-from megatron_epp.plan.operations import operation, operations
+from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload_choice import without_caches
@@ -36,7 +36,8 @@ def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     known = {kind.op for kind in operations() if kind.rows is None}
     pairs = {step.action: stages[step.action.stage].pairs(step) if step.action.op in known else _added(step) for step in steps}
     *dynamic, lost = item.DYNAMIC
-    texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
+    there = {step.action.op for step in steps}
+    added = dict.fromkeys(_name_of(kind) for kind in operations() if kind.rows is not None and kind.op in there)
     more = sorted({name for stage in stages for items in stage.kept_items for name in items}.difference(item.DYNAMIC))
     messages = plan.message_bytes or (0,) * plan.num_ranks
     static = [static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size} for rank, size in enumerate(messages)]
@@ -48,15 +49,20 @@ def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
         tuple(static),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
-        (*dynamic, *more, *texts, lost),
+        (*dynamic, *more, *added, lost),
         costs.fragmentation_share,
     )
 
 
 def _added(step: AnyStep) -> tuple[Items, Items]:
-    """Bytes by item of a step of an added operation: one item, named after it."""
-    name = operation(step.action.op).text
+    """Bytes by item of a step of an added operation."""
+    name = _name_of(operation(step.action.op))
     return {name: step.alloc_bytes}, {name: step.free_bytes}
+
+
+def _name_of(added: Operation) -> str:
+    """Name of the item of an added operation, one for those that are only there together: one frees what another allocates."""
+    return operation(added.together[0]).text if added.together else added.text
 
 
 class _Stage:
