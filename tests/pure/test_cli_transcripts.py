@@ -40,12 +40,12 @@ TRANSCRIPTS = {
         "show escapes.json",
     ],
     "compare": [
-        f"compare {BATCH} --planner milp --planner greedy --planner 1f1b --planner 1f1b-packed",
+        f"compare {BATCH} --planner milp --planner greedy --planner 1f1b --planner 1f1b-packed --planner zb-h1",
         f"compare --lengths lengths.txt --batch-size 6 --batches 3 --planner greedy --planner 1f1b {TINY}",
         f"compare --lengths 900,50 --planner greedy {TINY} --memory-gb 0.0001 --layout even --slices 1",
     ],
     "memory": [
-        f"plan --memory {BATCH} --memory-gb 0.02 -o absent.json",
+        f"plan --memory --why {BATCH} --memory-gb 0.02 -o absent.json",
     ],
     "room": [
         f"{LLAMA} --cluster h100x8 --stages 1",

@@ -188,8 +188,9 @@ def for_run(args: argparse.Namespace, measured: Profile | None = None) -> Profil
 
 
 def for_search(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
-    """Return the costs by which layers are divided before there is a last stage that could tell whether its loss goes by blocks:
-    by formula, those of blocks where flags say so.
+    """Return the costs by which layers are divided, before there is a last stage that knows how it computes its loss.
+
+    By formula, they are those of a loss by blocks where flags ask for one.
     """
     shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
     return profile_for(measured, shape, _rates(args, shape))
