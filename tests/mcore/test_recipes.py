@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -45,6 +46,14 @@ def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
     assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
     assert args.save == args.load, "a run that is started again goes on"
     assert not args.finetune
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_checked_and_shown_on_a_machine_without_its_gpus(recipe, capsys):
+    capability = torch.cuda.get_device_capability
+    assert main(["train", "-c", str(recipe), "--dry-run"]) == 0
+    assert " -m megatron_epp.mcore.pretrain_gpt " in capsys.readouterr().out
+    assert torch.cuda.get_device_capability is capability
 
 
 @pytest.mark.parametrize("named_in", ["recipes/llama3-8b-finetune", "data/documents"])

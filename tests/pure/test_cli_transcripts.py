@@ -40,7 +40,8 @@ TRANSCRIPTS = {
         "show escapes.json",
     ],
     "compare": [
-        f"compare {BATCH} --planner milp --planner greedy --planner 1f1b --planner 1f1b-packed --planner zb-h1",
+        f"compare {BATCH} --planner milp --planner greedy --planner 1f1b --planner 1f1b-packed",
+        f"compare {BATCH} --planner sppo --planner pipeoffload --planner greedy --memory-gb 0.04",
         f"compare --lengths lengths.txt --batch-size 6 --batches 3 --planner greedy --planner 1f1b {TINY}",
         f"compare --lengths 900,50 --planner greedy {TINY} --memory-gb 0.0001 --layout even --slices 1",
     ],

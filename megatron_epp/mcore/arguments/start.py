@@ -135,12 +135,32 @@ def validate(args: Namespace) -> None:
     is_set = name in os.environ
     os.environ.setdefault(name, "1")  # as ``launch.environment`` sets it for the run
     try:
-        with contextlib.redirect_stdout(io.StringIO()), refusals_of_megatron():
+        with contextlib.redirect_stdout(io.StringIO()), _device_of_the_job(), refusals_of_megatron():
             # The original: ours would make the checks of `check_start` again.
             patching.original_of("megatron.training.arguments:validate_args")(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         if not is_set:
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def _device_of_the_job() -> Iterator[None]:
+    """Answer Megatron's question for the compute capability of a GPU where there is none, as on a login node.
+
+    The answer is the least that it takes for grouped experts. In the job it asks the GPU itself.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_available():
+        yield
+        return
+    of_gpu = cuda.get_device_capability
+    cuda.get_device_capability = lambda device=None: (8, 0)
+    try:
+        yield
+    finally:
+        cuda.get_device_capability = of_gpu
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
