@@ -149,7 +149,7 @@ def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_m
         ("--layout 10,12,10", (10, 12, 10), (0, 1, 2)),
         ("--layout 9,8,8,7 --stages 4", (9, 8, 8, 7), (0, 1, 2, 3)),
         ("--layout v.json", (7, 8, 9, 8), (0, 1, 1, 0)),
-        ("--layers 8 --stages 2 --layout v:2,2,2,2", (2, 2, 2, 2), (0, 1, 1, 0)),
+        ("--layers 8 --stages 3 --layout v:1,1,1,1,2,2", (1, 1, 1, 1, 2, 2), (0, 1, 2, 2, 1, 0)),
         ("--layers 8 --stages 2 --layout looped:2,2,2,2", (2, 2, 2, 2), (0, 1, 0, 1)),
         ("--layers 8 --stages 2 --layout looped:4,4", (4, 4), (0, 1)),
     ],
