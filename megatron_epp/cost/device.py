@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP, PREDICTION
+from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
 
@@ -21,7 +21,8 @@ def on_device(
     """Add the device memory that is used in addition to the tensors that autograd keeps.
 
     A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. Logits, if a stage keeps
+    all of a chunk's, it keeps in fp32; while it runs there is a copy of them, or of their gradient, in two bytes each.
 
     Args:
         costs: costs that count kept tensors only.
@@ -37,7 +38,10 @@ def on_device(
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
         working += uncast_bytes_per_token if running else 0.0
-        stages.append(replace(stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working), static=static))
+        stage = stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working)
+        for head in (block for block in stage.ends if block.kind == HEAD and not block.workspace_bytes):
+            stage = stage.changed(HEAD, working_bytes_per_token=head.bytes_per_token / 2)
+        stages.append(replace(stage, static=static))
     return replace(
         costs,
         stages=tuple(stages),

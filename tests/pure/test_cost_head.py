@@ -3,9 +3,11 @@
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cost import H100, LinearTime, analytic_profile
+from megatron_epp.cost import H100, LinearTime, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
+from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.serialize import load
 
 FLAGS = load_flags("llama3-8b")
@@ -44,6 +46,15 @@ def test_the_head_keeps_no_probabilities_and_computes_logits_twice():
     more_us = blocks.backward.per_token_us - whole.backward.per_token_us
     assert more_us == pytest.approx(1e6 * 2 * WHOLE.vocabulary_parameters / H100.linear_flops)
     assert (blocks.weight, blocks.weight_bytes_per_token) == (LinearTime(), 0)
+
+
+def test_while_it_runs_a_device_holds_whole_logits_once_more_in_two_bytes_each():
+    work = work_of([Chunk((Segment(0, 0, 3000),))], [3000])
+    whole, blocks = (on_device(analytic_profile(shape, H100).costs([16, 16]), 0.0) for shape in (WHOLE, BLOCKS))
+    of_layers = blocks.pass_items(0, work)[WORKING]
+    assert whole.pass_items(0, work)[WORKING] == blocks.pass_items(1, work)[WORKING] == of_layers
+    norm = 2 * 2 * WHOLE.hidden_size  # which the head keeps besides
+    assert whole.pass_items(1, work)[WORKING] == 3000 * (2 * WHOLE.vocab_size + norm / 2) > of_layers
 
 
 def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():
