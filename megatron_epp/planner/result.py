@@ -110,9 +110,12 @@ def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Cos
 def finished(candidates: Candidates) -> Candidate:
     """Improve the fastest candidates of small plans by local search, and by what the settings ask for; return the fastest."""
     fitting, problem, options = candidates.fitting(), candidates.problem, candidates.options
-    best, of_table = fitting[0], {id(candidate.table): candidate for candidate in reversed(fitting)}
+    best = fitting[0]
     if candidates.replicas.is_lockstep:
         return best
+    # Local search knows no copies, so one without may overtake a faster one that has some.
+    without_copies = (each for each in reversed(fitting) if not (each.whole[0].copies or each.whole[0].kv_offload))
+    of_table = {id(candidate.table): candidate for candidate in without_copies}
     for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
         if searches(options, problem.num_stages * len(candidate.table)):
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
@@ -148,10 +151,8 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
-    """Improve a candidate of one replica by local search, unless it has copies."""
+    """Improve a candidate of one replica, without copies, by local search."""
     whole, (tables,) = candidate.whole[0], candidates.tables(candidate.table)[0]
-    if whole.copies or whole.kv_offload:
-        return candidate
     moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
     return completed(candidates, candidate, moved)
 
