@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
@@ -28,7 +29,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "mcore/iteration/wrap.py": ("megatron_epp.wrap", "megatron_epp.install"),
     },
     "Losses, of megatron_epp.losses": {
-        "losses/loss.py": ("NextToken",),
+        "losses/loss.py": ("Loss", "Rows", "Scope", "Average", "NextToken"),
         "losses/policy.py": ("ClippedRatio", "SequenceRatio", "ClippedValue"),
         "losses/distillation.py": ("Distillation",),
         "losses/preference.py": ("Preference", "Reward"),
@@ -76,6 +77,8 @@ def text_of(path: Path, full_name: str) -> str:
     if name == OF_FLAGS:
         docstring = re.sub(r"(?m)^    (\w+): .*(?:\n     .*)*", with_flag, docstring)
     parts += paragraphs_of(docstring, parameters, name in BRIEF)
+    if members := "\n".join(members_of(node)):
+        parts.append(members)
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,6 +94,14 @@ def parameters_of(node: Definition) -> Iterator[tuple[str, str]]:
         if isinstance(field, ast.AnnAssign) and not (kind := ast.unparse(field.annotation)).startswith("ClassVar"):
             name, default = ast.unparse(field.target), f" = {ast.unparse(field.value)}" if field.value else ""
             yield name, name + f": {kind}" * (default in ("", " = None", " = ()")) + default
+
+
+def members_of(node: Definition) -> Iterator[str]:
+    """Yield an item for every member of an enumeration, with what the text behind it says."""
+    for member, text in pairwise([*node.body, ast.Pass()]):
+        if isinstance(node, ast.ClassDef) and isinstance(member, ast.Assign):
+            about = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else ""
+            yield f"- `{ast.unparse(member.targets[0])}`" + (f": {about}" if about else "")
 
 
 def paragraphs_of(docstring: str, parameters: dict[str, str], is_brief: bool) -> Iterator[str]:

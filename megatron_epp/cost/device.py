@@ -21,7 +21,7 @@ def on_device(
     """Add the device memory that is used in addition to the tensors that autograd keeps.
 
     A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. Whole logits of a chunk
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. A chunk's whole logits
     are kept in fp32; while a pass computes them there is a copy of them, or of their gradient, in two bytes each.
 
     Args:

@@ -82,7 +82,10 @@ class Rows:
             EppError: the loss is over tokens, whose calls may have parts of sequences.
         """
         if self.sequence is None:
-            raise EppError("a loss that adds up over a sequence needs Scope.SEQUENCE: in Scope.TOKEN it gets parts of them")
+            raise EppError(
+                "rows.sums, rows.means and rows.trained are of whole sequences and need Scope.SEQUENCE: in Scope.TOKEN a loss "
+                "gets parts of them"
+            )
         return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values * self.weights)
 
     def means(self, values: Tensor) -> Tensor:
@@ -112,23 +115,23 @@ class Loss(Protocol):
     The sums to log are divided as the loss is. They are given in every call, by the names in `logged`. It is not called for
     scopes without a trained token, whose loss is 0.
 
+    All from `has_entropy` on is optional. With any of `has_entropy`, `temperature` and `candidates` the output layer and the
+    loss go by blocks of tokens.
+
     Attributes:
         name: in the log.
         scope: tokens whose values it needs at once. In `Scope.SEQUENCE` all trained tokens of a sequence are in one call, in
             `Scope.GROUP` those of all sequences of a group; others, too, may be.
-        average: see `Average`; but in `Scope.TOKEN` the loss itself weighs tokens within a sequence.
+        average: see `Average`. In `Scope.TOKEN` the loss multiplies the value of every token by `Rows.weights`; in others
+            `Rows.sums` and `Rows.means` do.
         columns: names of the columns that it reads, any of its own choice: samples bring values under these names.
         logged: names of the sums that it returns to be logged.
-
-    More attributes are optional. The first three compute the output layer and the loss by blocks of tokens:
-
-    - ``has_entropy``, true for a loss that reads `Rows.entropy`;
-    - ``temperature``, by which logits are divided;
-    - ``candidates``, for a loss that reads `Rows.candidate_logprobs`: the name of a column of token numbers;
-    - ``widths``, the widths of columns with several values for every token, by name;
-    - ``has_values``, true for a loss that reads `Rows.values`, of a model with one output and not a vocabulary;
-    - ``group_problem(columns)``, a method that says what is wrong with a group, given the columns of its samples; nothing if it
-      is right.
+        has_entropy: true for a loss that reads `Rows.entropy`.
+        temperature: divides logits.
+        candidates: name of a column of token numbers, for a loss that reads `Rows.candidate_logprobs`.
+        widths: of columns with several values for every token, by name.
+        has_values: true for a loss that reads `Rows.values`, of a model with one output and not a vocabulary.
+        group_problem: a method that says what is wrong with a group, given the columns of its samples; nothing if it is right.
     """
 
     @property

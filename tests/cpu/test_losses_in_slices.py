@@ -524,6 +524,14 @@ class Constant(NextToken):
         return rows.weights.sum(), {}
 
 
+@dataclass(frozen=True)
+class Unweighted(NextToken):
+    average: Average = Average.SEQUENCE_MEANS
+
+    def __call__(self, rows):
+        return -rows.logprobs.sum(), {}
+
+
 class Raising(NextToken):
     def __call__(self, rows):
         return -rows.logprobs.reshape(-1, 10_000).sum(), {}
@@ -539,6 +547,7 @@ OWN = {
     PerToken: "loss PerToken returns a tensor of shape [",
     Detached: "loss Detached returns a loss without a graph: it must be computed from rows, and not detached",
     Constant: "loss Constant does not depend on what the model gives: it trains nothing",
+    Unweighted: "loss Unweighted is averaged by sequence means and does not depend on rows.weights",
     Raising: " trained tokens of sample 0: RuntimeError: shape '[-1, 10000]' is invalid",
     NoFigure: "loss NoFigure does not return entropy, which its attribute logged has",
 }
@@ -557,7 +566,7 @@ def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight
         def __call__(self, rows):
             return rows.sums(rows.logprobs).sum(), {}
 
-    with pytest.raises(EppError, match=r"needs Scope\.SEQUENCE"):
+    with pytest.raises(EppError, match=rf"loss Sums fails at {__file__}:\d+, .*: rows.sums, .* need Scope\.SEQUENCE"):
         trained_with(Sums(), CUTS["two halves"], samples_for(Sums(), batch), weight)
 
 

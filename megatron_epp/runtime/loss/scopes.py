@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp import losses
 from megatron_epp.data.batch import TrainedTokens
 from megatron_epp.data.samples import columns_of
-from megatron_epp.losses import Loss, Rows, Scope
+from megatron_epp.losses import Average, Loss, Rows, Scope
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group
@@ -170,6 +171,11 @@ class ScopedLoss:
             gradient, by_weight = torch.autograd.grad(loss, [values, weights], allow_unused=True)
         if gradient is None:
             raise EppError(f"{_class_of(self.loss)} does not depend on what the model gives: it trains nothing")
+        if by_weight is None and (self.loss.scope, self.loss.average) == (Scope.TOKEN, Average.SEQUENCE_MEANS):
+            raise EppError(
+                f"{_class_of(self.loss)} is averaged by {Average.SEQUENCE_MEANS} and does not depend on rows.weights: in "
+                "Scope.TOKEN the loss multiplies every token's value by its weight, 1 over the trained tokens of its sequence"
+            )
         with torch.no_grad():
             is_strange = ~gradient.isfinite().all(0)
             if by_weight is not None:  # a token's own loss, where losses are sums of what is multiplied by weights
@@ -200,14 +206,14 @@ class ScopedLoss:
         name = _class_of(self.loss)
         try:
             result: Any = self.loss(rows)
-        except EppError:
-            raise
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
+            frame = next(frame for frame in reversed(frames) if frame.filename not in (losses.loss.__file__, __file__))
             sequences = sorted({piece.sequence for part in parts for piece in part.table.segments if piece.sequence >= 0})
             samples = ", ".join(map(self.name_of, sequences[:3])) + (" and others" if len(sequences) > 3 else "")
             where = f"{frame.filename}:{frame.lineno}, with {rows.weights.numel()} trained tokens of {samples}"
-            raise EppError(f"{name} fails at {where}: {type(error).__name__}: {one_line(error)}") from error
+            kind = "" if isinstance(error, EppError) else f"{type(error).__name__}: "
+            raise EppError(f"{name} fails at {where}: {kind}{one_line(error)}") from error
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise EppError(f"{name} returns a {type(result).__name__}; it must return the sum and a dict of sums to log")
         loss, logged = result
@@ -215,10 +221,8 @@ class ScopedLoss:
             raise EppError(f"{name} does not return {', '.join(missing)}, which its attribute logged has")
         for key, value in {"loss": loss, **{key: logged[key] for key in self.loss.logged}}.items():
             if not isinstance(value, Tensor) or value.ndim:
-                what = f"tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-                raise EppError(
-                    f"{name} returns a {what} for {key}; it must be a sum over all rows, a tensor without dimensions"
-                )
+                what = f"a tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+                raise EppError(f"{name} returns {what} for {key}; it must be a sum over all rows, a tensor without dimensions")
         if not loss.requires_grad:
             raise EppError(f"{name} returns a loss without a graph: it must be computed from rows, and not detached")
         return loss, logged
