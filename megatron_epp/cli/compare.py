@@ -6,14 +6,14 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from megatron_epp.cli.layout_flag import BALANCED, Chosen, chosen_layout, settle_latents
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.planning_flags import add_problem, costs_of, problem_of, tell_sharing
+from megatron_epp.cli.planning_flags import add_problem, costs_of, problem_of, tell_sharing, token_multiple
 from megatron_epp.cli.schedules import ALL, layout_at, usual
 from megatron_epp.cli.terminal import (
     EXACT_PLANNER_LOG,
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         for _, lengths, entries in tables:
             for name in names:
-                entries.append(_best(args, lengths, longest, chosen, name, entries))
+                entries.append(_best(args, lengths, longest, chosen, name))
     if ALL in (args.planner or ()):
         for *_, entries in tables:
             entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
@@ -132,20 +132,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _best(
-    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str, before: Sequence[Entry] = ()
-) -> Entry:
+def _best(args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str) -> Entry:
     """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size.
 
     Args:
         args, lengths, longest, chosen, name: as in `_entry`.
-        before: entries of the batch: the exact planner takes long, and has only the size that is best for the greedy one.
     """
-    entry = PLANNERS.entry(name)
-    if entry is not None and entry.begins_with_greedy and name != "greedy":
-        greedy = next((other for other in before if other.planner == "greedy"), None)
-        size = (greedy or _best(args, lengths, longest, chosen, "greedy")).size
-        return _entry(args, lengths, longest, chosen, name, size)
     sizes = (None, *sizes_of(args, lengths, chosen.layout.placement.num_ranks, name))
     return min((_entry(args, lengths, longest, chosen, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
 
@@ -159,7 +151,7 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
     Args:
         args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
     """
-    longest, multiple = max(lengths), args.token_multiple
+    longest, multiple = max(lengths), token_multiple(args)
     entry = PLANNERS.entry(name)
     if args.chunk_tokens is not None or args.slices is not None or entry is None or entry.has_own_size:
         return []
@@ -215,7 +207,7 @@ def _entry(
         planned, refusal = None, error.text(names_of(args.parser))
     note = "" if planned is None else latest()
     if size is None:
-        row = args.context or round_up(max(lengths), args.token_multiple)
+        row = args.context or round_up(max(lengths), token_multiple(args))
         size = row if name in _IN_ROWS else args.chunk_tokens
     return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, size)
 

@@ -23,6 +23,7 @@ from megatron_epp.cost.library import (
     load_costs,
     load_flags,
     shape_of,
+    token_multiple_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.cost.model_shape import ALLTOALL
@@ -149,6 +150,14 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
     return nullcontext() if args.model is None else naming_file(f"--model {args.model}")
 
 
+def token_multiple(args: argparse.Namespace) -> int:
+    """Return the multiple to which chunks are padded: as given, or as a training pads them."""
+    if args.token_multiple is not None:
+        return int(args.token_multiple)
+    with of_model(args):
+        return token_multiple_of(flags_of(args))
+
+
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
     """Make the planning problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
@@ -156,7 +165,7 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Pl
         lengths=lengths,
         placement=placement.rank_of,
         cap_bytes=(cap_bytes,) * placement.num_ranks,
-        token_multiple=args.token_multiple,
+        token_multiple=token_multiple(args),
         forward_only=args.forward_only,
         host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),
     )
@@ -189,7 +198,7 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
         else:
             share = args.fragmentation_share
             costs = source if share is None else replace(source, fragmentation_share=share)
-        check_amounts(lengths, costs, args.token_multiple)
+        check_amounts(lengths, costs, token_multiple(args))
     return costs
 
 

@@ -492,6 +492,18 @@ def layers_of(flags: dict[str, Any]) -> int:
     return _whole(flags, "num_layers")
 
 
+def token_multiple_of(flags: Mapping[str, Any]) -> int:
+    """Multiple to which a training pads the tokens of chunks: rows of products in FP8, on each rank that shares them.
+
+    Raises:
+        EppError: a number of ranks is none.
+    """
+    shards = _whole(flags, "context_parallel_size", 1)
+    shards *= _whole(flags, "tensor_model_parallel_size", 1) if flags.get("sequence_parallel") else 1
+    casts = casts_of(flags)
+    return shards * (1 if casts is None else casts.rows)
+
+
 def _whole(flags: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = flags.get(name)
     value = default if value is None else value

@@ -13,6 +13,7 @@ PLANNERS = {
         greedy,
         "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
         begins_with_greedy=True,
+        has_own_size=True,
         may_offload=True,
         keeps_groups=True,
     ),

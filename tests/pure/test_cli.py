@@ -161,6 +161,20 @@ def test_layers_and_ranks_of_stages_are_as_given(
     assert (made.num_layers, made.placement) == (layers, placement)
 
 
+@pytest.mark.parametrize(
+    ("flags", "multiple"),
+    [
+        ("", 1),
+        ("--tensor-parallel 2", 1),
+        ("--tensor-parallel 2 --sequence-parallel --context-parallel 4", 8),
+        ("--tensor-parallel 2 --sequence-parallel --fp8-format hybrid --fp8-recipe blockwise", 256),
+        ("--tensor-parallel 2 --sequence-parallel --token-multiple 16", 16),
+    ],
+)
+def test_chunks_are_padded_as_a_training_pads_them_unless_said_otherwise(flags: str, multiple: int, planned: Planned) -> None:
+    assert planned(f"--lengths 900,300 --stages 2 --model llama3-8b {flags}").token_multiple == multiple
+
+
 def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(
     planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,9 +97,7 @@ def test_every_planner_gets_its_best_packing_size_with_the_same_layers_under_the
     assert {row["layers"] for row in best.values()} == {"balanced"}
     assert best["1f1b-packed"]["makespan_us"] < fixed["1f1b-packed"]["makespan_us"]
     assert best["1f1b-packed"]["size"] == 4096, "rows are no longer than the longest sequence"
-    assert best["greedy"]["makespan_us"] <= fixed["greedy"]["makespan_us"]
-    assert best["seq1f1b"]["size"] is None, "it tries sizes itself"
-    assert best["milp"]["size"] == best["greedy"]["size"]
+    assert all(best[name]["size"] is None for name in ("seq1f1b", "greedy", "milp")), "they try sizes themselves"
     assert len({tuple(row["cap_bytes"]) for row in best.values()}) == 1
 
 
@@ -110,12 +108,13 @@ def test_sizes_keep_sequences_whole_where_they_are_not_cut_and_are_few():
     args.context = 1 << 20
     assert sizes_of(args, lengths, 4, "1f1b-padded") == [9002, 16384, 32768, 65536, 131072]
     assert sizes_of(args, lengths, 4, "zb-v") == [256, 512, 1024, 2048, 4096]
-    assert sizes_of(args, (9001,) * 4096, 64, "greedy") == [], "the work is limited"
-    assert sizes_of(args, (9001,) * 1024, 8, "greedy") == [4096], "to the coarsest"
-    assert sizes_of(args, lengths, 4, "seq1f1b") == sizes_of(args, lengths, 4, "module:function") == []
+    assert sizes_of(args, (9001,) * 4096, 64, "zb-v") == [], "the work is limited"
+    assert sizes_of(args, (9001,) * 1024, 8, "zb-v") == [4096], "to the coarsest"
+    for name in ("greedy", "seq1f1b", "module:function"):
+        assert sizes_of(args, lengths, 4, name) == []
     for setting in ("chunk_tokens", "slices"):
         changed = argparse.Namespace(**vars(args) | {setting: 4})
-        assert sizes_of(changed, lengths, 4, "greedy") == sizes_of(changed, lengths, 4, "1f1b-packed") == []
+        assert sizes_of(changed, lengths, 4, "zb-v") == sizes_of(changed, lengths, 4, "1f1b-packed") == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ PLANNERS = {
         "a solver around greedy: order, recompute, weight gradients and copies of small batches",
         "OptPipe, 2510.05186",
         begins_with_greedy=True,
+        has_own_size=True,
         may_offload=True,
         lacks="the time that its solver takes for every batch",
     )

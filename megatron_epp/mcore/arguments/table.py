@@ -229,8 +229,8 @@ _PIPELINE = (
     Flag(
         "num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size --pipeline-parallel", STAGES, default=4
     ).described("Pipeline stages, one per rank (default: 4)."),
-    Flag("token_multiple", "", "--token-multiple", COUNT, default=1).described(
-        "Pad chunks to a multiple of this many tokens (default: 1)."
+    Flag("token_multiple", "", "--token-multiple", COUNT).described(
+        "Pad chunks to a multiple of this many tokens (default: as in training, by the ranks that share tokens)."
     ),
     Flag("tensor_parallel", "--tensor-model-parallel-size", "--tensor-parallel", COUNT).described(
         "Tensor-parallel ranks, which share a layer (default: 1)."
