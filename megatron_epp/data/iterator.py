@@ -119,6 +119,11 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._plans.check_division(division)
         return batch
 
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that a batch may have."""
+        return int(self._dataset.lengths.max())
+
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
         """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
         assert self._plans is not None

@@ -208,6 +208,23 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
     assert ours._step is None
 
 
+@pytest.mark.parametrize(("longest", "warns"), [(100, False), (900, True)])
+def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_batch(longest, warns, caplog):
+    shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+    costs = analytic_costs(shape, CPU, [1, 1])
+    cap = max(plan(Problem((100, 100), (0, 1), (UNLIMITED_BYTES,) * 2), costs, Options()).predicted.peak_bytes)
+    ours = object.__new__(sliced_run.SlicedRun)
+    ours.problem, ours.replica, ours.replicas, ours.names = Problem((), (0, 1), (cap,) * 2), 0, 1, {"cap_bytes": "--cap"}
+    ours.longest_tokens, ours.learnt_planner, ours._can_plan = longest, None, threading.Event()
+    ours._planner = Namespace(plan=lambda problem: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
+    ours._can_plan.set()
+    for _ in range(2):
+        ours._plan((50,), (), (), (), forward_only=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    assert all(f"of {longest} tokens" in line and "the least that would do" in line and "Raise --cap" in line for line in said)
+
+
 @pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])
 def test_replicas_that_divide_a_batch_differently_end_the_run(checksums, agree):
     """Or sequences would be trained twice, or never."""

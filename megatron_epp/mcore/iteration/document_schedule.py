@@ -47,7 +47,7 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     run = sliced_run.start(args)
     elastic = args.epp_schedule == "elastic"
-    return build_document_iterators(
+    train, valid, test = build_document_iterators(
         args,
         run.plan_source(forward_only=False) if elastic else None,
         run.plan_source(forward_only=True) if elastic else None,
@@ -55,6 +55,8 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
         mpu.get_data_parallel_world_size(),
         num_samples,
     )
+    run.longest_tokens = 0 if train is None else train.longest_tokens
+    return train, valid, test
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
-from megatron_epp.plan import Action, EppError
+from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
@@ -72,6 +72,8 @@ class SlicedRun(Run):
     inputs: RankInputs | None = None
     """Upload of batches to this rank's device; None before `attach`."""
     untrained_batches = 0
+    longest_tokens = 0
+    """Tokens of the longest sequence of the training data, until it is known whether plans can hold it; then 0."""
 
     _process: Worker | None = None
     """Planning process that is started, for the first planner; None if there is none, or it has it."""
@@ -215,6 +217,8 @@ class SlicedRun(Run):
     ) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
+        if self.longest_tokens and not forward_only:
+            self._warn_of_longest(self._planner)
         problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, spans=spans)
         problem = replace(problem, forward_only=forward_only)
         try:
@@ -227,6 +231,19 @@ class SlicedRun(Run):
             raise possible_on_device(error).with_context(
                 after=f"\nThe batch that this is about has {_summary(lengths)}.", names=self.names
             ) from error
+
+    def _warn_of_longest(self, planner: BackgroundPlanner) -> None:
+        """Warn once if no plan fits the longest sequence: the run would end when it comes, perhaps after days."""
+        longest, self.longest_tokens = self.longest_tokens, 0
+        if self.replica or is_unlimited(min(self.problem.cap_bytes)):
+            return
+        try:
+            planner.plan(replace(self.problem, lengths=(longest,) * self.replicas))
+        except InfeasibleError as error:
+            text = possible_on_device(error).text(self.names)
+            logger.warning(
+                "the longest sequence of the training data, of %d tokens, will end the run when it comes: %s", longest, text
+            )
 
     def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
         assert self.inputs is not None  # batches are taken after `attach`
