@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
@@ -16,7 +17,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import has_plan, least_plan
 from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
-from megatron_epp.planner.problem import static_bytes
+from megatron_epp.planner.problem import MOST_BYTES, check_amounts, static_bytes
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.work_limit import WITH_COPIES, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
@@ -41,6 +42,17 @@ def test_the_longest_sequence_fits_and_a_step_more_does_not(others: tuple[int, .
     assert fits((longest, *others))
     assert not fits((longest + step, *others))
     assert not fits((2 * longest, *others))
+
+
+def test_of_few_tokens_the_largest_is_exact():
+    assert search_limits._largest(lambda tokens: tokens <= 36, 1, 1 << 20, 20) == (36, 1)
+    assert search_limits._largest(lambda tokens: tokens <= 37, 1, 1 << 20, 60) == (37, 1)
+
+
+def test_a_batch_is_held_to_what_a_plan_can_hold_by_its_tokens_and_not_by_their_pairs():
+    tokens = 1 << 24
+    assert causal_pairs(0, tokens) * COSTS.stages[0].layers.bytes_per_token > 10 * MOST_BYTES
+    check_amounts((tokens,), COSTS)
 
 
 def test_the_smallest_cap_fits_and_a_hundredth_less_does_not():
