@@ -4,15 +4,17 @@ current.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.first_run import STEPS
-from megatron_epp.cost import huggingface
+from megatron_epp.cost import huggingface, memory
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.hardware import H100, Rates
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
@@ -80,6 +82,7 @@ def pages() -> dict[Path, str]:
             table(("step", "what it does", "expect"), ((step.name, step.purpose, step.expect) for step in STEPS))
         ],
         "your-own-schedule.md": [table(("key", "what it is", "of `h100`"), rates())],
+        "memory-and-speed.md": [table(("row", "what it is"), memory_items())],
         "reading-a-plan.md": [table(("field of values", "what it holds"), plan_fields())],
         "your-loop.md": [table(("loss", "columns", "scope", "averages by"), map(loss_row, LOSSES))],
     }
@@ -155,6 +158,22 @@ def rates() -> Iterator[tuple[str, str, str]]:
 def plan_fields() -> Iterator[tuple[str, str]]:
     """Yield the fields of a plan's file that need no form of their own, with what the docstring of `Plan` says of them."""
     return ((f"`{name}`", text) for name, text in attributes(Plan) if name not in OF_A_FORM)
+
+
+def memory_items() -> Iterator[tuple[str, str]]:
+    """Yield the items of a rank's memory in the order of a report, with what their docstrings say."""
+    texts = dict(attributes(memory.Static))
+    for assignment, text in pairwise(ast.parse(inspect.getsource(memory)).body):
+        match assignment, text:
+            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(said))):
+                item = getattr(memory, name)
+                names = item.values() if isinstance(item, dict) else [item]
+                texts |= dict.fromkeys(names, said[0].lower() + " ".join(said[1:].split()).removesuffix("."))
+    static = [*(field.name for field in fields(memory.Static)), memory.LOSS_BLOCK, memory.WORKING, memory.EXCHANGE]
+    same: dict[str, list[str]] = {}
+    for name in (*static, memory.MESSAGES, *memory.DYNAMIC):
+        same.setdefault(texts[name], []).append(name)
+    return ((", ".join(names), text) for text, names in same.items())
 
 
 def loss_row(loss: Any) -> tuple[str, ...]:

@@ -7,21 +7,38 @@ from dataclasses import dataclass, fields
 from megatron_epp.plan.recompute import MODES
 
 LAYERS = "layers that keep everything"
+"""Activations of layers, from forward to backward."""
 RECOMPUTE_MODE_ITEMS = {name: f"layers that recompute ({mode.name})" for name, mode in MODES.items()}
+"""Activations of layers that keep less: their input alone (full), also core attention's output (selective), or all but those of
+MLP and norms (mlp)."""
 INPUTS = "stage inputs, embeddings"
+"""Rows that the stage before has sent or the embedding has made."""
 HEAD = "logits and loss"
+"""Activations of the last stage's final norm, output layer and loss."""
 STATES = "states of slices"
+"""States, and keys and values of windows, that slices hand on; their size does not grow with the sequence."""
 CACHE = "keys and values of slices"
+"""Keys and values, or latents, of whole sequences, from the forward of the first slice to its backward."""
 CACHE_GRADIENT = "gradients of keys and values"
+"""Buffers for whole sequences, from the backward of the last slice to that of the first."""
 KV_OFFLOAD = "KV offload buffers"
+"""Keys and values on their way to and from host memory."""
 TRANSIENT_KV_GRADIENT = "gradients of a prefix, as attention makes them"
+"""Gradients of all keys and values that a slice reads, in one layer, before they are added up."""
 RECOMPUTED = "layer being recomputed"
+"""Activations that a second forward of one layer makes."""
 WEIGHT_INPUTS = "kept for weight gradients"
+"""Activations and gradients between a backward and its weight gradients, where these are split off."""
 FRAGMENTATION = "fragmentation allowance"
+"""Bytes that the allocator loses between its blocks: a share of all items that chunks allocate."""
 LOSS_BLOCK = "block of the loss"
+"""Logits of the tokens whose loss is computed at once, their gradients, and the output layer's weight gradient."""
 WORKING = "layer that runs: gradients, workspace"
+"""Tensors that live only while one layer, or the output layer, runs forward or backward."""
 EXCHANGE = "buffer of the exchange with experts"
+"""Memory that HybridEP holds for the largest chunk."""
 MESSAGES = "messages in flight"
+"""Activations and gradients that a rank sends or receives."""
 
 DYNAMIC = (
     LAYERS,

@@ -259,4 +259,4 @@ def test_the_loss_that_the_documentation_writes_is_one():
     logprobs, weight = torch.tensor([-1.0, -3.0, -5.0]), {"weight": torch.tensor([2.0, 2.0, 1.0])}
     rows = Rows(logprobs, torch.ones(3), weight, None, torch.tensor([0, 0, 1]), 3)
     total, logged = loss(rows)
-    assert (float(total), float(logged["trained sequences"])) == (2 * 2 + 5, 2)
+    assert (float(total), float(logged["mean log-probability"])) == (2 * 2 + 5, -2 - 5)
