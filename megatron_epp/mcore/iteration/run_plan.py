@@ -54,8 +54,20 @@ def run_plan(
             begin(stage, partial(reduction.before_last_gradient, index), reduce)
         with run.watching("waits for the embedding's rows"):
             handlers = None if open_shard is None else open_shard()
-        running = plan, run.rank, run.stages, run.links, report.recorder, run.watchdog, report.tracker.offload, out_of_memory
-        Executor(*running, run.host, handlers, _pair_runner(plan, run), program).run()
+        Executor(
+            plan,
+            run.rank,
+            run.stages,
+            run.links,
+            recorder=report.recorder,
+            watchdog=run.watchdog,
+            offload=report.tracker.offload,
+            out_of_memory=out_of_memory,
+            host=run.host,
+            handlers=handlers,
+            run_pair=_pair_runner(plan, run),
+            program=program,
+        ).run()
         if tied is not None and not plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with run.watching("waits for the embedding's gradient"):
                 tied.add_gradients()
