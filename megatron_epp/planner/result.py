@@ -139,7 +139,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
     costs, options = replicas.costs, replicas.options
     if not replicas.is_lockstep:
         return (build_plan(replicas.problems[0], costs, options, decisions[0]),)
-    tables = candidates.tables(best.table)[0]
+    tables = candidates.tables_and_bound(best.table)[0]
     if any(pairs := tuple(own.kv_offload for own in decisions)):
         sharing = decisions[0].kv_sharing if any(any(own.copies) for own in decisions) else 1.0
         tables = replicas.kv_offload(tables, best.table, pairs, sharing)
@@ -152,14 +152,14 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
     """Improve a candidate of one replica, without copies, by local search."""
-    whole, (tables,) = candidate.whole[0], candidates.tables(candidate.table)[0]
+    whole, (tables,) = candidate.whole[0], candidates.tables_and_bound(candidate.table)[0]
     moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
     return completed(candidates, candidate, moved)
 
 
 def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) -> Candidate:
     """Return a candidate of one replica with other whole backwards, without copies, and with all that is added to these."""
-    tables = candidates.tables(candidate.table)[0]
+    tables = candidates.tables_and_bound(candidate.table)[0]
     took_us = makespan_us(whole.order, tables[0], whole.recompute_steps)
     return candidates.complete(candidate, (whole,), tables, took_us, [whole.as_offload], candidates.splits)
 

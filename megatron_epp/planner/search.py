@@ -57,7 +57,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
         worse, seen = 0, [start.table]
         for value in side:
             recipe = start.recipe._replace(**{setting.name: value})
-            table = candidates.cuts.table(recipe)
+            table = candidates.chunk_tables.table(recipe)
             if table is None or (not setting.keeps_chunks and any(table is other for other in seen)):
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
@@ -102,11 +102,11 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
 
 def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
     """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
-    values, same = candidates.values["grain"], candidates.cuts.table(recipe)
+    values, same = candidates.values["grain"], candidates.chunk_tables.table(recipe)
     finer, coarser = [grain for grain in values if grain > recipe.grain], [grain for grain in values if grain < recipe.grain]
     for side in (finer, coarser[::-1]):
         others = (recipe._replace(grain=grain) for grain in side)
-        yield from islice((other for other in others if candidates.cuts.table(other) not in (None, same)), 1)
+        yield from islice((other for other in others if candidates.chunk_tables.table(other) not in (None, same)), 1)
 
 
 def search(replicas: Replicas) -> Candidates:
@@ -142,7 +142,7 @@ def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
     first = settings.first_recipe(free.problem)
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
-    if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
+    if len(free.values["cut"]) > 1 and free.chunk_tables.turns_cut != 1:
         others.append(best.recipe._replace(cut=1))
     if free.is_single and len(free.problem.lengths) <= FEW:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))

@@ -43,7 +43,7 @@ def run_plan(
             last stage has the whole vocabulary.
     """
     config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
-    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.cuts_documents, run.names)
+    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names)
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
     # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only):
