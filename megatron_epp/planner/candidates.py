@@ -25,7 +25,7 @@ from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work_limit import spend
 
-CLOSE = 0.002
+NEAR_BOUND_SHARE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried. With 0 two plans of 24
 differ, up to 0.4 % faster; with 0.01 seven, 1.1 % faster to 0.5 % slower.
 """
@@ -202,7 +202,7 @@ class Candidates:
         fitted = replace(unfitted, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
         if not (splits or self.replicas.has_shards):
             return fitted
-        enough_us = unfitted.bound_us * (1 + CLOSE)
+        enough_us = unfitted.bound_us * (1 + NEAR_BOUND_SHARE)
         order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, splits, enough_us)
         # Replicas in lockstep split their weight gradients together, once a plan is written.
         decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)

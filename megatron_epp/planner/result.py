@@ -27,9 +27,9 @@ from megatron_epp.planner.replicas import Replicas, require_equal, split_togethe
 from megatron_epp.planner.search import descend, search, with_copies
 from megatron_epp.planner.settings import first_recipe
 
-IMPROVED = 3
+IMPROVED_TABLES = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
-FINISHED = 8
+FINISHED_CANDIDATES = 8
 """Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS = 16
 """Plans tried with ever more memory for messages."""
@@ -116,14 +116,14 @@ def finished(candidates: Candidates) -> Candidate:
     # Local search knows no copies, so one without may overtake a faster one that has some.
     without_copies = (each for each in reversed(fitting) if not (each.whole[0].copies or each.whole[0].kv_offload))
     of_table = {id(candidate.table): candidate for candidate in without_copies}
-    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
+    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED_TABLES]:
         if searches(options, problem.num_stages * len(candidate.table)):
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
     # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
     problem = candidates.replicas.with_room(candidates.room.get(id(best.table), ())).problems[0]
-    fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
+    fastest = [best, *(candidate for candidate in fitting[:FINISHED_CANDIDATES] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
 

@@ -17,27 +17,28 @@ from itertools import islice
 from operator import attrgetter
 
 from megatron_epp.planner import settings
-from megatron_epp.planner.candidates import CLOSE, Candidate, Candidates
-from megatron_epp.planner.local_search import SMALL
+from megatron_epp.planner.candidates import NEAR_BOUND_SHARE, Candidate, Candidates
+from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 
 # Each was changed to half and to twice what it leaves, on 24 cases of `scripts.bench.planner` drawn at random, a third of them
-# with copies: one plan of 24 is 1.3 % faster with a GAIN of 0 or FAR at 1.01, others differ by less than half a percent.
-# PATIENCE, NEARLY and FEW change none by more than 0.03 %: they save time, up to a third of the search.
-GAIN = 1e-4
+# with copies: one plan of 24 is 1.3 % faster with a MIN_GAIN_SHARE of 0 or OPENINGS_RATIO at 1.01, others differ by less than
+# half a percent. MOST_WITHOUT_GAIN, NEAR_RATIO and MOST_WHOLE_SEQUENCES change none by more than 0.03 %: they save time, up to
+# a third of the search.
+MIN_GAIN_SHARE = 1e-4
 """Relative gain that a chunk table's bound must leave for its orders to be tried."""
-PATIENCE = 2
+MOST_WITHOUT_GAIN = 2
 """Values in a row that may be no faster before a walk turns back."""
-NEARLY = 1.05
+NEAR_RATIO = 1.05
 """Makespan, as a multiple of the best, up to which a walk goes on from another grain, or with copies."""
-FAR, DISTANT = 1.03, 1.02
-"""Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried. Copies are given other
-leads above `DISTANT` times the fastest without caps.
-"""
-WORTH = 0.992
+OPENINGS_RATIO, OPENINGS_BOUND_RATIO = 1.03, 1.02
+"""Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried."""
+LEADS_RATIO = 1.02
+"""Makespan with copies, as a multiple of the fastest without caps, above which other leads are tried."""
+COPIES_RATIO = 0.992
 """Makespan without caps, as a share of the best, below which copies to the host are tried."""
-FEW = 64
+MOST_WHOLE_SEQUENCES = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
 
 
@@ -47,7 +48,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     Args:
         best: where to begin.
     """
-    if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + CLOSE):
+    if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + NEAR_BOUND_SHARE):
         return best
     if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:
         return best
@@ -61,11 +62,11 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
             if table is None or (not setting.keeps_chunks and any(table is other for other in seen)):
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
-            candidate = candidates.of(recipe, candidates.fastest_us * (1 - GAIN))
+            candidate = candidates.of(recipe, candidates.fastest_us * (1 - MIN_GAIN_SHARE))
             is_better = candidate is not None and candidate.key < best.key
             best = candidate if candidate is not None and is_better else best
             worse = 0 if is_better else worse + 1
-            if setting.is_ordered and worse == PATIENCE:
+            if setting.is_ordered and worse == MOST_WITHOUT_GAIN:
                 break
     candidates.step(start.recipe, best.recipe)
     return best
@@ -91,8 +92,8 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
     while best is not before and best.fits:
         before = best
         for recipe in next_grains(candidates, before.recipe):
-            there = candidates.opening(recipe, before, best.makespan_us * (1 - GAIN))
-            if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
+            there = candidates.opening(recipe, before, best.makespan_us * (1 - MIN_GAIN_SHARE))
+            if there is not None and there.makespan_us <= NEAR_RATIO * best.makespan_us:
                 for setting in settings.SETTINGS:
                     there = walk(candidates, there, setting) if setting.keeps_chunks else there
                 best = min(best, there, key=attrgetter("key"))
@@ -144,10 +145,10 @@ def free_of_caps(free: Candidates) -> Candidate:
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
     if len(free.values["cut"]) > 1 and free.chunk_tables.turns_cut != 1:
         others.append(best.recipe._replace(cut=1))
-    if free.is_single and len(free.problem.lengths) <= FEW:
+    if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
-        there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
+        there = free.opening(recipe, best, best.makespan_us * (1 - MIN_GAIN_SHARE))
         if there is not None:
             there = descend(free, there) if recipe.grain != settings.WHOLE else there
             best = min(best, there, key=attrgetter("key"))
@@ -158,7 +159,7 @@ def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     """Go on from the fastest plan without caps."""
     best = candidates.of(fastest.recipe)
     assert best is not None
-    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + GAIN):  # it fits as it is
+    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is
         return best
     best = descend(candidates, best)
     return best if candidates.is_single else at_next_grains(candidates, best)
@@ -178,8 +179,8 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     Args:
         fastest: without caps.
     """
-    is_small = candidates.problem.num_stages * len(best.table) <= SMALL
-    is_far = best.makespan_us > min(FAR * fastest.makespan_us, DISTANT * best.bound_us)
+    is_small = candidates.problem.num_stages * len(best.table) <= SMALL_PLAN_ITEMS
+    is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
     if best.fits and not is_far and not is_small:
         return best
     before = best
@@ -195,17 +196,17 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
 def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
     """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster."""
     replicas = candidates.replicas
-    if not replicas.can_offload or (best.fits and fastest.makespan_us >= WORTH * best.makespan_us):
+    if not replicas.can_offload or (best.fits and fastest.makespan_us >= COPIES_RATIO * best.makespan_us):
         return best
     for recipe in recipes_with_copies(candidates, best, fastest):
-        opening = candidates.opening(recipe, best, NEARLY * best.makespan_us)
-        is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
+        opening = candidates.opening(recipe, best, NEAR_RATIO * best.makespan_us)
+        is_near = opening is not None and opening.makespan_us < NEAR_RATIO * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
             there = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
-            there = descend(candidates, there, settings.WITH_COPIES[candidates.is_single]) if there.fits else there
+            there = descend(candidates, there, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if there.fits else there
             best = min(best, there, key=attrgetter("key"))
-    if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
+    if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
         best = walk(candidates, best, settings.LEAD)
     return best
 

@@ -84,7 +84,7 @@ SETTINGS = (
 several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).
 """
 
-WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
+SETTINGS_WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
 """Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
 COPIES = ("activations", "keys", "both")
 """Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""

@@ -59,8 +59,8 @@ class Chunker:
         total_us: time of the whole batch.
         span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
         equal_lengths_at_cap: slices are of equal length where those of equal time would exceed the token cap. If not, the cap
-            bounds the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far below
-            the longest sequence, that makes many times as many slices.
+            bounds the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far
+            below the longest sequence, that makes many times as many slices.
     """
 
     problem: Problem
@@ -92,7 +92,7 @@ class Chunker:
 
     @property
     def variants(self) -> tuple[Chunker, ...]:
-        """Chunkers to try: this one and, if the token cap binds, one with `equal_lengths_at_cap`, alone if this has too many."""
+        """Chunkers to try: this one and, if the token cap binds, one with `equal_lengths_at_cap`, alone if it has too many."""
         if max(self.problem.lengths) <= self.token_cap:
             return (self,)
         other = replace(self, equal_lengths_at_cap=True)
