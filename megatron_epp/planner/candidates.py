@@ -44,7 +44,7 @@ class Candidate:
         makespan_us: of the slowest replica; infinite where it does not fit.
         bound_us: that no order of the chunks beats.
         decisions: of every replica; empty where it does not fit.
-        whole: the same with whole backwards, and without the vocabulary's shards.
+        whole_backwards: the same with whole backwards, and without the vocabulary's shards.
     """
 
     recipe: Recipe
@@ -53,7 +53,7 @@ class Candidate:
     makespan_us: float
     bound_us: float
     decisions: tuple[Decisions, ...] = ()
-    whole: tuple[Decisions, ...] = ()
+    whole_backwards: tuple[Decisions, ...] = ()
 
     @property
     def key(self) -> tuple[int, float]:
@@ -122,12 +122,12 @@ class Candidates:
         order = self._order(table, tables, recipe)
         key = id(table), recipe.copies, order.key
         if key not in self._by_order:  # many leads give a table the same order
-            plain = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
+            ordered = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
             unfitted = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
             if recipe.copies == "none":
-                candidates = self._recomputed(unfitted, plain, tables)
+                candidates = self._recomputed(unfitted, ordered, tables)
             else:
-                candidates = self._copied(unfitted, plain, tables, limit_us)
+                candidates = self._copied(unfitted, ordered, tables, limit_us)
             self._by_order[key] = min(candidates, key=attrgetter("key"))
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
@@ -162,33 +162,33 @@ class Candidates:
         spend(self.problem.num_stages * len(table))
         return self._orders[key]
 
-    def _recomputed(self, unfitted: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
+    def _recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
         """Fit recompute to the caps.
 
         Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
         """
-        fit = self.replicas.fit(codes_of(plain), tables)
+        fit = self.replicas.fit(codes_of(ordered), tables)
         if fit.recompute_steps is None:
             self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
             yield replace(unfitted, missing_bytes=fit.needed_bytes - min(self.problem.cap_bytes))
             return
-        yield self._timed(unfitted, plain, tables, fit.recompute_steps)
+        yield self._timed(unfitted, ordered, tables, fit.recompute_steps)
         if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
             # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice more.
-            other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
+            other = self.replicas.fit(codes_of(ordered), tables, by_stay=True).recompute_steps
             if other is not None and other != fit.recompute_steps:
-                yield self._timed(unfitted, plain, tables, other)
+                yield self._timed(unfitted, ordered, tables, other)
 
     def _timed(
-        self, unfitted: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
     ) -> Candidate:
-        took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
-        return self.complete(unfitted, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
+        took_us = makespan_us(codes_of(ordered), tables[0], recompute_steps)
+        return self.complete(unfitted, ordered, tables, took_us, [Offload(recompute_steps, (), ())] * len(ordered), self.splits)
 
     def complete(
         self,
         unfitted: Candidate,
-        plain: tuple[Decisions, ...],
+        ordered: tuple[Decisions, ...],
         tables: Sequence[Tables],
         took_us: float,
         offloads: Sequence[Offload],
@@ -197,9 +197,9 @@ class Candidates:
         """Add recompute and copies, and to the order the vocabulary's shards and, where `splits`, weight gradients apart."""
         whole = tuple(
             replace(decisions, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
-            for decisions, own in zip(plain, offloads, strict=True)
+            for decisions, own in zip(ordered, offloads, strict=True)
         )
-        fitted = replace(unfitted, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        fitted = replace(unfitted, missing_bytes=0, makespan_us=took_us, decisions=whole, whole_backwards=whole)
         if not (splits or self.replicas.has_shards):
             return fitted
         enough_us = unfitted.bound_us * (1 + NEAR_BOUND_SHARE)
@@ -209,19 +209,19 @@ class Candidates:
         return replace(fitted, makespan_us=took_us, decisions=decisions)
 
     def _copied(
-        self, unfitted: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
     ) -> Iterator[Candidate]:
         """Copy to the host what the recipe says."""
         yield unfitted
-        copies, order, table = unfitted.recipe.copies, plain[0].order, unfitted.table
+        copies, order, table = unfitted.recipe.copies, ordered[0].order, unfitted.table
         if copies == "activations":
             room = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.replicas.problems]
-            yield from self._with_activations(unfitted, plain, tables, limit_us, room)
+            yield from self._with_activations(unfitted, ordered, tables, limit_us, room)
             return
         for pairs in self.replicas.choices(order, tables, table):
             if copies == "both" and not any(pairs):
                 continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
-            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
+            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(ordered, pairs, strict=True))
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
                 yield self._with_both(unfitted, away, tables, limit_us, room)
@@ -229,7 +229,7 @@ class Candidates:
             own_tables = self.replicas.kv_offload(tables, table, pairs)
             if (short := -min(map(min, room))) <= 0:
                 yield from self._recomputed(unfitted, away, own_tables)
-            elif self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None:
+            elif self.replicas.fit(codes_of(ordered), own_tables).recompute_steps is not None:
                 self._note_host_bytes(short)  # it would fit with more at the host
 
     def _with_both(
@@ -256,7 +256,7 @@ class Candidates:
     def _with_activations(
         self,
         unfitted: Candidate,
-        plain: tuple[Decisions, ...],
+        ordered: tuple[Decisions, ...],
         tables: Sequence[Tables],
         limit_us: float,
         room: list[list[int]],
@@ -266,22 +266,22 @@ class Candidates:
         The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
         above its cap, copies are chosen again for a lower one.
         """
-        order, aims = plain[0].order, self.problem.cap_bytes
+        order, aims = ordered[0].order, self.problem.cap_bytes
         for _ in range(ROUNDS):
-            candidate, above = self._with_copies(unfitted, plain, tables, fit_offload(order, tables, aims, room))
+            candidate, above = self._with_copies(unfitted, ordered, tables, fit_offload(order, tables, aims, room))
             if not any(above):
                 yield candidate
                 break
             aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not (self.replicas.is_lockstep or plain[0].kv_offload):
+        if not (self.replicas.is_lockstep or ordered[0].kv_offload):
             shares = longest_lived_shares(tables[0])
             ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
-            candidate, above = self._with_copies(unfitted, plain, tables, ahead)
+            candidate, above = self._with_copies(unfitted, ordered, tables, ahead)
             if not any(above):
                 yield candidate
 
     def _with_copies(
-        self, unfitted: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
     ) -> tuple[Candidate, list[int]]:
         """Complete a candidate with copies, where there are any and the host has room for them.
 
@@ -294,7 +294,7 @@ class Candidates:
             self._note_host_bytes(copied.short_bytes)
         elif copied is not None:
             for splits in (True, False) if self.splits else (False,):
-                candidate = self.complete(unfitted, plain, tables, copied.makespan_us, copied.offloads, splits)
+                candidate = self.complete(unfitted, ordered, tables, copied.makespan_us, copied.offloads, splits)
                 above = self.replicas.above_caps(candidate.decisions, tables)
                 if not any(above):
                     break

@@ -63,7 +63,7 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
         candidates = _few(problem, costs, options, grains)
         best = candidates.best()
         tables = candidates.tables_and_bound(best.table)[0][0]
-        backward_us = backward_times(tables, best.whole[0].recompute_steps)
+        backward_us = backward_times(tables, best.whole_backwards[0].recompute_steps)
         busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
         grain = int(best.recipe.grain) if options.slices is None and best.recipe.grain != WHOLE else None
         return Estimate(best.makespan_us, grain, tuple(busy_us))

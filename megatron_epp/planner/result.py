@@ -114,7 +114,9 @@ def finished(candidates: Candidates) -> Candidate:
     if candidates.replicas.is_lockstep:
         return best
     # Local search knows no copies, so one without may overtake a faster one that has some.
-    without_copies = (each for each in reversed(fitting) if not (each.whole[0].copies or each.whole[0].kv_offload))
+    without_copies = (
+        each for each in reversed(fitting) if not (each.whole_backwards[0].copies or each.whole_backwards[0].kv_offload)
+    )
     of_table = {id(candidate.table): candidate for candidate in without_copies}
     for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED_TABLES]:
         if searches(options, problem.num_stages * len(candidate.table)):
@@ -152,7 +154,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
     """Improve a candidate of one replica, without copies, by local search."""
-    whole, (tables,) = candidate.whole[0], candidates.tables_and_bound(candidate.table)[0]
+    whole, (tables,) = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table)[0]
     moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
     return completed(candidates, candidate, moved)
 
@@ -258,9 +260,9 @@ def plan_within_budget(problem: Problem, costs: Costs, options: Options, clock: 
         if not candidates.fitting():
             planned(candidates)  # raises
         start = finished(candidates)
-        whole = improved_until(start.whole[0], problem, costs, options, deadline_s, clock)
+        whole = improved_until(start.whole_backwards[0], problem, costs, options, deadline_s, clock)
         best = start.decisions[0]
-        if whole is not start.whole[0]:
+        if whole is not start.whole_backwards[0]:
             best = min(start, completed(candidates, start, whole), key=attrgetter("key")).decisions[0]
         if (improve_further := finisher_of(options)) is not None:
             best = improve_further([best, whole], problem, costs, options)

@@ -92,11 +92,11 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
     while best is not before and best.fits:
         before = best
         for recipe in next_grains(candidates, before.recipe):
-            there = candidates.opening(recipe, before, best.makespan_us * (1 - MIN_GAIN_SHARE))
-            if there is not None and there.makespan_us <= NEAR_RATIO * best.makespan_us:
+            other = candidates.opening(recipe, before, best.makespan_us * (1 - MIN_GAIN_SHARE))
+            if other is not None and other.makespan_us <= NEAR_RATIO * best.makespan_us:
                 for setting in settings.SETTINGS:
-                    there = walk(candidates, there, setting) if setting.keeps_chunks else there
-                best = min(best, there, key=attrgetter("key"))
+                    other = walk(candidates, other, setting) if setting.keeps_chunks else other
+                best = min(best, other, key=attrgetter("key"))
         best = descend(candidates, best) if best is not before else best
     return best
 
@@ -148,10 +148,10 @@ def free_of_caps(free: Candidates) -> Candidate:
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
-        there = free.opening(recipe, best, best.makespan_us * (1 - MIN_GAIN_SHARE))
-        if there is not None:
-            there = descend(free, there) if recipe.grain != settings.WHOLE else there
-            best = min(best, there, key=attrgetter("key"))
+        other = free.opening(recipe, best, best.makespan_us * (1 - MIN_GAIN_SHARE))
+        if other is not None:
+            other = descend(free, other) if recipe.grain != settings.WHOLE else other
+            best = min(best, other, key=attrgetter("key"))
     return best if free.is_single else at_next_grains(free, best)
 
 
@@ -187,9 +187,9 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):
         opening = candidates.opening(recipe, before)
         if opening is not None:
-            there = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
-            there = descend(candidates, there, [setting for setting in settings.SETTINGS if setting.name != "cut"])
-            best = min(best, there, key=attrgetter("key"))
+            other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
+            other = descend(candidates, other, [setting for setting in settings.SETTINGS if setting.name != "cut"])
+            best = min(best, other, key=attrgetter("key"))
     return best if best is before else descend(candidates, best)
 
 
@@ -203,9 +203,9 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         is_near = opening is not None and opening.makespan_us < NEAR_RATIO * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
-            there = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
-            there = descend(candidates, there, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if there.fits else there
-            best = min(best, there, key=attrgetter("key"))
+            other = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
+            other = descend(candidates, other, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if other.fits else other
+            best = min(best, other, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
         best = walk(candidates, best, settings.LEAD)
     return best

@@ -23,7 +23,7 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
-    return search(Replicas((given,), costs, options)).best().whole[0]
+    return search(Replicas((given,), costs, options)).best().whole_backwards[0]
 
 
 def test_equal_arguments_take_equal_steps():
