@@ -95,7 +95,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self._dataset, self._plans = dataset, plans
+        self._dataset, self._source = dataset, plans
         self._replica, self._replicas = replica, replicas
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._is_closed = False
@@ -105,7 +105,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
     def __next__(self) -> GlobalBatch:
         if self._is_closed:
             raise StopIteration
-        source = self._plans
+        source = self._source
         if source is None:
             batch = next(self._prefetched)[0]
             return batch.part(by_count(len(batch.indices), self._replica, self._replicas))
@@ -124,11 +124,11 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
         """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
-        assert self._plans is not None
+        assert self._source is not None
         plan = batch.plan
         assert plan is not None
         batch = replace(batch, dataset=self._dataset)
-        return replace(batch, prepared=self._plans.prepare(batch, lower(plan)[self._plans.rank]))
+        return replace(batch, prepared=self._source.prepare(batch, lower(plan)[self._source.rank]))
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
