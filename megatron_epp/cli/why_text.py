@@ -14,7 +14,7 @@ from megatron_epp.planner.why import Explanation, Walk, changes
 from megatron_epp.report.text import format_cap, format_us, recompute_share, table
 
 CUTS = ("even time", "equal length", "equal length in turns")
-"""Words for the values of the setting `cut` (`Cuts.chunkers`)."""
+"""Words for the values of the setting `cut` (`ChunkTables.chunkers`)."""
 
 
 def why(explanation: Explanation, width: int | None = 120) -> list[str]:

@@ -21,15 +21,15 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
-MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...], tuple[Spans, ...]], PackedPlans]
+MakePlans = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...], tuple[Spans, ...]], PackedPlans]
 """Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`), the groups whose
 loss is computed together (`Problem.loss_groups`) and spans (`Problem.spans`) to the plans for the shares of some replicas."""
 
-Item = PackedPlans | Exception
+PlansOrError = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
 
-KNOWN = 2
-"""Number of plans sent when a batch is taken, its own included, if they are ready: the next is prepared while this one runs."""
+BATCHES_SENT_AHEAD = 1
+"""Batches whose plans are sent before their turn if they are ready: the next one is prepared while this one runs."""
 
 
 class DisagreementError(EppError):
@@ -41,11 +41,11 @@ class PlanSource:
     """Source of the plans of a rank's replica.
 
     Attributes:
-        make: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the ranks
-            that receive their plans from another rank.
-        exchange: called by all ranks of these replicas together, once per batch, with the items of the planning rank and an
-            empty list on the others; returns the items of the planning rank.
-        position: index of this rank's replica among them.
+        make_plans: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the
+            ranks that receive their plans from another rank.
+        exchange_plans: called by all ranks of these replicas together, once per batch, with the plans or errors of the planning
+            rank and an empty list on the others; returns those of the planning rank.
+        replica_position: index of this rank's replica among them.
         check_division: called by all ranks once per batch, with the checksum of its division, or None if its planning failed;
             planning ranks compare, and raise if replicas have divided it differently or another's planning has failed.
         rank: this rank's index in the pipeline.
@@ -53,15 +53,15 @@ class PlanSource:
             in a thread, while the batch before runs.
     """
 
-    make: MakePlan | None
-    exchange: Callable[[list[Item]], list[Item]] = lambda items: items
-    position: int = 0
+    make_plans: MakePlans | None
+    exchange_plans: Callable[[list[PlansOrError]], list[PlansOrError]] = lambda plans: plans
+    replica_position: int = 0
     check_division: Callable[[int | None], None] = lambda checksum: None
     rank: int = 0
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
-class _Ready(NamedTuple):
+class _Prepared(NamedTuple):
     """A replica's part of a batch with its plan, and the checksum of the batch's division."""
 
     batch: GlobalBatch
@@ -95,28 +95,31 @@ class PlannedBatches(Iterator[GlobalBatch]):
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self._dataset, self._plans = dataset, plans
+        self._dataset, self._source = dataset, plans
         self._replica, self._replicas = replica, replicas
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
-        self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
         self._is_closed = False
-        self._given: deque[Future[_Ready]] = deque()
-        self._look_ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-prepare")
+        self._being_prepared: deque[Future[_Prepared]] = deque()  # batches whose plans have been sent
+        self._prepare_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-prepare")
 
     def __next__(self) -> GlobalBatch:
         if self._is_closed:
             raise StopIteration
-        if self._plans is None:
+        source = self._source
+        if source is None:
             batch = next(self._prefetched)[0]
             return batch.part(by_count(len(batch.indices), self._replica, self._replicas))
-        for item in self._plans.exchange(self._made()):
-            self._given.append(self._look_ahead.submit(_ready, item, self._whole(item), self._plans))
+        planned = [] if source.make_plans is None else [*self._planned_batches()]
+        sent = source.exchange_plans([plans for _, plans in planned])
+        batches = [batch for batch, _ in planned] or map(self._batch_of, sent)
+        for batch_or_error, plans in zip(batches, sent, strict=True):
+            self._being_prepared.append(self._prepare_thread.submit(_prepare, batch_or_error, plans, source))
         try:
-            batch, division = self._given.popleft().result()
+            batch, division = self._being_prepared.popleft().result()
         except Exception:
-            self._plans.check_division(None)
+            source.check_division(None)
             raise
-        self._plans.check_division(division)
+        source.check_division(division)
         return batch
 
     @property
@@ -126,44 +129,40 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
         """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
-        assert self._plans is not None
+        assert self._source is not None
         plan = batch.plan
         assert plan is not None
         batch = replace(batch, dataset=self._dataset)
-        return replace(batch, prepared=self._plans.prepare(batch, lower(plan)[self._plans.rank]))
+        return replace(batch, prepared=self._source.prepare(batch, lower(plan)[self._source.rank]))
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
         self._is_closed = True
         self._prefetched.close()
-        self._look_ahead.shutdown(cancel_futures=True)
-        self._given.clear()
-        self._taken.clear()
+        self._prepare_thread.shutdown(cancel_futures=True)
+        self._being_prepared.clear()
 
-    def _whole(self, item: Item) -> GlobalBatch | Exception:
-        """Return the whole batch that an item is about, or the error in place of it."""
-        if isinstance(item, Exception):
-            return item
+    def _planned_batches(self) -> Iterator[tuple[GlobalBatch | Exception, PlansOrError]]:
+        """Yield what the planning rank sends now: this batch's plans, unless sent before, and the next one's if ready."""
+        num_sent = len(self._being_prepared)
+        while num_sent == 0 or (num_sent <= BATCHES_SENT_AHEAD and self._prefetched.is_ready()):
+            try:
+                batch, plans = next(self._prefetched)
+            except Exception as error:
+                yield error, _portable(error)
+                return
+            assert plans is not None  # this rank makes plans
+            yield batch, plans
+            num_sent += 1
+
+    def _batch_of(self, plans: PlansOrError) -> GlobalBatch | Exception:
+        """Return the whole batch that received plans are for, or the error in place of it."""
+        if isinstance(plans, Exception):
+            return plans
         try:
-            return self._taken.popleft() if self._taken else next(self._prefetched)[0]
+            return next(self._prefetched)[0]
         except Exception as error:  # raised at the turn of the batch
             return error
-
-    def _made(self) -> list[Item]:
-        """Items that the planning rank sends now: this batch's plan, unless sent before, and the next one if it is ready."""
-        items: list[Item] = []
-        while self._plans is not None and self._plans.make is not None:
-            known = len(self._given) + len(items)
-            if known >= KNOWN or (known and not self._prefetched.is_ready()):
-                break
-            try:
-                batch, packed = next(self._prefetched)
-            except Exception as error:
-                return [*items, _portable(error)]
-            assert packed is not None  # this rank makes plans
-            self._taken.append(batch)
-            items.append(packed)
-        return items
 
 
 def _batches(
@@ -178,8 +177,8 @@ def _batches(
         indices, loss_groups = sequences_of(dataset, drawn)
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
-        if plans is not None and plans.make is not None:
-            packed = plans.make(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
+        if plans is not None and plans.make_plans is not None:
+            packed = plans.make_plans(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
@@ -227,24 +226,24 @@ def _portable(error: Exception) -> Exception:
     return portable
 
 
-def _ready(item: Item, whole: GlobalBatch | Exception, source: PlanSource) -> _Ready:
+def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSource) -> _Prepared:
     """Return this replica's part of a whole batch with its plan, prepared for this rank."""
-    if isinstance(item, Exception):
-        raise item
+    if isinstance(plans, Exception):
+        raise plans
     if isinstance(whole, Exception):
         raise whole
-    mine = item[source.position]
-    plan, batch = mine.plan(), whole.part([at for at in mine.share if at < len(whole.indices)])
+    own = plans[source.replica_position]
+    plan, batch = own.plan(), whole.part([at for at in own.share if at < len(whole.indices)])
     if plan.lengths != batch.lengths:
         raise DisagreementError(
-            f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
-            "All ranks need the same data files, seed, sequence length and batch size"
+            f"the plan is for sequences of {_first_few(plan.lengths)} tokens but this rank's batch has "
+            f"{_first_few(batch.lengths)}. All ranks need the same data files, seed, sequence length and batch size"
         )
-    batch = replace(batch, plan=plan, plan_digest=mine.plan_digest, planning_us=mine.planning_us)
-    return _Ready(replace(batch, prepared=source.prepare(batch, mine.actions(source.rank))), mine.division)
+    batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us)
+    return _Prepared(replace(batch, prepared=source.prepare(batch, own.actions(source.rank))), own.division)
 
 
-def _some(lengths: tuple[int, ...]) -> str:
+def _first_few(lengths: tuple[int, ...]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk
 from megatron_epp.planner import settings
+from megatron_epp.planner.chunk_tables import ChunkTables
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
@@ -25,7 +25,7 @@ from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work_limit import spend
 
-CLOSE = 0.002
+NEAR_BOUND_SHARE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried. With 0 two plans of 24
 differ, up to 0.4 % faster; with 0.01 seven, 1.1 % faster to 0.5 % slower.
 """
@@ -44,7 +44,7 @@ class Candidate:
         makespan_us: of the slowest replica; infinite where it does not fit.
         bound_us: that no order of the chunks beats.
         decisions: of every replica; empty where it does not fit.
-        whole: the same with whole backwards, and without the vocabulary's shards.
+        whole_backwards: the same with whole backwards, and without the vocabulary's shards.
     """
 
     recipe: Recipe
@@ -53,7 +53,7 @@ class Candidate:
     makespan_us: float
     bound_us: float
     decisions: tuple[Decisions, ...] = ()
-    whole: tuple[Decisions, ...] = ()
+    whole_backwards: tuple[Decisions, ...] = ()
 
     @property
     def key(self) -> tuple[int, float]:
@@ -73,7 +73,7 @@ class Candidates:
         chunks: the only table, of one replica; None to cut the batch.
 
     Attributes:
-        cuts: makes the chunks of a recipe.
+        chunk_tables: makes the chunks of a recipe.
         values: of every setting.
         by_recipe: candidates made so far.
         came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
@@ -87,8 +87,8 @@ class Candidates:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
-        self.cuts: Cuts = Cuts(replicas, chunks) if free is None else free.cuts
-        self.values = settings.values_of(self.problem, self.options, len(self.cuts.chunkers), self.splits)
+        self.chunk_tables: ChunkTables = ChunkTables(replicas, chunks) if free is None else free.chunk_tables
+        self.values = settings.values_of(self.problem, self.options, len(self.chunk_tables.chunkers), self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
         self.free = free
@@ -113,21 +113,21 @@ class Candidates:
         """Make the candidate of a recipe; None where the recipe makes no chunks, or their bound is no less than a limit."""
         if recipe in self.by_recipe:
             return self.by_recipe[recipe]
-        table = self.cuts.table(recipe)
+        table = self.chunk_tables.table(recipe)
         if table is None:
             return None
-        tables, bound_us = self.tables(table)
+        tables, bound_us = self.tables_and_bound(table)
         if bound_us >= limit_us:
             return None
         order = self._order(table, tables, recipe)
         key = id(table), recipe.copies, order.key
         if key not in self._by_order:  # many leads give a table the same order
-            plain = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
-            nothing = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
+            ordered = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
+            unfitted = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
             if recipe.copies == "none":
-                candidates = self._recomputed(nothing, plain, tables)
+                candidates = self._recomputed(unfitted, ordered, tables)
             else:
-                candidates = self._copied(nothing, plain, tables, limit_us)
+                candidates = self._copied(unfitted, ordered, tables, limit_us)
             self._by_order[key] = min(candidates, key=attrgetter("key"))
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
@@ -143,7 +143,7 @@ class Candidates:
         self.came_from.setdefault(before, (None, ""))
         self.came_from.setdefault(after, (before, word))
 
-    def tables(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
+    def tables_and_bound(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
         """Return times and sizes of the chunks in every replica, and the makespan that none of their orders beats."""
         number = id(table)
         if number not in self._tables:
@@ -162,33 +162,33 @@ class Candidates:
         spend(self.problem.num_stages * len(table))
         return self._orders[key]
 
-    def _recomputed(self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
+    def _recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
         """Fit recompute to the caps.
 
         Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
         """
-        fit = self.replicas.fit(codes_of(plain), tables)
+        fit = self.replicas.fit(codes_of(ordered), tables)
         if fit.recompute_steps is None:
             self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
-            yield replace(nothing, missing_bytes=fit.needed_bytes - min(self.problem.cap_bytes))
+            yield replace(unfitted, missing_bytes=fit.needed_bytes - min(self.problem.cap_bytes))
             return
-        yield self._timed(nothing, plain, tables, fit.recompute_steps)
+        yield self._timed(unfitted, ordered, tables, fit.recompute_steps)
         if any(map(any, fit.recompute_steps)) and self.options.recompute == "auto" and not self.is_single:
             # By price alone, 1 % dearer recompute on the first stages made it fall on chunks that leave soon: up to twice more.
-            other = self.replicas.fit(codes_of(plain), tables, by_stay=True).recompute_steps
+            other = self.replicas.fit(codes_of(ordered), tables, by_stay=True).recompute_steps
             if other is not None and other != fit.recompute_steps:
-                yield self._timed(nothing, plain, tables, other)
+                yield self._timed(unfitted, ordered, tables, other)
 
     def _timed(
-        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], recompute_steps: RecomputeSteps
     ) -> Candidate:
-        took_us = makespan_us(codes_of(plain), tables[0], recompute_steps)
-        return self.complete(nothing, plain, tables, took_us, [Offload(recompute_steps, (), ())] * len(plain), self.splits)
+        took_us = makespan_us(codes_of(ordered), tables[0], recompute_steps)
+        return self.complete(unfitted, ordered, tables, took_us, [Offload(recompute_steps, (), ())] * len(ordered), self.splits)
 
     def complete(
         self,
-        nothing: Candidate,
-        plain: tuple[Decisions, ...],
+        unfitted: Candidate,
+        ordered: tuple[Decisions, ...],
         tables: Sequence[Tables],
         took_us: float,
         offloads: Sequence[Offload],
@@ -197,44 +197,44 @@ class Candidates:
         """Add recompute and copies, and to the order the vocabulary's shards and, where `splits`, weight gradients apart."""
         whole = tuple(
             replace(decisions, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares)
-            for decisions, own in zip(plain, offloads, strict=True)
+            for decisions, own in zip(ordered, offloads, strict=True)
         )
-        fitted = replace(nothing, missing_bytes=0, makespan_us=took_us, decisions=whole, whole=whole)
+        fitted = replace(unfitted, missing_bytes=0, makespan_us=took_us, decisions=whole, whole_backwards=whole)
         if not (splits or self.replicas.has_shards):
             return fitted
-        enough_us = nothing.bound_us * (1 + CLOSE)
+        enough_us = unfitted.bound_us * (1 + NEAR_BOUND_SHARE)
         order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, splits, enough_us)
         # Replicas in lockstep split their weight gradients together, once a plan is written.
         decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)
         return replace(fitted, makespan_us=took_us, decisions=decisions)
 
     def _copied(
-        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
     ) -> Iterator[Candidate]:
         """Copy to the host what the recipe says."""
-        yield nothing
-        copies, order, table = nothing.recipe.copies, plain[0].order, nothing.table
+        yield unfitted
+        copies, order, table = unfitted.recipe.copies, ordered[0].order, unfitted.table
         if copies == "activations":
             room = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.replicas.problems]
-            yield from self._with_activations(nothing, plain, tables, limit_us, room)
+            yield from self._with_activations(unfitted, ordered, tables, limit_us, room)
             return
         for pairs in self.replicas.choices(order, tables, table):
             if copies == "both" and not any(pairs):
                 continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
-            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(plain, pairs, strict=True))
+            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(ordered, pairs, strict=True))
             room = self.replicas.host_room(order, table, pairs)
             if copies == "both":
-                yield self._with_both(nothing, away, tables, limit_us, room)
+                yield self._with_both(unfitted, away, tables, limit_us, room)
                 continue
             own_tables = self.replicas.kv_offload(tables, table, pairs)
             if (short := -min(map(min, room))) <= 0:
-                yield from self._recomputed(nothing, away, own_tables)
-            elif self.replicas.fit(codes_of(plain), own_tables).recompute_steps is not None:
-                self._note_host(short)  # it would fit with more at the host
+                yield from self._recomputed(unfitted, away, own_tables)
+            elif self.replicas.fit(codes_of(ordered), own_tables).recompute_steps is not None:
+                self._note_host_bytes(short)  # it would fit with more at the host
 
     def _with_both(
         self,
-        nothing: Candidate,
+        unfitted: Candidate,
         away: tuple[Decisions, ...],
         tables: Sequence[Tables],
         limit_us: float,
@@ -244,8 +244,10 @@ class Candidates:
         pairs = tuple(decisions.kv_offload for decisions in away)
         for sharing in SHARINGS:
             own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
-            own_tables = self.replicas.kv_offload(tables, nothing.table, pairs, sharing)
-            best = min(self._with_activations(nothing, own, own_tables, limit_us, room), key=attrgetter("key"), default=nothing)
+            own_tables = self.replicas.kv_offload(tables, unfitted.table, pairs, sharing)
+            best = min(
+                self._with_activations(unfitted, own, own_tables, limit_us, room), key=attrgetter("key"), default=unfitted
+            )
             every = zip(best.decisions, own_tables, strict=best.fits)
             if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
                 break
@@ -253,8 +255,8 @@ class Candidates:
 
     def _with_activations(
         self,
-        nothing: Candidate,
-        plain: tuple[Decisions, ...],
+        unfitted: Candidate,
+        ordered: tuple[Decisions, ...],
         tables: Sequence[Tables],
         limit_us: float,
         room: list[list[int]],
@@ -264,22 +266,22 @@ class Candidates:
         The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
         above its cap, copies are chosen again for a lower one.
         """
-        order, aims = plain[0].order, self.problem.cap_bytes
+        order, aims = ordered[0].order, self.problem.cap_bytes
         for _ in range(ROUNDS):
-            candidate, above = self._with_copies(nothing, plain, tables, fit_offload(order, tables, aims, room))
+            candidate, above = self._with_copies(unfitted, ordered, tables, fit_offload(order, tables, aims, room))
             if not any(above):
                 yield candidate
                 break
             aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not (self.replicas.is_lockstep or plain[0].kv_offload):
+        if not (self.replicas.is_lockstep or ordered[0].kv_offload):
             shares = longest_lived_shares(tables[0])
             ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
-            candidate, above = self._with_copies(nothing, plain, tables, ahead)
+            candidate, above = self._with_copies(unfitted, ordered, tables, ahead)
             if not any(above):
                 yield candidate
 
     def _with_copies(
-        self, nothing: Candidate, plain: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
+        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
     ) -> tuple[Candidate, list[int]]:
         """Complete a candidate with copies, where there are any and the host has room for them.
 
@@ -287,18 +289,18 @@ class Candidates:
             the candidate and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they
             would take a rank above its cap by themselves.
         """
-        candidate, above = nothing, [0] * self.problem.num_ranks
+        candidate, above = unfitted, [0] * self.problem.num_ranks
         if copied is not None and copied.short_bytes:
-            self._note_host(copied.short_bytes)
+            self._note_host_bytes(copied.short_bytes)
         elif copied is not None:
             for splits in (True, False) if self.splits else (False,):
-                candidate = self.complete(nothing, plain, tables, copied.makespan_us, copied.offloads, splits)
+                candidate = self.complete(unfitted, ordered, tables, copied.makespan_us, copied.offloads, splits)
                 above = self.replicas.above_caps(candidate.decisions, tables)
                 if not any(above):
                     break
         return candidate, above
 
-    def _note_host(self, short_bytes: int) -> None:
+    def _note_host_bytes(self, short_bytes: int) -> None:
         if short_bytes > 0:
             needed = self.problem.host_cap_bytes + short_bytes
             self.least_host_bytes = min(self.least_host_bytes or needed, needed)

@@ -14,7 +14,7 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.search import FEW
+from megatron_epp.planner.search import MOST_WHOLE_SEQUENCES
 from megatron_epp.planner.settings import WHOLE, first_recipe
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
@@ -62,8 +62,8 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
     with uncollected():
         candidates = _few(problem, costs, options, grains)
         best = candidates.best()
-        tables = candidates.tables(best.table)[0][0]
-        backward_us = backward_times(tables, best.whole[0].recompute_steps)
+        tables = candidates.tables_and_bound(best.table)[0][0]
+        backward_us = backward_times(tables, best.whole_backwards[0].recompute_steps)
         busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
         grain = int(best.recipe.grain) if options.slices is None and best.recipe.grain != WHOLE else None
         return Estimate(best.makespan_us, grain, tuple(busy_us))
@@ -93,7 +93,8 @@ def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ..
     first, reaches = first_recipe(problem), candidates.values["reach"][:2]
     cut = [first._replace(grain=float(grain)) for grain in (grains if options.slices is None else grains[:1])]
     recipes = [recipe._replace(reach=reach) for recipe in cut for reach in reaches]
-    if candidates.is_single and options.slices is None and grains == CHUNKS_PER_RANK and len(problem.lengths) <= FEW:
+    has_few = options.slices is None and len(problem.lengths) <= MOST_WHOLE_SEQUENCES
+    if candidates.is_single and has_few and grains == CHUNKS_PER_RANK:
         recipes += [
             first._replace(grain=WHOLE, reach=reach, lead=lead)
             for reach, lead in (("slices", 1.0), *((r, 2.0) for r in reaches))

@@ -15,8 +15,8 @@ from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
+from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.cuts import Cuts, by_length
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
@@ -113,13 +113,13 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tu
     sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
     """
     replicas = Replicas((problem,), costs, options)
-    cuts = Cuts(replicas)
-    values = values_of(problem, options, len(cuts.chunkers), splits=False)
+    chunk_tables = ChunkTables(replicas)
+    values = values_of(problem, options, len(chunk_tables.chunkers), splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
-    tables = dict.fromkeys(table for recipe in recipes if (table := cuts.table(recipe)) is not None)
+    tables = dict.fromkeys(table for recipe in recipes if (table := chunk_tables.table(recipe)) is not None)
     may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches
     if options.slices is None and may_be_whole:
-        tables |= dict.fromkeys(Aligned((chunks,)) for chunks in by_length(problem))
+        tables |= dict.fromkeys(Aligned((chunks,)) for chunks in whole_by_length(problem))
     for table in tables:
         spend(problem.num_stages * len(table))
         sizes = replicas.tables(table)

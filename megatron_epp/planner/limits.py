@@ -17,13 +17,13 @@ from megatron_epp.planner import plan
 from megatron_epp.planner.least import has_plan, least_decisions, one_order_decides
 from megatron_epp.planner.problem import Options, Problem, static_bytes
 
-LONGEST = 1 << 25
+LONGEST_TOKENS = 1 << 25
 """Longest sequence, in tokens, that is tried: 33 million, beyond the context of any model."""
-LARGE = 640
+LARGE_PLAN_ITEMS = 640
 """Stages times chunks of a plan above which no smaller cap with offload is looked for: such a plan takes about 2 s."""
 CAP_BITS = 7
 """Significant bits of the smallest cap with offload: it is found to about a hundredth."""
-_GRAINS = 32
+_SIZES_PER_DOUBLING = 32
 """Number of steps between a power of two and the next."""
 
 
@@ -45,7 +45,11 @@ def longest_sequence(problem: Problem, costs: Costs, options: Options, others: S
             max(static_bytes(problem, costs)),
         )
         guess = round(longest * (min(problem.cap_bytes) - static) / max(1, named - static))
-    return _largest(lambda size: _fits(replace(problem, lengths=(size, *others)), costs, options), multiple, LONGEST, guess)
+
+    def fits(size: int) -> bool:
+        return _fits(replace(problem, lengths=(size, *others)), costs, options)
+
+    return _largest(fits, multiple, LONGEST_TOKENS, guess)
 
 
 def smallest_cap(problem: Problem, costs: Costs, options: Options) -> Plan:
@@ -59,7 +63,7 @@ def smallest_cap(problem: Problem, costs: Costs, options: Options) -> Plan:
     """
     named = _named_cap(problem, costs, options)
     least = plan(_with_cap(problem, named), costs, options)
-    if not options.offload or least.num_stages * len(least.chunks) > LARGE:
+    if not options.offload or least.num_stages * len(least.chunks) > LARGE_PLAN_ITEMS:
         return least
     step = 1 << max(0, named.bit_length() - CAP_BITS)
     low, high = max(static_bytes(problem, costs)) // step, -(-named // step)
@@ -110,7 +114,7 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) 
     From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
     """
     most = most // multiple * multiple
-    unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)
+    unit = multiple << max(0, (guess // _SIZES_PER_DOUBLING // multiple).bit_length() - 1)
     at, stride = min(max(guess // unit * unit, multiple), most), unit
     if fits(at):
         low, high = at, min(at + stride, most)
@@ -126,7 +130,7 @@ def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) 
                 return None, multiple
             stride *= 2
             low, high = max(low - stride, multiple), low
-    step = multiple << max(0, (low // _GRAINS // multiple).bit_length() - 1)
+    step = multiple << max(0, (low // _SIZES_PER_DOUBLING // multiple).bit_length() - 1)
     while high - low > step:
         middle = low + max(step, (high - low) // 2 // step * step)
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -27,23 +27,23 @@ from megatron_epp.planner.tables import Tables
 
 LOG = logging.getLogger(__name__)
 
-SMALL = 64
+SMALL_PLAN_ITEMS = 64
 """Stages times chunks up to which the search runs unasked: compiled, it then takes 20 to 100 ms."""
-LONG_STEPS = 20_000
+LONG_RUN_STEPS = 20_000
 """Steps of a search that runs unasked where they take little of the iteration."""
-RUNS = (4000, 8000)
+SHORT_RUN_STEPS = (4000, 8000)
 """Steps of successive runs for shorter iterations, which end with the first run that gains little. On 49 random cases under
 tight caps 4,000 steps left makespans 0.07 % above 20,000 steps on average, at worst 1.2 %.
 """
-LITTLE = 0.001
+MIN_GAIN_SHARE = 0.001
 """Relative gain of a run after which another one is not worth its time. With 0 no plan of 70 changes (see `grains`)."""
 STEP_US = 5.0
 """Processor time of a step with compiled loops: 3 to 6 us on plans of 12 to 40 actions."""
-SHARE = 0.05
+LONG_RUN_SHARE = 0.05
 """Share of an iteration that the long search may take: planning shares its cores with training."""
 RESTARTS = 10
 """Times the search returns to the best found. With 3 or 30 four or five plans of 70 differ, 0.5 % faster to 0.6 % slower."""
-ALLOWANCE = 0.03
+ALLOWANCE_SHARE = 0.03
 """A step may be slower than where it starts from by this share of the best at first, and by nothing before each return:
 threshold accepting (Dueck and Scheuer, 1990). With 0.01 three plans of 70 differ, 0.5 % faster to 0.1 % slower; with 0.1 five
 are slower, by up to 3 %.
@@ -56,7 +56,7 @@ def searches(options: Options, num_items: int) -> bool:
     Args:
         num_items: stages of the pipeline times chunks of the table.
     """
-    return options.steps > 0 or (options.budget_ms is None and num_items <= SMALL)
+    return options.steps > 0 or (options.budget_ms is None and num_items <= SMALL_PLAN_ITEMS)
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     """
     if options.steps:
         return (options.steps,)
-    is_long = SHARE * makespan_us >= LONG_STEPS * STEP_US
-    return (LONG_STEPS,) if is_long else RUNS
+    is_long = LONG_RUN_SHARE * makespan_us >= LONG_RUN_STEPS * STEP_US
+    return (LONG_RUN_STEPS,) if is_long else SHORT_RUN_STEPS
 
 
 def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
@@ -112,8 +112,9 @@ def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Opt
     limit_us, room, took_us = bound_us * (1 + 1e-9), room_for(codes, columns), start_us
     for steps in runs_of(options, start_us):
         before_us, period = took_us, max(1, steps // RESTARTS)
-        took_us = search(now, best, trial, facts, room, spare, steps, period, before_us, limit_us, ALLOWANCE * before_us)
-        if took_us > before_us * (1 - LITTLE):
+        allowance_us = ALLOWANCE_SHARE * before_us
+        took_us = search(now, best, trial, facts, room, spare, steps, period, before_us, limit_us, allowance_us)
+        if took_us > before_us * (1 - MIN_GAIN_SHARE):
             break
         copy_choice(best, now)
     order = CodedOrder(Codes(best.actions, codes.starts), columns.num_chunks)
@@ -132,7 +133,8 @@ def _facts(
     columns, chunks = tables.columns, tables.columns.num_chunks
     groups = slice_groups(decisions.chunks, problem.loss_groups)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
-    dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
+    small_rows = (row if len(row) <= SMALL_PLAN_ITEMS else [] for row in rows)
+    dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) for row in small_rows]
     whole, filled = storage(trial.actions, codes.starts, columns)
     sharded, most = has_shards(tables), 2 * np.diff(codes.starts)
     return Facts(

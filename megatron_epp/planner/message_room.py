@@ -14,13 +14,13 @@ from megatron_epp.planner.problem import Options, Problem
 
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
-_PER_WAY = 2
+_SLOTS_PER_DIRECTION = 2
 """Slots that a direction to or from a rank is expected to have: as many as `SEND_SLOTS` for sends. It has more where messages
 come long before they are needed; then the batch is planned again with room for them.
 """
-_IN_USE = 2
+_MESSAGES_IN_USE = 2
 """Messages of a rank that are expected outside of slots: one that is being made, and one that is in use."""
-_MARGIN = 8
+_MARGIN_DIVISOR = 8
 """One part in so many more than a plan needed is set aside for the next one, whose order may differ a little. With 2 two plans
 of 70 were refused and two slower; with 64 two were faster, by up to 0.2 %.
 """
@@ -43,7 +43,7 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
     if problem.message_bytes:
         return problem.message_bytes
     ends = Counter(rank for direction in directions(problem.placement) for rank in (direction.sender, direction.receiver))
-    expected = (_PER_WAY * ends[rank] + _IN_USE * (rank in ends) for rank in range(problem.num_ranks))
+    expected = (_SLOTS_PER_DIRECTION * ends[rank] + _MESSAGES_IN_USE * (rank in ends) for rank in range(problem.num_ranks))
     return tuple(number * max(message_bytes, default=0) for number in expected)
 
 
@@ -110,4 +110,4 @@ def raised(problem: Problem, cap_bytes: int) -> Problem:
 
 def room_for(before: Sequence[int], needed: Sequence[int]) -> tuple[int, ...]:
     """Return bytes of every rank to set aside for a plan like one whose messages need so much, and no less than before."""
-    return tuple(max(own, size + size // _MARGIN) for own, size in zip(before, needed, strict=True))
+    return tuple(max(own, size + size // _MARGIN_DIVISOR) for own, size in zip(before, needed, strict=True))

@@ -13,7 +13,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, Segment
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
-from megatron_epp.planner.local_search import SMALL
+from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, elastic_1f1b
@@ -61,7 +61,7 @@ def plan_microbatches(microbatches: Lengths, problem: Problem, costs: Costs, opt
     """
     chunks, problem = _problem_of(microbatches, problem)
     numbers = tuple(number for number, lengths in enumerate(microbatches) for _ in lengths)
-    is_small = problem.num_stages * len(chunks) <= SMALL
+    is_small = problem.num_stages * len(chunks) <= SMALL_PLAN_ITEMS
     asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0, budget_ms=None if is_small else 0)
     best = planner.plan(replace(problem, microbatches=numbers), costs, asked)
     return OrderedPlan(best, tuple(chunks.index(chunk) for chunk in best.chunks))

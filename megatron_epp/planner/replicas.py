@@ -96,10 +96,10 @@ class Replicas:
         """True if the vocabulary is in shards over the ranks, which orders then need operations for."""
         return self.costs.vocabulary is not None
 
-    def shapes(self) -> list[tuple[Chunker, ...]]:
+    def chunkers(self) -> list[tuple[Chunker, ...]]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
-        chunkers = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]
-        return list(dict.fromkeys(tuple(shapes[at] for shapes in chunkers) for at in (0, -1)))
+        variants = [Chunker.of(problem, self.costs, self.options.chunk_tokens).variants for problem in self.problems]
+        return list(dict.fromkeys(tuple(own[at] for own in variants) for at in (0, -1)))
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""

@@ -27,9 +27,9 @@ from megatron_epp.planner.replicas import Replicas, require_equal, split_togethe
 from megatron_epp.planner.search import descend, search, with_copies
 from megatron_epp.planner.settings import first_recipe
 
-IMPROVED = 3
+IMPROVED_TABLES = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
-FINISHED = 8
+FINISHED_CANDIDATES = 8
 """Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS = 16
 """Plans tried with ever more memory for messages."""
@@ -114,16 +114,18 @@ def finished(candidates: Candidates) -> Candidate:
     if candidates.replicas.is_lockstep:
         return best
     # Local search knows no copies, so one without may overtake a faster one that has some.
-    without_copies = (each for each in reversed(fitting) if not (each.whole[0].copies or each.whole[0].kv_offload))
+    without_copies = (
+        each for each in reversed(fitting) if not (each.whole_backwards[0].copies or each.whole_backwards[0].kv_offload)
+    )
     of_table = {id(candidate.table): candidate for candidate in without_copies}
-    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED]:
+    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED_TABLES]:
         if searches(options, problem.num_stages * len(candidate.table)):
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
     # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
     problem = candidates.replicas.with_room(candidates.room.get(id(best.table), ())).problems[0]
-    fastest = [best, *(candidate for candidate in fitting[:FINISHED] if candidate is not best)]
+    fastest = [best, *(candidate for candidate in fitting[:FINISHED_CANDIDATES] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
 
@@ -139,7 +141,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
     costs, options = replicas.costs, replicas.options
     if not replicas.is_lockstep:
         return (build_plan(replicas.problems[0], costs, options, decisions[0]),)
-    tables = candidates.tables(best.table)[0]
+    tables = candidates.tables_and_bound(best.table)[0]
     if any(pairs := tuple(own.kv_offload for own in decisions)):
         sharing = decisions[0].kv_sharing if any(any(own.copies) for own in decisions) else 1.0
         tables = replicas.kv_offload(tables, best.table, pairs, sharing)
@@ -152,14 +154,14 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
     """Improve a candidate of one replica, without copies, by local search."""
-    whole, (tables,) = candidate.whole[0], candidates.tables(candidate.table)[0]
+    whole, (tables,) = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table)[0]
     moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
     return completed(candidates, candidate, moved)
 
 
 def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) -> Candidate:
     """Return a candidate of one replica with other whole backwards, without copies, and with all that is added to these."""
-    tables = candidates.tables(candidate.table)[0]
+    tables = candidates.tables_and_bound(candidate.table)[0]
     took_us = makespan_us(whole.order, tables[0], whole.recompute_steps)
     return candidates.complete(candidate, (whole,), tables, took_us, [whole.as_offload], candidates.splits)
 
@@ -258,9 +260,9 @@ def plan_within_budget(problem: Problem, costs: Costs, options: Options, clock: 
         if not candidates.fitting():
             planned(candidates)  # raises
         start = finished(candidates)
-        whole = improved_until(start.whole[0], problem, costs, options, deadline_s, clock)
+        whole = improved_until(start.whole_backwards[0], problem, costs, options, deadline_s, clock)
         best = start.decisions[0]
-        if whole is not start.whole[0]:
+        if whole is not start.whole_backwards[0]:
             best = min(start, completed(candidates, start, whole), key=attrgetter("key")).decisions[0]
         if (improve_further := finisher_of(options)) is not None:
             best = improve_further([best, whole], problem, costs, options)

@@ -17,27 +17,28 @@ from itertools import islice
 from operator import attrgetter
 
 from megatron_epp.planner import settings
-from megatron_epp.planner.candidates import CLOSE, Candidate, Candidates
-from megatron_epp.planner.local_search import SMALL
+from megatron_epp.planner.candidates import NEAR_BOUND_SHARE, Candidate, Candidates
+from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 
 # Each was changed to half and to twice what it leaves, on 24 cases of `scripts.bench.planner` drawn at random, a third of them
-# with copies: one plan of 24 is 1.3 % faster with a GAIN of 0 or FAR at 1.01, others differ by less than half a percent.
-# PATIENCE, NEARLY and FEW change none by more than 0.03 %: they save time, up to a third of the search.
-GAIN = 1e-4
+# with copies: one plan of 24 is 1.3 % faster with a MIN_GAIN_SHARE of 0 or OPENINGS_RATIO at 1.01, others differ by less than
+# half a percent. MOST_WITHOUT_GAIN, NEAR_RATIO and MOST_WHOLE_SEQUENCES change none by more than 0.03 %: they save time, up to
+# a third of the search.
+MIN_GAIN_SHARE = 1e-4
 """Relative gain that a chunk table's bound must leave for its orders to be tried."""
-PATIENCE = 2
+MOST_WITHOUT_GAIN = 2
 """Values in a row that may be no faster before a walk turns back."""
-NEARLY = 1.05
+NEAR_RATIO = 1.05
 """Makespan, as a multiple of the best, up to which a walk goes on from another grain, or with copies."""
-FAR, DISTANT = 1.03, 1.02
-"""Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried. Copies are given other
-leads above `DISTANT` times the fastest without caps.
-"""
-WORTH = 0.992
+OPENINGS_RATIO, OPENINGS_BOUND_RATIO = 1.03, 1.02
+"""Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried."""
+LEADS_RATIO = 1.02
+"""Makespan with copies, as a multiple of the fastest without caps, above which other leads are tried."""
+COPIES_RATIO = 0.992
 """Makespan without caps, as a share of the best, below which copies to the host are tried."""
-FEW = 64
+MOST_WHOLE_SEQUENCES = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
 
 
@@ -47,7 +48,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     Args:
         best: where to begin.
     """
-    if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + CLOSE):
+    if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + NEAR_BOUND_SHARE):
         return best
     if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:
         return best
@@ -57,15 +58,15 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
         worse, seen = 0, [start.table]
         for value in side:
             recipe = start.recipe._replace(**{setting.name: value})
-            table = candidates.cuts.table(recipe)
+            table = candidates.chunk_tables.table(recipe)
             if table is None or (not setting.keeps_chunks and any(table is other for other in seen)):
                 continue  # short sequences leave many grains with one table: neither better nor worse
             seen.append(table)
-            candidate = candidates.of(recipe, candidates.fastest_us * (1 - GAIN))
+            candidate = candidates.of(recipe, candidates.fastest_us * (1 - MIN_GAIN_SHARE))
             is_better = candidate is not None and candidate.key < best.key
             best = candidate if candidate is not None and is_better else best
             worse = 0 if is_better else worse + 1
-            if setting.is_ordered and worse == PATIENCE:
+            if setting.is_ordered and worse == MOST_WITHOUT_GAIN:
                 break
     candidates.step(start.recipe, best.recipe)
     return best
@@ -91,22 +92,22 @@ def at_next_grains(candidates: Candidates, best: Candidate) -> Candidate:
     while best is not before and best.fits:
         before = best
         for recipe in next_grains(candidates, before.recipe):
-            there = candidates.opening(recipe, before, best.makespan_us * (1 - GAIN))
-            if there is not None and there.makespan_us <= NEARLY * best.makespan_us:
+            other = candidates.opening(recipe, before, best.makespan_us * (1 - MIN_GAIN_SHARE))
+            if other is not None and other.makespan_us <= NEAR_RATIO * best.makespan_us:
                 for setting in settings.SETTINGS:
-                    there = walk(candidates, there, setting) if setting.keeps_chunks else there
-                best = min(best, there, key=attrgetter("key"))
+                    other = walk(candidates, other, setting) if setting.keeps_chunks else other
+                best = min(best, other, key=attrgetter("key"))
         best = descend(candidates, best) if best is not before else best
     return best
 
 
 def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
     """Yield the recipe with the next finer and the next coarser grain that makes other chunks."""
-    values, same = candidates.values["grain"], candidates.cuts.table(recipe)
+    values, same = candidates.values["grain"], candidates.chunk_tables.table(recipe)
     finer, coarser = [grain for grain in values if grain > recipe.grain], [grain for grain in values if grain < recipe.grain]
     for side in (finer, coarser[::-1]):
         others = (recipe._replace(grain=grain) for grain in side)
-        yield from islice((other for other in others if candidates.cuts.table(other) not in (None, same)), 1)
+        yield from islice((other for other in others if candidates.chunk_tables.table(other) not in (None, same)), 1)
 
 
 def search(replicas: Replicas) -> Candidates:
@@ -142,15 +143,15 @@ def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
     first = settings.first_recipe(free.problem)
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
-    if len(free.values["cut"]) > 1 and free.cuts.in_turns != 1:
+    if len(free.values["cut"]) > 1 and free.chunk_tables.turns_cut != 1:
         others.append(best.recipe._replace(cut=1))
-    if free.is_single and len(free.problem.lengths) <= FEW:
+    if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
-        there = free.opening(recipe, best, best.makespan_us * (1 - GAIN))
-        if there is not None:
-            there = descend(free, there) if recipe.grain != settings.WHOLE else there
-            best = min(best, there, key=attrgetter("key"))
+        other = free.opening(recipe, best, best.makespan_us * (1 - MIN_GAIN_SHARE))
+        if other is not None:
+            other = descend(free, other) if recipe.grain != settings.WHOLE else other
+            best = min(best, other, key=attrgetter("key"))
     return best if free.is_single else at_next_grains(free, best)
 
 
@@ -158,7 +159,7 @@ def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     """Go on from the fastest plan without caps."""
     best = candidates.of(fastest.recipe)
     assert best is not None
-    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + GAIN):  # it fits as it is
+    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is
         return best
     best = descend(candidates, best)
     return best if candidates.is_single else at_next_grains(candidates, best)
@@ -178,34 +179,34 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     Args:
         fastest: without caps.
     """
-    is_small = candidates.problem.num_stages * len(best.table) <= SMALL
-    is_far = best.makespan_us > min(FAR * fastest.makespan_us, DISTANT * best.bound_us)
+    is_small = candidates.problem.num_stages * len(best.table) <= SMALL_PLAN_ITEMS
+    is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
     if best.fits and not is_far and not is_small:
         return best
     before = best
     for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):
         opening = candidates.opening(recipe, before)
         if opening is not None:
-            there = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
-            there = descend(candidates, there, [setting for setting in settings.SETTINGS if setting.name != "cut"])
-            best = min(best, there, key=attrgetter("key"))
+            other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
+            other = descend(candidates, other, [setting for setting in settings.SETTINGS if setting.name != "cut"])
+            best = min(best, other, key=attrgetter("key"))
     return best if best is before else descend(candidates, best)
 
 
 def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
     """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster."""
     replicas = candidates.replicas
-    if not replicas.can_offload or (best.fits and fastest.makespan_us >= WORTH * best.makespan_us):
+    if not replicas.can_offload or (best.fits and fastest.makespan_us >= COPIES_RATIO * best.makespan_us):
         return best
     for recipe in recipes_with_copies(candidates, best, fastest):
-        opening = candidates.opening(recipe, best, NEARLY * best.makespan_us)
-        is_near = opening is not None and opening.makespan_us < NEARLY * best.makespan_us
+        opening = candidates.opening(recipe, best, NEAR_RATIO * best.makespan_us)
+        is_near = opening is not None and opening.makespan_us < NEAR_RATIO * best.makespan_us
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
-            there = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
-            there = descend(candidates, there, settings.WITH_COPIES[candidates.is_single]) if there.fits else there
-            best = min(best, there, key=attrgetter("key"))
-    if best.recipe.copies != "none" and best.makespan_us > DISTANT * fastest.makespan_us:
+            other = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
+            other = descend(candidates, other, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if other.fits else other
+            best = min(best, other, key=attrgetter("key"))
+    if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
         best = walk(candidates, best, settings.LEAD)
     return best
 

@@ -1,7 +1,7 @@
 """The settings of a plan, each with its values in a row: what the search walks along (`search`).
 
 A plan follows from a `Recipe`, one value of each setting. A new value is an entry here; a new setting is a field of `Recipe`, a
-row in `SETTINGS`, its values in `values_of`, and what reads it (`cuts.Cuts.table` or `candidates.Candidates`).
+row in `SETTINGS`, its values in `values_of`, and what reads it (`chunk_tables.ChunkTables.table` or `candidates.Candidates`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         grain: one of `GRAINS`.
-        cut: position in `Cuts.chunkers`: slices of equal time; of equal length where a token cap binds, or as many as take
-            turns on the stages of looped ranks.
+        cut: position in `ChunkTables.chunkers`: slices of equal time; of equal length where a token cap binds, or as many as
+            take turns on the stages of looped ranks.
         start: one of `STARTS`.
         lead: one of `LEADS`, or of `WIDTHS`.
         reach: key of `REACHES`: how far forwards run ahead of backwards.
@@ -84,7 +84,7 @@ SETTINGS = (
 several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).
 """
 
-WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
+SETTINGS_WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
 """Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
 COPIES = ("activations", "keys", "both")
 """Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""

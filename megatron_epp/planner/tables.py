@@ -237,7 +237,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     )
 
 
-MOST_OPEN = 3
+MOST_OPEN_CHUNKS = 3
 """Chunks that a rank may have between the `S` and `T` of its vocabulary shard: one runs, one is being reduced, one waits."""
 
 
@@ -312,7 +312,7 @@ def shard_peaks(added: Mapping[Op, OperationRows], trains: bool) -> list[list[in
 
 
 def shard_room(added: Mapping[Op, OperationRows], trains: bool) -> tuple[int, ...]:
-    """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN` of the largest.
+    """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN_CHUNKS` of the largest.
 
     Args:
         added: as `shard_peaks` takes them; without `S` there are no shards.
@@ -322,7 +322,7 @@ def shard_room(added: Mapping[Op, OperationRows], trains: bool) -> tuple[int, ..
     rows = added[Op.S]
     each = zip(shard_peaks(added, trains), rows.takes, rows.gives, strict=True)
     return tuple(
-        max(peaks, default=0) + (min(MOST_OPEN, len(peaks)) - 1) * max(map(sub, takes, gives), default=0)
+        max(peaks, default=0) + (min(MOST_OPEN_CHUNKS, len(peaks)) - 1) * max(map(sub, takes, gives), default=0)
         for peaks, takes, gives in each
     )
 

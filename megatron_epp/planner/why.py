@@ -115,8 +115,8 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
 def _memory(candidates: Candidates, best: Candidate) -> Iterator[RankMemory]:
     if best.recipe.copies != "none":
         return
-    (tables, *_), _ = candidates.tables(best.table)
-    codes = codes_of(best.whole)
+    (tables, *_), _ = candidates.tables_and_bound(best.table)
+    codes = codes_of(best.whole_backwards)
     nothing = [[0] * len(best.table)] * tables.columns.num_stages
     yield from map(RankMemory, peaks_bytes(codes, tables, nothing), least_peaks(codes, tables))
 

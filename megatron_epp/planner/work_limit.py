@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-PLAYED, WITH_COPIES = 1, 8
+ORDER_STEPS, COPIES_STEPS = 1, 8
 """Steps of work of an action in an order that is tried without copies, and in a choice of copies, by the times of both."""
 
 
@@ -46,7 +46,7 @@ def limited(limit: float) -> Iterator[Work]:
             outer.steps += work.steps
 
 
-def spend(num_actions: int, steps: int = PLAYED) -> None:
+def spend(num_actions: int, steps: int = ORDER_STEPS) -> None:
     """Count work. Raises `WorkSpentError` where it is beyond the limit."""
     work = _WORK.get()
     if work is not None:

@@ -97,9 +97,11 @@ class Executor:
             if len(step.also) == 1 and not {action.op for action in step.actions} <= _BACKWARDS
         }
         self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
-        self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
+        self._split_backwards = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {  # of a stage's actions the last in launch order stays
-            a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
+            a.stage: a
+            for a in self._actions
+            if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split_backwards)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
@@ -166,7 +168,7 @@ class Executor:
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
         if self.links.uses_slots(device):
             slots = slots_of(self.plan, self.rank, self._actions)
-            with self._telling_memory(self._actions[0]):
+            with self._explaining_out_of_memory(self._actions[0]):
                 self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
     def _perform_step(self, action: Action) -> int:
@@ -179,11 +181,11 @@ class Executor:
         return 2
 
     def _perform(self, action: Action) -> None:
-        with self._telling_memory(action):
+        with self._explaining_out_of_memory(action):
             self._handlers[action.op](self, action)
 
     @contextmanager
-    def _telling_memory(self, action: Action) -> Iterator[None]:
+    def _explaining_out_of_memory(self, action: Action) -> Iterator[None]:
         """Raise `OutOfMemoryRunError` with bytes and advice where an action, or what it needs, finds no memory."""
         try:
             yield
@@ -234,11 +236,11 @@ class Executor:
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)  # compute, not the host, waits for the load
-        self._announce(action)  # ahead of the backward, in which hooks on the parameters' gradients run
+        self._announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
             if self._differentiates(stage):
                 with context.kv_cache.running(context.view, True, context.recompute.attention_layers):
-                    self.stages[stage].backward(context, output, grad, key in self._split)
+                    self.stages[stage].backward(context, output, grad, key in self._split_backwards)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
@@ -256,7 +258,7 @@ class Executor:
             self._grads[key] = gradient
 
     def _weight(self, action: Action) -> None:
-        self._announce(action)
+        self._announce_last_gradient(action)
         with self.recorder.action(action):
             if self._differentiates(action.stage):
                 self.stages[action.stage].weight(action.chunk)
@@ -265,7 +267,7 @@ class Executor:
         _, stage, chunk = action
         share = self.plan.offload_share[stage][chunk]
         # The offloader enters the timer on the stream of its copies, where they run, not on the compute stream.
-        self._offloader.out((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
+        self._offloader.offload((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
 
     def _send(self, action: Action) -> None:
         op, stage, chunk = action
@@ -280,7 +282,7 @@ class Executor:
         if self.plan.forward_only:
             del self._outputs[stage, chunk]
 
-    def _post(self, action: Action) -> None:
+    def _post_receive(self, action: Action) -> None:
         """Post a receive; shape, dtype and device follow from the action's stage and chunk."""
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
@@ -291,7 +293,7 @@ class Executor:
         """Return True if backwards of a stage compute gradients. Of a stage that does not train they are in the plan, too."""
         return not self.plan.forward_only and self.stages[stage].has_gradient
 
-    def _announce(self, action: Action) -> None:
+    def _announce_last_gradient(self, action: Action) -> None:
         """Tell the stage if an action is the last that gives its parameters a gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
@@ -357,11 +359,11 @@ _HANDLERS: Mapping[Op, Handler] = {
     Op.W: Executor._weight,
     Op.O: Executor._offload,
     Op.FREE: lambda run, action: run._offloader.free((action.stage, action.chunk)),
-    Op.L: lambda run, action: run._offloader.back((action.stage, action.chunk), run.recorder.action(action)),
+    Op.L: lambda run, action: run._offloader.load((action.stage, action.chunk), run.recorder.action(action)),
     Op.SEND_F: Executor._send,
     Op.SEND_B: Executor._send,
-    Op.RECV_F: Executor._post,
-    Op.RECV_B: Executor._post,
+    Op.RECV_F: Executor._post_receive,
+    Op.RECV_B: Executor._post_receive,
     Op.REDUCE: lambda run, action: run.stages[action.stage].reduce_gradients(),
 }
 """Handlers of the operations of this package. They hold no executor, which with its tensors ends as soon as it has run: in a

@@ -75,13 +75,13 @@ class OutOfMemoryReport:
     Attributes:
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.
         recompute_is_fixed: the planner was not free to choose the amount of recompute.
-        cuts_documents: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
+        makes_chunks: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
         names: of the settings that are advised.
     """
 
     usage: Callable[[int], Usage | None] = device_usage
     recompute_is_fixed: bool = False
-    cuts_documents: bool = True
+    makes_chunks: bool = True
     names: Names = field(default_factory=dict)
 
     def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
@@ -105,7 +105,7 @@ class OutOfMemoryReport:
         """Return the two changes most likely to help, by the error and the memory in use."""
         changes = []
         if isinstance(error, HostMemoryError):
-            remedies = error.remedies if self.cuts_documents else error.without_remedies("chunk_tokens").remedies
+            remedies = error.remedies if self.makes_chunks else error.without_remedies("chunk_tokens").remedies
             changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
@@ -116,7 +116,7 @@ class OutOfMemoryReport:
             changes.append(self._setting("cap_bytes", int(gib) if gib.is_integer() else gib))
         tokens = max(1, plan.padded_tokens(action.chunk) // 2)
         own = self._setting("chunk_tokens", tokens)
-        changes.append(own if self.cuts_documents else f"microbatches of at most {tokens:,} tokens")
+        changes.append(own if self.makes_chunks else f"microbatches of at most {tokens:,} tokens")
         return [*changes, "more pipeline stages"][:2]
 
     def _setting(self, setting: str, value: object) -> str:

@@ -143,10 +143,10 @@ class Copies(WaitingOffload):
 def test_a_copy_takes_its_planned_time_and_a_backward_waits_for_its_load():
     copies = Copies(with_step(offload(), "0L0", time_us=20.0))
     with copies.forward_of(OWNER):
-        copies.out(OWNER, 0.5, 0, nullcontext)
+        copies.offload(OWNER, 0.5, 0, nullcontext)
     copies.free(OWNER)
     assert copies.took_s("0O0") >= 0.005
-    copies.back(OWNER, nullcontext)
+    copies.load(OWNER, nullcontext)
     copies.before_backward(OWNER)
     assert copies.took_s("0L0") >= 0.02
     assert copies.loaded_s == pytest.approx(copies.spans_s["0L0"][1])
@@ -172,7 +172,7 @@ def test_ranks_that_share_a_link_take_turns_in_each_direction():
     copies = [Copies(plan, rank, locks) for rank in (0, 1)]
     with locks[0, Op.O]:
         for rank in (0, 1):
-            copies[rank].out((rank, 0), 0.5, 0, nullcontext)
+            copies[rank].offload((rank, 0), 0.5, 0, nullcontext)
         assert not copies[0].spans_s
         assert not copies[1].spans_s
     for rank in (0, 1):

@@ -162,7 +162,7 @@ def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
         return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
 
     for position, share in enumerate(shares):
-        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, position=position))
+        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, replica_position=position))
         assert next(iterator).indices == tuple((3, 4, 5)[at] for at in share)
 
 
@@ -238,11 +238,11 @@ def test_a_batch_that_cannot_be_prepared_is_raised_in_its_place():
 def test_close_ends_the_threads_and_the_iteration():
     iterator = batches()
     next(iterator)
-    (look_ahead,) = iterator._look_ahead._threads
+    (prepare_thread,) = iterator._prepare_thread._threads
     iterator.close()
     iterator.close()
     assert not iterator._prefetched._thread.is_alive()
-    assert not look_ahead.is_alive()
+    assert not prepare_thread.is_alive()
     with pytest.raises(StopIteration):
         next(iterator)
 

@@ -78,7 +78,7 @@ def test_what_others_hold_or_several_chunks_share_stays():
         with offload.forward_of((0, 1)):
             second = x * shared
         kept = saved.live_bytes
-        offload.out(OWNER, 1.0)
+        offload.offload(OWNER, 1.0)
         assert (kept, offload.host_bytes) == (3 * x.nbytes, x.nbytes)
         del first, second
 
@@ -86,13 +86,13 @@ def test_what_others_hold_or_several_chunks_share_stays():
 def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_out_to_back():
     forward = Forward()
     kept, offload = forward.kept, forward.offload
-    offload.out(OWNER, 0.5)
+    offload.offload(OWNER, 0.5)
     assert forward.held_bytes == (kept, kept // 2)
     offload.free(OWNER)
     assert forward.held_bytes == (kept // 2, kept // 2)
     with pytest.raises(EppError, match="never loaded"):
         offload.assert_empty()
-    offload.back(OWNER)
+    offload.load(OWNER)
     assert forward.held_bytes == (kept, 0)
     forward.run_backward()
     assert forward.held_bytes == (0, 0)
@@ -125,20 +125,20 @@ def test_a_storage_that_cannot_leave_in_part_spares_smaller_ones():
 
 def test_the_bytes_of_the_plan_leave_where_the_chunk_keeps_less_than_planned():
     forward = Forward()
-    forward.offload.out(OWNER, 0.5, forward.kept * 3 // 4)
+    forward.offload.offload(OWNER, 0.5, forward.kept * 3 // 4)
     assert forward.held_bytes == (forward.kept, forward.kept * 3 // 4)
     forward.offload.free(OWNER)
-    forward.offload.back(OWNER)
+    forward.offload.load(OWNER)
     forward.run_backward()
 
 
 def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
     forward = Forward()
     kept, offload = forward.kept, forward.offload
-    offload.out(OWNER, 0.75)
+    offload.offload(OWNER, 0.75)
     offload.free(OWNER)
     assert forward.held_bytes == (kept // 4, kept * 3 // 4)
-    offload.back(OWNER)
+    offload.load(OWNER)
     assert forward.held_bytes == (kept, 0)
     forward.run_backward()
     assert (forward.saved.live_bytes, forward.saved.peak_bytes) == (0, kept)
@@ -146,7 +146,7 @@ def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
 
 def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
     forward = Forward()
-    forward.offload.out(OWNER, 0.75)
+    forward.offload.offload(OWNER, 0.75)
     forward.offload.free(OWNER)
     del forward.y
     assert forward.saved.live_bytes == 0

@@ -118,7 +118,7 @@ def test_other_pools_bring_their_own_words_and_flags():
     error = HostMemoryError("the host gives no more than 3 GB", Remedy("lower", "chunk_tokens"), Remedy("drop", "offload"))
     assert "\nthe host gives no more than 3 GB\n" in text(error)
     assert advice(error) == ["lower --epp-chunk-tokens", "leave out --epp-offload"]
-    assert advice(error, names=FIELDS, cuts_documents=False)[0] == "leave out offload"
+    assert advice(error, names=FIELDS, makes_chunks=False)[0] == "leave out offload"
 
 
 def test_planned_bytes_are_those_of_the_plans_own_account():
@@ -133,7 +133,7 @@ def test_planned_bytes_are_those_of_the_plans_own_account():
 
 
 def test_smaller_microbatches_are_advised_where_a_script_makes_them():
-    advised = text(cuts_documents=False, names=FIELDS).splitlines()[-1]
+    advised = text(makes_chunks=False, names=FIELDS).splitlines()[-1]
     assert "memory_cap_gb=" in advised
     assert "microbatches of at most " in advised
     assert "--" not in advised

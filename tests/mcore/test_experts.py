@@ -51,7 +51,7 @@ def test_a_batch_without_a_trained_token_has_no_gradients_of_routers_either_and_
     model = SimpleNamespace(scale_gradients=scales.append)
     for consumed in range(8, 48, 8):
         batch = SimpleNamespace(global_size=8, consumed_samples=consumed)
-        forward_backward.leave_out(run, [model, model], SimpleNamespace(num_moe_experts=4), batch)
+        forward_backward.warn_and_clear_untrained(run, [model, model], SimpleNamespace(num_moe_experts=4), batch)
     assert scales == [0.0] * 10
     told = [record.getMessage() for record in caplog.records]
     assert [line.split("(batch")[1].split()[0] for line in told] == ["1", "2", "4"]
@@ -59,5 +59,5 @@ def test_a_batch_without_a_trained_token_has_no_gradients_of_routers_either_and_
         "none of the 8 sequences up to sample 32 has a trained token: their loss and gradients are 0, and the optimizer takes "
         "its step all the same"
     )
-    forward_backward.leave_out(run, [model], SimpleNamespace(num_moe_experts=None), batch)
+    forward_backward.warn_and_clear_untrained(run, [model], SimpleNamespace(num_moe_experts=None), batch)
     assert len(scales) == 10

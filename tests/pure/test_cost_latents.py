@@ -103,7 +103,7 @@ def test_a_read_counts_as_so_many_pairs_where_times_are_learnt() -> None:
 def test_slices_of_latents_take_equal_times() -> None:
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(1 << 60,) * 4)
     chunker = Chunker.of(problem, costs(True), None)
-    starts = [0, *chunker.mesh(16)]
+    starts = [0, *chunker.slice_ends(16)]
     times_us = [chunker.slice_us(*part) for part in pairwise(starts)]
     assert chunker.line.per_read_us > 0
     assert max(times_us) < 1.1 * min(times_us)

@@ -13,7 +13,7 @@ import pytest
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import background
-from megatron_epp.planner.service.background import RESTARTS, BackgroundPlanner, start_early
+from megatron_epp.planner.service.background import PROCESS_RESTARTS, BackgroundPlanner, start_early
 from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -95,7 +95,7 @@ def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptu
     planner = BackgroundPlanner(pipeline(2), Options(planner=f"{__name__}:ending"))
     with pytest.raises(WorkerError, match="has ended with exit code 9"):
         planner.plan(ASKED)
-    assert caplog.text.count("it is started again") == RESTARTS
+    assert caplog.text.count("it is started again") == PROCESS_RESTARTS
     planner.close()
 
 
@@ -109,7 +109,7 @@ def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("options", [Options(), Options(budget_ms=1.0)], ids=("repeatable", "with a budget"))
 def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Options, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "KEPT", 2)
+    monkeypatch.setattr(background, "CACHED_PLANS", 2)
     plan = background._planning(pipeline(2), options, 0, ((0,), (1,)))
     batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
     gc.freeze()  # what other tests hold is neither searched nor counted

@@ -64,23 +64,23 @@ def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
 
 def test_a_cap_asks_for_as_many_slices_more_as_it_has_to_and_leaves_the_others_of_equal_time():
     cut = chunker((262_144,), chunk_tokens=8192)
-    (even,) = (shape for shape in cut.shapes if shape.is_even)
-    assert len(even.mesh(1)) == 32  # of equal length
+    (equal,) = (variant for variant in cut.variants if variant.equal_lengths_at_cap)
+    assert len(equal.slice_ends(1)) == 32  # of equal length
     for slices in (48, 64, 128):
-        cuts = list(pairwise([0, *even.mesh(slices)]))
+        cuts = list(pairwise([0, *equal.slice_ends(slices)]))
         long = [end - start for start, end in cuts if end - start == 8192]
-        times = [even.slice_us(start, end) for start, end in cuts]
+        times = [equal.slice_us(start, end) for start, end in cuts]
         assert len(cuts) <= 32 + slices
-        assert max(times[: len(long)]) < even.sequence_us(262_144) / slices
+        assert max(times[: len(long)]) < equal.sequence_us(262_144) / slices
         assert max(times[len(long) :]) == pytest.approx(min(times[len(long) :]), rel=2e-3)  # to the nearest token
         assert [end - start for start, end in cuts] == sorted((end - start for start, end in cuts), reverse=True)
 
 
-@pytest.mark.parametrize(("tokens", "cap", "shapes"), [(9000, None, 1), (9000, 9000, 1), (9000, 3000, 2), (262_144, 1000, 1)])
-def test_slices_that_all_take_as_little_as_the_first_under_the_cap_are_tried_unless_they_are_too_many(tokens, cap, shapes):
-    found = chunker((tokens,), chunk_tokens=cap).shapes
-    assert [shape.is_even for shape in found] == [False, True][-shapes:] if cap and cap < tokens else [False]
-    assert all(len(shape.mesh(shape.grain(chunks=48).slices)) <= MOST_CHUNKS for shape in found)
+@pytest.mark.parametrize(("tokens", "cap", "variants"), [(9000, None, 1), (9000, 9000, 1), (9000, 3000, 2), (262_144, 1000, 1)])
+def test_slices_that_all_take_as_little_as_the_first_under_the_cap_are_tried_unless_they_are_too_many(tokens, cap, variants):
+    found = chunker((tokens,), chunk_tokens=cap).variants
+    assert [variant.equal_lengths_at_cap for variant in found] == [False, True][-variants:] if cap and cap < tokens else [False]
+    assert all(len(variant.slice_ends(variant.grain(chunks=48).slices)) <= MOST_CHUNKS for variant in found)
 
 
 @pytest.mark.parametrize(("tokens", "cap"), [(1 << 20, 8192), (1 << 18, 1000), (1 << 17, 1024), (30_000, 4096)])
@@ -93,12 +93,14 @@ def test_under_a_cap_plans_are_no_slower_than_slices_of_one_size(tokens: int, ca
     assert made.predicted.makespan_us <= fixed.predicted.makespan_us * (1 if tokens < 1 << 20 else 0.995)
 
 
-@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize("equal_lengths", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("multiple", "cap"), [(1, None), (128, 8192), (8, 1000), (1, 50)])
-def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None, is_even: bool):
+def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(
+    seed: int, multiple: int, cap: int | None, equal_lengths: bool
+):
     lengths = web_lengths(40, seed, longest=20000)
-    cut = replace(chunker(lengths, multiple=multiple, chunk_tokens=cap), is_even=is_even)
+    cut = replace(chunker(lengths, multiple=multiple, chunk_tokens=cap), equal_lengths_at_cap=equal_lengths)
     for chunks in (cut.table(cut.grain(chunks=3 + 5 * seed)), cut.table(cut.grain(slices=1 + seed))):
         found = sorted(segment for chunk in chunks for segment in chunk.segments)
         assert all(s.start == 0 and s.end == lengths[s.sequence] for chunk in chunks for s in chunk.segments[1:])

@@ -83,7 +83,7 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         rule = ListScheduling(draw.choice([1.0, 1.5, 2.0]), draw.random() < 0.5, draw.choice([None, 0.5, 2.0]))
         order, dispatched_us = rule.order(chunks, tables, problem), None
         if not forward_only and draw.random() < 0.5:
-            order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE, split.EAGER]))
+            order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE_GAP, split.EAGER_GAP]))
         if vocabulary_order.has_shards(tables):
             order, dispatched_us = with_shards(order, tables, recompute_steps)
         made = Decisions(chunks, order, recompute_steps)

@@ -15,7 +15,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.layout_choice import WORTH, Sample, choose, placements_of
+from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, placements_of
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork, moved
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
@@ -59,7 +59,7 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCa
         found = choose(sample())
     assert sum(found.layout.halves) == 32
     assert found.bound_us <= found.makespan_us < found.even_us
-    assert found.gain == 1 - found.makespan_us / found.even_us > WORTH
+    assert found.gain == 1 - found.makespan_us / found.even_us > MIN_GAIN_SHARE
     last_rank = found.layout.placement.stages(found.layout.placement.last_rank)
     assert sum(found.layout.halves[stage] for stage in last_rank) < 8
     assert "ms with even layers" in caplog.text
@@ -74,7 +74,7 @@ def test_even_layers_stay_where_no_other_layout_saves_enough():
 def test_ranks_have_several_stages_only_where_that_is_allowed_and_pays():
     found, plainer = choose(sample(HEADLESS)), choose(sample(HEADLESS, placements=placements_of(4)[:1]))
     assert plainer.layout.placement.num_chunks == 1
-    assert found.layout.placement.num_chunks == 1 or found.makespan_us <= plainer.makespan_us * (1 - WORTH / 2)
+    assert found.layout.placement.num_chunks == 1 or found.makespan_us <= plainer.makespan_us * (1 - MIN_GAIN_SHARE / 2)
 
 
 def test_one_rank_has_one_layout():

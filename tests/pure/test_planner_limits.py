@@ -19,7 +19,7 @@ from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.problem import MOST_BYTES, check_amounts, static_bytes
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.work_limit import WITH_COPIES, WorkSpentError, limited, spend
+from megatron_epp.planner.work_limit import COPIES_STEPS, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 
 COSTS = pipeline(2, 1)
@@ -167,10 +167,10 @@ def test_a_refusal_with_offload_names_a_cap_that_does_without():
 def test_work_is_counted_up_to_its_limit_and_within_that_of_the_block_around_it():
     with limited(100) as outer:
         with limited(math.inf) as inner:
-            spend(10, WITH_COPIES)
+            spend(10, COPIES_STEPS)
             with pytest.raises(WorkSpentError):
                 spend(21)
-        assert inner.steps == outer.steps == 10 * WITH_COPIES
+        assert inner.steps == outer.steps == 10 * COPIES_STEPS
         spend(20)
         with pytest.raises(WorkSpentError):
             spend(1)

@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.local_search import SMALL, improve
+from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS, improve
 from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy, improved_until, plan_within_budget
@@ -23,7 +23,7 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
-    return search(Replicas((given,), costs, options)).best().whole[0]
+    return search(Replicas((given,), costs, options)).best().whole_backwards[0]
 
 
 def test_equal_arguments_take_equal_steps():
@@ -50,9 +50,9 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     given, costs, options = drawn(104)
     given = replace(given, cap_bytes=(30_000_000_000,) * given.num_ranks)
     made = greedy(given, costs, options)
-    assert len(made.chunks) * given.num_stages <= SMALL
+    assert len(made.chunks) * given.num_stages <= SMALL_PLAN_ITEMS
     assert made.makespan_us(given, costs) == pytest.approx(211_727, abs=1)
-    monkeypatch.setattr("megatron_epp.planner.local_search.SMALL", 0)
+    monkeypatch.setattr("megatron_epp.planner.local_search.SMALL_PLAN_ITEMS", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
 
 

@@ -22,9 +22,9 @@ from megatron_epp.plan import (
 )
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.chunk_tables import ChunkTables
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.cuts import Cuts
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.replicas import Replicas
@@ -67,7 +67,7 @@ def test_equal_problems_get_equal_plans():
 
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
     batches = problems((3300, *(500,) * 90), (500,) * 96)
-    table = Cuts(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))
+    table = ChunkTables(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))
     assert len(table) == 8  # four for each of two ranks; 16 if all were as short as half of the longest sequence
     assert sum(part.sequence == 0 for chunk in table.chunks[0] for part in chunk.segments) == 1
 

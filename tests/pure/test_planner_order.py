@@ -14,7 +14,7 @@ from megatron_epp.planner import Chunker, WarmUp, tabulate
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, decode, encode
-from megatron_epp.planner.kernels.split import EAGER, WHOLE
+from megatron_epp.planner.kernels.split import EAGER_GAP, WHOLE_GAP
 from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.orders.completion import split_weights, with_split_weights
 from megatron_epp.planner.orders.patterns import Interleaved
@@ -160,7 +160,7 @@ def one_f_one_b(seed: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_that_run_in_gaps_shorter_than_themselves_do_not_all_wait_for_the_end(seed: int):
     asked, tables, order, steps = one_f_one_b(seed)
-    whole, eager = (split_weights(order.codes, tables, steps, asked.cap_bytes, (), share) for share in (WHOLE, EAGER))
+    whole, eager = (split_weights(order.codes, tables, steps, asked.cap_bytes, (), share) for share in (WHOLE_GAP, EAGER_GAP))
     assert makespan_us(eager, tables, steps) < 0.98 * makespan_us(whole, tables, steps)
     assert makespan_us(whole, tables, steps) < makespan_us(order, tables, steps)
     last = [[int(code) & KIND_MASK == WEIGHT for code in row.actions[row.starts[0] : row.starts[1]]] for row in (whole, eager)]
@@ -174,7 +174,7 @@ def test_the_faster_of_both_ways_counts(seed: int):
     found, took_us = with_split_weights(order, tables, Offload(steps, (), ()), asked.cap_bytes)
     both = [
         makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), share), tables, steps)
-        for share in (WHOLE, EAGER)
+        for share in (WHOLE_GAP, EAGER_GAP)
     ]
     assert took_us == makespan_us(found, tables, steps)
     assert took_us <= min(both)

@@ -12,7 +12,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.cuts import started
+from megatron_epp.planner.chunk_tables import with_other_starts
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import CappedWarmUp
@@ -57,11 +57,11 @@ def test_without_a_cap_the_window_is_the_largest_and_in_an_evaluation_there_is_n
 
 def test_other_sequences_come_first_and_none_is_lost_or_parted():
     groups = [[TABLE[c] for c in group] for group in slice_groups(TABLE)]
-    for table in started(TABLE, STAGES):
+    for table in with_other_starts(TABLE, STAGES):
         found = [[table[c] for c in group] for group in slice_groups(table)]
         assert found[0] != groups[0]
         assert sorted(found, key=str) == sorted(groups, key=str)
-    (single, *_), (alone, *_) = started(groups[0], STAGES)
+    (single, *_), (alone, *_) = with_other_starts(groups[0], STAGES)
     assert single == alone == groups[0][0], "a sequence alone has nothing before it"
 
 

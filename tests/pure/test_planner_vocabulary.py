@@ -151,7 +151,7 @@ def test_it_pays_for_a_large_vocabulary():
 @pytest.mark.parametrize("split", [False, True])
 def test_local_search_judges_steps_with_the_shards(split):
     given, shared = Problem((16_000, 9000, 5000, 2000), (0, 1, 2, 3), (30 * GIB,) * 4), costs()
-    start = search(Replicas((given,), shared, Options(slices=1))).best().whole[0]
+    start = search(Replicas((given,), shared, Options(slices=1))).best().whole_backwards[0]
     tables = start.tables(given, shared)
 
     def took_us(found: Decisions) -> float:

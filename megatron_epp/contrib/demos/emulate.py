@@ -164,13 +164,13 @@ class WaitingOffload:
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def out(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None:
+    def offload(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None:
         self._issue(Action(Op.O, *owner))
 
     def free(self, owner: Owner) -> None:
         self._ended_s[Action(Op.O, *owner)].result()
 
-    def back(self, owner: Owner, timed: CopyTimer) -> None:
+    def load(self, owner: Owner, timed: CopyTimer) -> None:
         self._issue(Action(Op.L, *owner))
 
     def before_backward(self, owner: Owner) -> None:

@@ -18,7 +18,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
-from megatron_epp.planner.kernels.split import WHOLE
+from megatron_epp.planner.kernels.split import WHOLE_GAP
 from megatron_epp.planner.order import Order, slice_groups, without_weights
 from megatron_epp.planner.orders.completion import peaks, split_weights
 from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
@@ -99,7 +99,7 @@ def _choices(decisions: Decisions, tables: Tables) -> Iterator[tuple[Order, Join
     if whole != split:  # within the memory of whole backwards fewer gradients stand between backwards and forwards
         codes = encode(whole, len(decisions.chunks))
         least = peaks(codes, tables, decisions.as_offload)
-        early = split_weights(codes, tables, decisions.recompute_steps, least, (), WHOLE)
+        early = split_weights(codes, tables, decisions.recompute_steps, least, (), WHOLE_GAP)
         splits.append(tuple(map(tuple, CodedOrder(early, len(decisions.chunks)))))
     for order in dict.fromkeys((*(tuple(map(_split_in_cool_down, variant)) for variant in splits), whole, *splits)):
         waits = _waiting(order, decisions, tables)

@@ -41,7 +41,7 @@ def even_slices(problem: Problem, costs: Costs, options: Options) -> Iterator[Ch
         grains = (chunker.grain(chunks=share * ranks).slices for share in CHUNKS_PER_RANK)
         counts = [max(least, ranks * max(1, round(slices / ranks))) for slices in grains]
     for count in dict.fromkeys(min(count, most) for count in counts):
-        yield chunker.equal_table(count)
+        yield chunker.equal_length_table(count)
 
 
 def _too_few(slices: int, problem: Problem) -> PlanError:

@@ -29,12 +29,12 @@ def slices_of_least_latency(problem: Problem, costs: Costs, options: Options) ->
     if options.slices is not None:
         yield chunker.table(chunker.grain(slices=options.slices))
         return
-    ends = np.array([0, *chunker.mesh(POSITIONS)], dtype=np.int64)
+    ends = np.array([0, *chunker.slice_ends(POSITIONS)], dtype=np.int64)
     times_us, sums_us = _times(problem, costs, ends)
     times_us[(ends <= ends[:, None]) | (ends - ends[:, None] > chunker.token_cap)] = np.inf
     chosen = least_latency(times_us, problem.num_stages, sums_us)
     longest_us = max(chunker.slice_us(int(ends[a]), int(ends[b])) for a, b in zip([0, *chosen[:-1]], chosen, strict=True))
-    yield chunker.table_of([int(ends[at]) for at in chosen], longest_us)
+    yield chunker.table_from_ends([int(ends[at]) for at in chosen], longest_us)
 
 
 def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Times, Times]:

@@ -99,7 +99,7 @@ class Run:
 
     names: Names = TRAINING
     """Names of settings, in errors and logs, for who started the run."""
-    cuts_documents = True
+    makes_chunks = True
     """False if chunks are whole microbatches of a caller."""
 
     _step: Step | None = None  # of settling costs, while it is under way
@@ -209,7 +209,7 @@ class Run:
                 may_offload = offloads(self.args)
                 host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
                 caps, host_caps = agreed_caps(self.args, self.links.position), from_each_of_job(host_cap)
-                multiple = (token_multiple if self.cuts_documents else token_shards)(self.args)
+                multiple = (token_multiple if self.makes_chunks else token_shards)(self.args)
                 self.problem = Problem((), self.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
                 self.host = HostMemory(self.device, host_cap) if may_offload else None
                 # Not with times by formula, which are not this machine's: stages would be named slow without being so.

@@ -95,7 +95,7 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
         def finish(num_tokens: torch.Tensor) -> None:
             run.finish_gradients(models, num_tokens, call.pg_collection, call.force_all_reduce)
             if not batch.trains:
-                leave_out(run, models, config, batch)
+                warn_and_clear_untrained(run, models, config, batch)
 
         loss, report = run_batch(run, models, batch, forward_only, finish)
         if not forward_only:
@@ -109,7 +109,7 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
     return [] if loss is None else [report_of(loss, run.loss)]
 
 
-def _stop(problem: str) -> None:
+def _raise_not_finite(problem: str) -> None:
     """Raise an error, which ends all ranks of the job."""
     raise EppError(f"{problem}. Check where these values come from, or leave the token out of the mask")
 
@@ -120,7 +120,7 @@ def run_batch(
     batch: GlobalBatch,
     forward_only: bool,
     finish: Callable[[torch.Tensor], None],
-    on_problem: Callable[[str], None] = _stop,
+    on_not_finite: Callable[[str], None] = _raise_not_finite,
     *,
     reduces: bool = True,
 ) -> tuple[torch.Tensor | None, IterationReport]:
@@ -128,7 +128,7 @@ def run_batch(
 
     Args:
         finish: called after the last backward with the number of tokens, which is 0 on all ranks but the last.
-        on_problem: called on a rank that has found the loss of a token that is not finite; gradients are without it.
+        on_not_finite: called on a rank that has found the loss of a token that is not finite; gradients are without it.
         reduces: start the reduction of gradients where they are complete.
 
     Returns:
@@ -137,14 +137,14 @@ def run_batch(
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
     with run.telling_others():
-        _warm_up(run, batch)
+        _warm_up_attention(run, batch)
         if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:
-            _reserve(run, batch, run.exchange_buffer)
+            _reserve_exchange_buffer(run, batch, run.exchange_buffer)
         _run_on_rank(run, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
-            on_problem(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
+            on_not_finite(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
         with run.watching("waits for the loss"):
-            loss, num_tokens = _hand_on(run)
+            loss, num_tokens = _loss_on_last_rank(run)
         if not forward_only:
             finish(num_tokens)
     return loss, report
@@ -159,7 +159,7 @@ def finish_batch(
         run.after(batch, report.recorder)
 
 
-def leave_out(run: SlicedRun, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
+def warn_and_clear_untrained(run: SlicedRun, models: Sequence[Any], config: Any, batch: GlobalBatch) -> None:
     """Warn of a batch without trained tokens, and remove its gradients: routers' losses divided by no tokens.
 
     The warning is logged for the 1st, 2nd, 4th, 8th such batch and so on.
@@ -202,7 +202,7 @@ def _run_on_rank(
         vocabulary.end()
 
 
-def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
+def _warm_up_attention(run: SlicedRun, batch: GlobalBatch) -> None:
     """Build kernel plans for chunks of new shapes, on all ranks at once."""
     if run.warm_up is not None and batch.plan is not None:
         with run.watching("warms up attention"):
@@ -211,7 +211,7 @@ def _warm_up(run: SlicedRun, batch: GlobalBatch) -> None:
             run.warm_up.before(layouts, attends_again)
 
 
-def _reserve(run: SlicedRun, batch: GlobalBatch, buffer: ExchangeBuffer) -> None:
+def _reserve_exchange_buffer(run: SlicedRun, batch: GlobalBatch, buffer: ExchangeBuffer) -> None:
     """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less, or too much."""
     plan = batch.plan
     assert plan is not None
@@ -221,7 +221,7 @@ def _reserve(run: SlicedRun, batch: GlobalBatch, buffer: ExchangeBuffer) -> None
         buffer.reserve(largest // token_shards(run.args), spare_bytes)
 
 
-def _hand_on(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _loss_on_last_rank(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the loss report and the number of tokens on the last rank, where Megatron expects them; elsewhere None and 0.
 
     They are broadcast if the last stage is on another rank.

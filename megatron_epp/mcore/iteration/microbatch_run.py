@@ -114,7 +114,7 @@ class MicrobatchRun(Run):
     """
 
     stages: dict[int, MicrobatchStage]
-    cuts_documents = False
+    makes_chunks = False
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)

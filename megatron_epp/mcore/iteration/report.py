@@ -214,7 +214,7 @@ class IterationReport:
     def _notes(self, costs: PipelineCosts | None) -> tuple[MemoryBreakdown | None, str]:
         """Return what is logged once per run: the planned peaks by item, and a hint about the division of layers."""
         run = self.run
-        if not run.cuts_documents or self.batch.plan is None or costs is None or self.iteration % run.args.log_interval:
+        if not run.makes_chunks or self.batch.plan is None or costs is None or self.iteration % run.args.log_interval:
             return None, ""
         breakdown = None if run.memory_is_told else memory_breakdown(self.batch.plan, costs)
         run.memory_is_told = True

@@ -43,7 +43,7 @@ def run_plan(
             last stage has the whole vocabulary.
     """
     config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
-    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.cuts_documents, run.names)
+    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names)
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
     # the embedding's rows before it, the embedding's gradient and its reduction behind it.
     with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only):
@@ -54,8 +54,20 @@ def run_plan(
             begin(stage, partial(reduction.before_last_gradient, index), reduce)
         with run.watching("waits for the embedding's rows"):
             handlers = None if open_shard is None else open_shard()
-        running = plan, run.rank, run.stages, run.links, report.recorder, run.watchdog, report.tracker.offload, out_of_memory
-        Executor(*running, run.host, handlers, _pair_runner(plan, run), program).run()
+        Executor(
+            plan,
+            run.rank,
+            run.stages,
+            run.links,
+            recorder=report.recorder,
+            watchdog=run.watchdog,
+            offload=report.tracker.offload,
+            out_of_memory=out_of_memory,
+            host=run.host,
+            handlers=handlers,
+            run_pair=_pair_runner(plan, run),
+            program=program,
+        ).run()
         if tied is not None and not plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
             with run.watching("waits for the embedding's gradient"):
                 tied.add_gradients()

@@ -18,7 +18,7 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
-from megatron_epp.mcore.iteration.document_schedule import finish_batch, leave_out, run_batch
+from megatron_epp.mcore.iteration.document_schedule import finish_batch, run_batch, warn_and_clear_untrained
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
@@ -186,7 +186,7 @@ class SampleSchedule:
             if not is_only_call and scale != 1.0:
                 _scale_gradients(models, scale)
             if not self._unfinished.trains:
-                leave_out(run, models, config, batch)
+                warn_and_clear_untrained(run, models, config, batch)
             self._unfinished = _Unfinished()
 
         problems = list[str]()

@@ -18,7 +18,7 @@ from megatron.core import mpu
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import Spans, TrainedParts, span_work_of
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import DisagreementError, Item, PlanSource, spans_of
+from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.shape import model_shape
@@ -194,7 +194,7 @@ class SlicedRun(Run):
             plan = self.learnt_planner.of_next(self._planner)
         make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange, member, self._check_division, self.rank, self._prepare)
+        return PlanSource(make, self._exchange_plans, member, self._check_division, self.rank, self._prepare)
 
     def close(self) -> None:
         """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
@@ -249,8 +249,8 @@ class SlicedRun(Run):
         assert self.inputs is not None  # batches are taken after `attach`
         return self.inputs.prepare(batch, actions)
 
-    def _exchange(self, items: list[Item]) -> list[Item]:
-        return self.links.control.from_first(items)  # in the training thread, like all that uses `control`
+    def _exchange_plans(self, plans: list[PlansOrError]) -> list[PlansOrError]:
+        return self.links.control.from_first(plans)  # in the training thread, like all that uses `control`
 
     def _check_division(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:

@@ -114,9 +114,9 @@ def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = F
     """
     sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
     long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)
-    cuts = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
-    tails = [size if standalone else lengths[q] - cuts[q][-2] for q in long]
-    return joined(cuts, first_fit((q for q in sequences if lengths[q] <= size), lengths, size, tails), lengths)
+    boundaries = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
+    tails = [size if standalone else lengths[q] - boundaries[q][-2] for q in long]
+    return joined(boundaries, first_fit((q for q in sequences if lengths[q] <= size), lengths, size, tails), lengths)
 
 
 def chunk_sizes(problem: Problem, options: Options) -> list[int]:

@@ -21,13 +21,13 @@ MOST_CHUNKS = 1024
 """No grain aims at more chunks than that. Not measured: planning time grows with chunks, and a token cap far below the longest
 sequence could ask for 20 times as many.
 """
-LONGER, SPARE = 0.25, 0.02
+UNCUT_EXCESS_SHARE, SPARE_TOKEN_SHARE = 0.25, 0.02
 """In lockstep: share of the time aimed at by which the longest sequence may exceed it before it is cut once more, and share of
 the tokens that are typical for that time by which a chunk of short sequences may exceed them.
 
 Makespans of 30 batches of replicas that share experts are 2.0 % shorter than with the grains of one replica, 8.3 % at best and
 0.7 % longer at worst. Other values were tried where these grains were of all replicas in lockstep, also of those that have
-equally many chunks without: 2.0 % then, 2.2 % with a `SPARE` of 0.05, 0.9 % with a `LONGER` of 0.5.
+equally many chunks without: 2.0 % then, 2.2 % with a `SPARE_TOKEN_SHARE` of 0.05, 0.9 % with a `UNCUT_EXCESS_SHARE` of 0.5.
 """
 
 
@@ -58,16 +58,16 @@ class Chunker:
         token_cap: most tokens of a chunk, a multiple of the padding.
         total_us: time of the whole batch.
         span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
-        is_even: slices are of equal length where slices of equal time would exceed the token cap. If not, the token cap bounds
-            the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far below the
-            longest sequence, that makes many times as many slices.
+        equal_lengths_at_cap: slices are of equal length where those of equal time would exceed the token cap. If not, the cap
+            bounds the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far
+            below the longest sequence, that makes many times as many slices.
     """
 
     problem: Problem
     line: LinearTime
     token_cap: int
     total_us: float
-    is_even: bool = False
+    equal_lengths_at_cap: bool = False
     span_us: float = 0.0
 
     @staticmethod
@@ -91,15 +91,15 @@ class Chunker:
         return Chunker(problem, line, most, total_us, span_us=span_us)
 
     @property
-    def shapes(self) -> tuple[Chunker, ...]:
-        """Chunkers to try: this one and, if the token cap binds, the one with even slices (alone if this has too many)."""
+    def variants(self) -> tuple[Chunker, ...]:
+        """Chunkers to try: this one and, if the token cap binds, one with `equal_lengths_at_cap`, alone if it has too many."""
         if max(self.problem.lengths) <= self.token_cap:
             return (self,)
-        even = replace(self, is_even=True)
-        return (self, even) if self._equal_slices <= MOST_CHUNKS else (even,)
+        other = replace(self, equal_lengths_at_cap=True)
+        return (self, other) if self._num_equal_time_slices <= MOST_CHUNKS else (other,)
 
     @property
-    def _equal_slices(self) -> int:
+    def _num_equal_time_slices(self) -> int:
         """Slices of the longest sequence that all take as long as the first may under the token cap."""
         return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
 
@@ -121,43 +121,43 @@ class Chunker:
         could be twice as many, and every replica would have to cut as finely as the one whose longest sequence fits worst.
         """
         aimed_us = self.total_us / chunks
-        slices = self._allowed_slices(math.ceil(self._longest_us / aimed_us - LONGER))
-        return Grain(slices, max(self._longest_us / slices, aimed_us), SPARE)
+        slices = self._allowed_slices(math.ceil(self._longest_us / aimed_us - UNCUT_EXCESS_SHARE))
+        return Grain(slices, max(self._longest_us / slices, aimed_us), SPARE_TOKEN_SHARE)
 
     def _allowed_slices(self, slices: int) -> int:
         longest = max(self.problem.lengths)
-        if longest > self.token_cap and not self.is_even:
-            slices = max(slices, self._equal_slices)
+        if longest > self.token_cap and not self.equal_lengths_at_cap:
+            slices = max(slices, self._num_equal_time_slices)
         return max(1, min(slices, -(-longest // self.problem.token_multiple)))
 
-    def evener(self, grain: Grain) -> Chunker:
+    def capped_at_twice_mean(self, grain: Grain) -> Chunker:
         """Return the chunker with a token cap of twice the mean tokens of the slices of the longest sequence.
 
         Slices of equal time are uneven in tokens, and so in the memory of their passes: the first of a very long sequence are
         many times as long.
         """
         multiple = self.problem.token_multiple
-        even = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
-        return replace(self, token_cap=min(self.token_cap, even))
+        twice_mean = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
+        return replace(self, token_cap=min(self.token_cap, twice_mean))
 
-    def even_table(self, grain: Grain) -> tuple[Chunk, ...]:
-        """The chunk table of the finest grain whose even slices (`evener`) are no more than the given grain's uneven ones."""
-        most, slices = len(self.mesh(grain.slices)), grain.slices
+    def table_capped_at_twice_mean(self, grain: Grain) -> tuple[Chunk, ...]:
+        """The chunk table of the finest grain that has no more slices with `capped_at_twice_mean` than a grain has without."""
+        most, slices = len(self.slice_ends(grain.slices)), grain.slices
         while slices > 1:
             fewer = Grain(slices, self._longest_us / slices)
-            even = self.evener(fewer)
-            num_slices = len(even.mesh(slices))
+            capped = self.capped_at_twice_mean(fewer)
+            num_slices = len(capped.slice_ends(slices))
             if num_slices <= most:
-                return even.table(fewer)
+                return capped.table(fewer)
             slices = min(slices - 1, slices * most // num_slices)
         return self.table(grain)
 
-    def equal_table(self, slices: int) -> tuple[Chunk, ...]:
+    def equal_length_table(self, slices: int) -> tuple[Chunk, ...]:
         """The chunk table with so many slices of the longest sequence, whose lengths differ by one padding multiple at most."""
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
-        even = replace(self, token_cap=ends[0] if ends else self.token_cap)
-        return even.table_of([*ends, longest], self._longest_us / slices)
+        capped = replace(self, token_cap=ends[0] if ends else self.token_cap)
+        return capped.table_from_ends([*ends, longest], self._longest_us / slices)
 
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
@@ -178,23 +178,23 @@ class Chunker:
             return self.sequence_us(max(lengths))
         return max(self.part_us(q, 0, length) for q, length in enumerate(lengths))
 
-    def mesh(self, slices: int) -> list[int]:
+    def slice_ends(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
 
-        All but the last are multiples of the padding; no slice exceeds the token cap. With `is_even` there are slices of equal
-        length first, as many as leave none of that time above the cap.
+        All but the last are multiples of the padding; no slice exceeds the token cap. With `equal_lengths_at_cap` there are
+        slices of equal length first, as many as leave none of that time above the cap.
         """
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         if self.line.per_read_us:  # a slice of the mean length has as many pairs with each token that it reads
             pair_us = self.line.per_pair_us + self.line.per_read_us * slices / longest
-            return replace(self, line=LinearTime(0.0, self.line.per_token_us, pair_us)).mesh(slices)
+            return replace(self, line=LinearTime(0.0, self.line.per_token_us, pair_us)).slice_ends(slices)
         whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
         ends: list[int] = []
         before = 0
-        if self.is_even:
-            even = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
-            while before + even < longest and self.slice_us(before, before + self.token_cap) < time_us:
-                before += even
+        if self.equal_lengths_at_cap:
+            equal = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
+            while before + equal < longest and self.slice_us(before, before + self.token_cap) < time_us:
+                before += equal
                 ends.append(before)
             slices = max(1, math.ceil(self.slice_us(before, longest) / time_us - 1e-9))
         start_us = self.sequence_us(before)
@@ -223,9 +223,9 @@ class Chunker:
         slices = grain.slices
         if self.problem.spans and grain.time_us:  # the longest by tokens need not be that by time
             slices = max(1, math.ceil(self.sequence_us(max(self.problem.lengths)) / grain.time_us - 1e-9))
-        return self.table_of(self.mesh(slices), grain.time_us, grain.spare)
+        return self.table_from_ends(self.slice_ends(slices), grain.time_us, grain.spare)
 
-    def table_of(self, ends: Sequence[int], time_us: float, spare: float = 0.0) -> tuple[Chunk, ...]:
+    def table_from_ends(self, ends: Sequence[int], time_us: float, spare: float = 0.0) -> tuple[Chunk, ...]:
         """The chunk table of given slices of the longest sequence.
 
         Every sequence longer than the first slice of the longest is cut at the same places as the longest, so slices of equal
@@ -237,12 +237,14 @@ class Chunker:
         """
         lengths = self.problem.lengths
         long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
-        cuts = cuts_at(ends, long, lengths)
+        boundaries = slice_boundaries(ends, long, lengths)
         if self.problem.spans:
-            cuts = self._outside_of_spans(cuts, time_us)
-            long = list(cuts)
-        tails = [PackedItem(self.part_us(q, cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], (q,)) for q in long]
-        shorts = [PackedItem(self.part_us(q, 0, length), length, (q,)) for q, length in enumerate(lengths) if q not in cuts]
+            boundaries = self._boundaries_with_spans(boundaries, time_us)
+            long = list(boundaries)
+        parts = [(q, boundaries[q][-2]) for q in long]
+        tails = [PackedItem(self.part_us(q, start, lengths[q]), lengths[q] - start, (q,)) for q, start in parts]
+        short = [q for q in range(len(lengths)) if q not in boundaries]
+        shorts = [PackedItem(self.part_us(q, 0, lengths[q]), lengths[q], (q,)) for q in short]
         limit = self._token_limit(ends[0], shorts, time_us * (1 + spare))
         before: list[Bucket] = []
         if has_groups(self.problem.loss_groups):
@@ -251,23 +253,23 @@ class Chunker:
         for own, bucket in zip(before, buckets, strict=False):
             bucket.sequences = own.sequences + bucket.sequences
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
-        table = joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
+        table = joined(boundaries, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
         return arranged(table, self.problem.loss_groups)
 
-    def _outside_of_spans(self, cuts: Mapping[int, list[int]], time_us: float) -> dict[int, list[int]]:
-        """Return cuts of all sequences that have several slices, where those with spans are cut by themselves.
+    def _boundaries_with_spans(self, boundaries: Mapping[int, list[int]], time_us: float) -> dict[int, list[int]]:
+        """Return boundaries of all sequences that have several slices, where those with spans are cut by themselves.
 
         Args:
-            cuts: of long sequences, as if there were no spans.
+            boundaries: of long sequences, as if there were no spans.
         """
-        lengths, cut = self.problem.lengths, dict[int, list[int]]()
+        lengths, own_boundaries = self.problem.lengths, dict[int, list[int]]()
         for q in longest_first(lengths):
-            own = [0, *self._ends(q, time_us)] if self.problem.spans[q] else cuts.get(q, [0, lengths[q]])
+            own = [0, *self._ends_outside_of_spans(q, time_us)] if self.problem.spans[q] else boundaries.get(q, [0, lengths[q]])
             if len(own) > 2:
-                cut[q] = own
-        return cut
+                own_boundaries[q] = own
+        return own_boundaries
 
-    def _ends(self, sequence: int, time_us: float) -> list[int]:
+    def _ends_outside_of_spans(self, sequence: int, time_us: float) -> list[int]:
         """Return ends of slices of about equal time of a sequence with spans, whose work counts where they begin."""
         length, spans = self.problem.lengths[sequence], self.problem.spans[sequence]
         allowed = allowed_cuts(length, spans, self.problem.token_multiple)
@@ -359,7 +361,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
 
 
-def cuts_at(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int]) -> dict[int, list[int]]:
+def slice_boundaries(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int]) -> dict[int, list[int]]:
     """Cut sequences at the same tokens: the start of each, and the end of each of its slices.
 
     Args:
@@ -368,16 +370,16 @@ def cuts_at(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int
     return {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in sequences}
 
 
-def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
+def joined(boundaries: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
     """Chunk table of slices and whole sequences.
 
     Args:
-        cuts: of every sliced sequence in forward order: its start, and the end of each slice.
+        boundaries: of every sliced sequence in forward order: its start, and the end of each slice.
         held: whole sequences that follow the tail slice of each of these, then the sequences of every batched chunk.
     """
     whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
     chunks: list[Chunk] = []
-    for q, ends in cuts.items():
+    for q, ends in boundaries.items():
         *parts, tail = ((Segment(q, start, end),) for start, end in pairwise(ends))
         chunks += [*map(Chunk, parts), Chunk(tail + next(whole))]
     return (*chunks, *map(Chunk, whole))

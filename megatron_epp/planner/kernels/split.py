@@ -19,9 +19,9 @@ from megatron_epp.planner.kernels.live_bytes import step_bytes
 from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
-WHOLE = 1.0
+WHOLE_GAP = 1.0
 """Share of a weight gradient's time that a gap needs so that the rank's next action is never late."""
-EAGER = 0.25
+EAGER_GAP = 0.25
 """Share of a weight gradient's time that a gap needs for it to run there. With 1 many gradients find no gap and run at the end.
 Set by hand: with 0, 0.25 or 0.5, alone or besides 1, plans differ by less than 0.2 % in the mean.
 """

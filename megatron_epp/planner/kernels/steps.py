@@ -8,11 +8,11 @@ from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIN
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.live_bytes import fit_rank, trim
 from megatron_epp.planner.kernels.shard_insertion import Shards, insert
-from megatron_epp.planner.kernels.split import EAGER, Filled, Whole, split_off
+from megatron_epp.planner.kernels.split import EAGER_GAP, Filled, Whole, split_off
 from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
-NEVER = 1e300
+NEVER_US = 1e300
 
 
 class StepChoice(NamedTuple):
@@ -269,7 +269,7 @@ def legal(actions: IntegerList, rank: int, facts: Facts, seen: IntegerList) -> b
 
 @compiled
 def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
-    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks."""
+    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER_US` where it does not fit or deadlocks."""
     columns, starts = facts.columns, facts.starts
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]
@@ -280,13 +280,13 @@ def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, sp
         if not fits and not fit_rank(
             trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.recompute_steps, spare.leaves, 0
         ):
-            return NEVER
+            return NEVER_US
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
         if len(dear) > 0:
             trim(trial.actions, a, b, columns, trial.recompute_steps, cap, static, dear)
-    steps, split_us = trial.recompute_steps, NEVER
+    steps, split_us = trial.recompute_steps, NEVER_US
     if facts.splits != 0:
-        split_us = split_off(facts.whole, columns, steps, facts.caps, facts.away, facts.filled, EAGER)
+        split_us = split_off(facts.whole, columns, steps, facts.caps, facts.away, facts.filled, EAGER_GAP)
     if len(facts.shards.line) > 0:
         took_us = insert(trial.actions, starts[:-1], starts[1:], facts.full, steps, facts.shards)
         if facts.splits != 0 and split_us >= 0:
@@ -295,4 +295,4 @@ def judge(trial: StepChoice, facts: Facts, first: int, stop: int, room: Room, sp
     else:
         durations(columns, steps, facts.no_split, spare.took_us)
         took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
-    return min(took_us, split_us) if took_us >= 0 else NEVER
+    return min(took_us, split_us) if took_us >= 0 else NEVER_US

@@ -76,15 +76,15 @@ class Estimates:
     def _widely(self, layout: Layout, number: int) -> Estimate | None:
         """Estimate a batch with all grains; with several stages per rank, which take long, with the better one's neighbours."""
         if layout.placement.num_chunks == 1:
-            return self._made(layout, number, CHUNKS_PER_RANK)
-        middling, coarse = (self._made(layout, number, (grain,)) for grain in (_MIDDLING, _COARSE))
+            return self._with_grains(layout, number, CHUNKS_PER_RANK)
+        middling, coarse = (self._with_grains(layout, number, (grain,)) for grain in (_MIDDLING, _COARSE))
         next_one = _COARSER if _time_us(coarse) < _time_us(middling) else _FINE
-        return min(middling, coarse, self._made(layout, number, (next_one,)), key=_time_us)
+        return min(middling, coarse, self._with_grains(layout, number, (next_one,)), key=_time_us)
 
     def _like(self, layout: Layout, number: int, grain: int | None) -> Estimate | None:
-        return self._widely(layout, number) if grain is None else self._made(layout, number, (grain,))
+        return self._widely(layout, number) if grain is None else self._with_grains(layout, number, (grain,))
 
-    def _made(self, layout: Layout, number: int, grains: tuple[int, ...]) -> Estimate | None:
+    def _with_grains(self, layout: Layout, number: int, grains: tuple[int, ...]) -> Estimate | None:
         key = layout, number, grains
         if key not in self._known:
             problem = replace(self.batches[number], placement=layout.placement.rank_of)

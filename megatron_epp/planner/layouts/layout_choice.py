@@ -34,31 +34,31 @@ from megatron_epp.planner.registry import begins_with_greedy
 
 logger = logging.getLogger(__name__)
 
-PLANNED = 3
+PLANNED_BATCHES = 3
 """Number of batches that are planned; the bounds are of all. With eight, in 18 runs of `scripts.bench.layouts`, plans of other
 batches were up to 4 % slower and up to 3 % faster, and no faster in the mean.
 """
-WORTH = 0.005
+MIN_GAIN_SHARE = 0.005
 """Share of time that a layout must save to be chosen over a plainer one. Less would hardly show in a run: in trainings on two
 cores, measured ratios of layouts were 1 to 12 % off the planned ones.
 """
-FINALISTS = 2
+MOST_LAYOUTS_PLANNED = 2
 """Number of layouts with several stages per rank that are planned as in training. Not measured: each costs a plan of one batch.
 """
-_MOVES = 12
+_MOST_MOVES = 12
 """Largest number of moves of layers from one layout. Not measured: a limit of time; moves end before where they gain too
 little.
 """
-_TARGETS = 3
+_TARGET_RANKS = 3
 """Number of ranks, with the least to do, to which a move from the busiest one is tried. Not measured: each costs an estimate.
 """
-_GAIN = 0.0005
-"""Smallest share of time that a move must save: a tenth of `WORTH`, so that small moves can add up to it. Not measured."""
-_CLEAR = 0.02
+_MOVE_GAIN_SHARE = 0.0005
+"""Smallest share of time that a move must save: a tenth of `MIN_GAIN_SHARE`, to which small moves can add up. Not measured."""
+_CLEARLY_SLOWER_SHARE = 0.02
 """Share by which an estimate must be above another of the same placement for its layout not to be planned. Not measured: with
 less the best may be passed over for an estimate's error, with more there are more plans.
 """
-_ROUGH = 0.08
+_ESTIMATE_EXCESS_SHARE = 0.08
 """Share by which estimates may be above the plans of several stages per rank, which try more rules than estimates do. Not
 measured.
 """
@@ -128,7 +128,8 @@ class LayoutChoice:
 def choose(sample: Sample) -> LayoutChoice:
     """Search for the layout with the least expected makespan under the caps.
 
-    Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than `WORTH`.
+    Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than
+    `MIN_GAIN_SHARE`.
 
     Raises:
         InfeasibleError: no layout fits the caps; the message is about even layers.
@@ -160,7 +161,7 @@ class _Search:
         self.plan(self.even)
         logger.info("layout: %d candidates for %d batches", 1 + len(plain) + len(others), len(self.sample.problems))
         plain = list(dict.fromkeys((*plain, *map(self._improved, plain))))
-        limit_us = min(map(self.estimates.mean_us, plain), default=math.inf) * (1 + _CLEAR)
+        limit_us = min(map(self.estimates.mean_us, plain), default=math.inf) * (1 + _CLEARLY_SLOWER_SHARE)
         for layout in plain:
             if self.estimates.mean_us(layout) <= limit_us:
                 self.plan(layout)
@@ -175,12 +176,12 @@ class _Search:
                 break
 
     def best(self) -> LayoutChoice:
-        """Return the plainest of the layouts whose plans are within `WORTH` of the fastest."""
+        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest."""
         planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not planned:
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
-        close = [layout for layout in planned if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
+        close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= self._least_us]
         best = min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
@@ -213,26 +214,28 @@ class _Search:
         if math.isinf(best_us):
             return start
         grains = self.estimates.grains(start)
-        for _ in range(_MOVES):
-            if best_us <= (1 + _GAIN) * self.floors.floor_us(best):
+        for _ in range(_MOST_MOVES):
+            if best_us <= (1 + _MOVE_GAIN_SHARE) * self.floors.floor_us(best):
                 break
             order = self.estimates.by_business(best, grains)
             estimated = []
-            for layout in moved(best, order[-1], step, order[:_TARGETS]):
-                estimated.append((self.estimates.mean_like_us(layout, grains, (1 - _GAIN) * best_us), layout.halves))
+            for layout in moved(best, order[-1], step, order[:_TARGET_RANKS]):
+                estimate_us = self.estimates.mean_like_us(layout, grains, (1 - _MOVE_GAIN_SHARE) * best_us)
+                estimated.append((estimate_us, layout.halves))
             least_us, halves = min(estimated, default=(math.inf, best.halves))
-            if least_us > (1 - _GAIN) * best_us:
+            if least_us > (1 - _MOVE_GAIN_SHARE) * best_us:
                 break
             best, best_us = replace(best, halves=halves), least_us
         return best
 
     def _nearest(self, others: list[Layout]) -> list[Layout]:
         """Return layouts of other placements to plan: estimated for one batch, and the better half for all."""
-        hopeful = [layout for layout in others if self.floors.floor_us(layout) <= self._least_us * (1 - WORTH)]
+        hopeful = [layout for layout in others if self.floors.floor_us(layout) <= self._least_us * (1 - MIN_GAIN_SHARE)]
         hopeful.sort(key=lambda layout: (self.estimates.batch_us(layout, self._middle), _plainness(layout)))
         better = hopeful[: -(-len(hopeful) // 2)]
         better.sort(key=lambda layout: (self.estimates.mean_us(layout), _plainness(layout)))
-        return [layout for layout in better if self.estimates.mean_us(layout) <= self._least_us * (1 + _ROUGH)][:FINALISTS]
+        limit_us = self._least_us * (1 + _ESTIMATE_EXCESS_SHARE)
+        return [layout for layout in better if self.estimates.mean_us(layout) <= limit_us][:MOST_LAYOUTS_PLANNED]
 
     def _race(self, layouts: list[Layout]) -> None:
         """Plan one batch with every layout, and the others with the fastest, if it keeps up with the fastest so far."""
@@ -270,7 +273,7 @@ class _Search:
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
-    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `WORTH`.
+    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`.
 
     Args:
         layouts: of the sample's model; at least one. Gains are over the first.
@@ -300,9 +303,9 @@ def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:
 
 
 def _typical(problems: Sequence[Problem], times_us: Sequence[float]) -> tuple[Problem, ...]:
-    """Return `PLANNED` batches from the middles of equal parts of all, by the time that they take."""
+    """Return `PLANNED_BATCHES` batches from the middles of equal parts of all, by the time that they take."""
     order = sorted(range(len(problems)), key=lambda at: (times_us[at], at))
-    count = min(PLANNED, len(order))
+    count = min(PLANNED_BATCHES, len(order))
     return tuple(problems[order[(2 * part + 1) * len(order) // (2 * count)]] for part in range(count))
 
 

@@ -30,15 +30,15 @@ from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work_limit import WITH_COPIES, spend
+from megatron_epp.planner.work_limit import COPIES_STEPS, spend
 
 Integers = NDArray[np.int64]
 
-SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
+EXCESS_SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
 """Shares of the excess over the cap that are left to the link, tried in turn. The rest is recomputed. With three of these
 no plan of 24 differs.
 """
-SLOWER = 1.02
+MOST_START_RATIO = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3
 """Times the copies are chosen again with a lower aim. With 1 or 6 no plan of 24 differs."""
@@ -115,7 +115,7 @@ def fit_offload(
         return None
     none = [[0] * tables[0].num_chunks] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
-    for share in SHARES:
+    for share in EXCESS_SHARES:
         eased = [
             [max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, *bound, strict=True)]
             for bound in bounds
@@ -165,7 +165,7 @@ def _fit_copies(
     """Choose copies for a given recompute, then as much less or more recompute as the memory that they free asks for.
 
     Each round aims below the cap by as much as the last came out above it. None where no copies are chosen, the caps are not
-    met after `ROUNDS`, or the start is slower than `limit_us` by `SLOWER`.
+    met after `ROUNDS`, or the start is slower than `limit_us` by `MOST_START_RATIO`.
 
     Args:
         caps: bytes of the ranks.
@@ -174,12 +174,12 @@ def _fit_copies(
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
     """
     played = play(codes, tables[0], recompute_steps)
-    if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
+    if limit_us is not None and played.makespan_us >= limit_us * MOST_START_RATIO:
         return None
     aims = [list(caps) for _ in tables]
     held = [held_bytes(codes, own, recompute_steps) for own in tables]
     for _ in range(ROUNDS):
-        spend(len(tables) * tables[0].columns.num_chunks * tables[0].columns.num_stages, WITH_COPIES)
+        spend(len(tables) * tables[0].columns.num_chunks * tables[0].columns.num_stages, COPIES_STEPS)
         chosen = []
         for own, live, aim in zip(tables, held, aims, strict=True):
             if (offload := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:

@@ -61,8 +61,8 @@ def with_split_weights(
 ) -> tuple[Order, float]:
     """Split weight gradients off where that is faster; return the faster order and its makespan in microseconds.
 
-    They wait as the caps let them: for gaps that they fit into, or for gaps of at least `EAGER` of their time. Where that takes
-    longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
+    They wait as the caps let them: for gaps that they fit into, or for gaps of at least `EAGER_GAP` of their time. Where that
+    takes longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
 
     Args:
         caps: bytes of the ranks.
@@ -75,7 +75,7 @@ def with_split_weights(
     # With the caps alone, 18 of 254 plans got slower with more memory, by up to 2.6 %; with these peaks too 10, by up to 0.9 %.
     own = tuple(map(min, caps, peaks(whole, tables, offload, before)))
     away = [] if before is None else away_bytes(tables, offload, before)
-    for aims, gap_share in ((caps, split.WHOLE), *((aims, split.EAGER) for aims in dict.fromkeys((caps, own)))):
+    for aims, gap_share in ((caps, split.WHOLE_GAP), *((aims, split.EAGER_GAP) for aims in dict.fromkeys((caps, own)))):
         result = split_with_copies(whole, tables, offload, aims, away, gap_share)
         if result is not None and result[1] < best_us:
             best, best_us = result

@@ -19,7 +19,7 @@ from megatron_epp.planner.orders.warm_up import merged, order_of, window_ahead
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
-PERIOD = 6
+BLOCK_PERIOD = 6
 """Units of time between the blocks of a V: F, B and W of two stages, one unit each."""
 Units = tuple[int, int, int, int]
 """Units of time at which a rank runs F on its first stage, F and B on its second, and B on its first."""
@@ -128,11 +128,11 @@ def in_blocks(
     (first, second), units = own.stages(rank), BLOCKS[name](rank, own.num_ranks)
     by_unit: dict[int, Action] = {}
     for c, block in enumerate(forward_blocks):
-        by_unit[units[0] + PERIOD * block] = Action(Op.F, first, c)
-        by_unit[units[1] + PERIOD * block] = Action(Op.F, second, c)
+        by_unit[units[0] + BLOCK_PERIOD * block] = Action(Op.F, first, c)
+        by_unit[units[1] + BLOCK_PERIOD * block] = Action(Op.F, second, c)
     for c, block in zip(descending(groups), backward_blocks, strict=True):
-        by_unit[units[2] + PERIOD * block] = Action(Op.B, second, c)
-        by_unit[units[3] + PERIOD * block] = Action(Op.B, first, c)
+        by_unit[units[2] + BLOCK_PERIOD * block] = Action(Op.B, second, c)
+        by_unit[units[3] + BLOCK_PERIOD * block] = Action(Op.B, first, c)
     return by_unit
 
 

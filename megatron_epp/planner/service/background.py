@@ -29,20 +29,20 @@ NICENESS = 10
 """Niceness of the planning process, which is ahead of training: it runs while ranks leave a core idle. A rank that waits for a
 plan leaves its own.
 """
-RESTARTS = 3
+PROCESS_RESTARTS = 3
 """Times that a planning process which has ended is started again for one batch; memory may have been short for a while. Not
 measured: with 0 one such moment ends the training, with many a fault that repeats is told late.
 """
-KEPT = 64
+CACHED_PLANS = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context. Not measured: other batches
 hardly ever come again, and each plan takes memory.
 """
-SEVERAL = (Options(split_weight=True, steps=1), Options(offload=True))
+LOADED_OPTIONS = (Options(split_weight=True, steps=1), Options(offload=True))
 """Options that use all loops of the default planner."""
 
 
 @functools.cache
-def load_planner(options: tuple[Options, ...] = SEVERAL) -> None:
+def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
     """Plan a small batch with some options, without and with memory caps that matter, as a process does once.
 
     The compiled loops are read from disk, which takes longer than most plans. Missing ones are compiled, which takes 10 to 25 s
@@ -90,7 +90,7 @@ class PlanningProcess:
             what planning raises, and `WorkerError` when the process ends again and again, or is closed.
         """
         with self._lock:
-            for restarts_left in range(RESTARTS, -1, -1):
+            for restarts_left in range(PROCESS_RESTARTS, -1, -1):
                 try:
                     return self._worker.call(*args)
                 except EndedError as ended:
@@ -189,7 +189,7 @@ def _planning(
     """Make the function that the process calls for every batch."""
     steady = replace(options, budget_ms=None)
 
-    @functools.lru_cache(KEPT)
+    @functools.lru_cache(CACHED_PLANS)
     def plans_of(problems: tuple[Problem, ...], slices: int | None = options.slices) -> tuple[Plan, ...]:
         if len(problems) > 1:
             return plan_lockstep(problems, costs, replace(steady, slices=slices))
@@ -203,7 +203,7 @@ def _planning(
             return plans_of(problems, max(1, round(grain * most)))
         return plans
 
-    @functools.lru_cache(KEPT)
+    @functools.lru_cache(CACHED_PLANS)
     def divided(problem: Problem) -> Division:
         if lockstep_groups == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))

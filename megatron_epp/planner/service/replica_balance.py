@@ -29,11 +29,11 @@ LockstepGroups = tuple[tuple[int, ...], ...]
 Makespan = Callable[[tuple[Problem, ...]], float]
 """Microseconds that a group takes, from the problems of its replicas: their shares of the batch."""
 
-ENOUGH = 0.005
+BALANCED_SHARE = 0.005
 """Imbalance at which no further exchange is tried. Other values of it and of the next two were not compared."""
-TRIES = 16
+MOST_EXCHANGES = 16
 """Exchanges tried at most, each of which takes the makespans of two groups."""
-ROUNDS = 4
+WORK_EXCHANGES_PER_UNIT = 4
 """Exchanges judged by work alone, per sequence."""
 
 
@@ -65,7 +65,9 @@ def imbalance(makespans_us: Sequence[float]) -> float:
     return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
-def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time_us: Makespan, tries: int = TRIES) -> Division:
+def divide(
+    problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time_us: Makespan, tries: int = MOST_EXCHANGES
+) -> Division:
     """Divide the sequences of a global batch over replicas. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
@@ -91,7 +93,7 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
     shares = longest_first(work_us, replicas)
     alone = tuple((replica,) for replica in range(replicas))
     by_work = _Exchange(alone, work_us, lambda share: sum(work_us[at] for at in share[0]))
-    shares = by_work.run(shares, ROUNDS * len(units), 0.0)[0]
+    shares = by_work.run(shares, WORK_EXCHANGES_PER_UNIT * len(units), 0.0)[0]
     if len(lockstep_groups) < replicas:
         shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
 
@@ -107,7 +109,7 @@ def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time
         except InfeasibleError:
             return math.inf
 
-    shares, times_us = _Exchange(lockstep_groups, work_us, planned_us).run(shares, tries, ENOUGH)
+    shares, times_us = _Exchange(lockstep_groups, work_us, planned_us).run(shares, tries, BALANCED_SHARE)
     of_replica: dict[int, float] = {}
     for lockstep_group, slowest_us in zip(lockstep_groups, times_us, strict=True):
         if math.isinf(slowest_us):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron_epp.plan import EppError
 
-PATIENCE_S = 5.0
+EXIT_WAIT_S = 5.0
 """Seconds to wait for the exit of an ended process. Not measured: one that is killed is gone in far less."""
 
 
@@ -96,7 +96,7 @@ class Worker:
 
     def _ended(self) -> EndedError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(PATIENCE_S)
+            self._process.wait(EXIT_WAIT_S)
         return EndedError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
 
 

@@ -63,7 +63,7 @@ class ActivationOffload:
         """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
-    def out(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
+    def offload(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy a share of a chunk's saved bytes to the host, and `num_bytes` at least. They stay on the device until
         `free`.
 
@@ -81,14 +81,14 @@ class ActivationOffload:
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def free(self, owner: Owner) -> None:
-        """Free the device memory of the parts that `out` copied: whole storages first, for room to split the last."""
+        """Free the device memory of the parts that `offload` copied: whole storages first, for room to split the last."""
         moved = self._moved[owner]
         # The allocator gives freed memory to the next compute at once, so compute must be behind the copy that reads it.
         self._host.streams.wait(moved.mark)
         for part in moved.parts:
             self._saved.take_away(*part)
 
-    def back(self, owner: Owner, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
+    def load(self, owner: Owner, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy all parts of a chunk back to the device. In `free`, compute has waited for their offload."""
         moved = self._moved[owner]
         for storage, _ in reversed(moved.parts):  # a split storage is the last: its rest goes before the others need memory

@@ -25,7 +25,7 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.baselines.contest import Contest, own_recompute_only
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, cuts_at, joined, longest_first
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined, longest_first, slice_boundaries
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import peaks_bytes
@@ -56,7 +56,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
-    chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
+    chunker = Chunker.of(problem, costs, options.chunk_tokens).variants[0]
     seen: set[tuple[Chunk, ...]] = set()
     worse, effort = 0, Effort()
     for slices in SLICES if options.slices is None else (options.slices,):
@@ -91,19 +91,19 @@ def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> 
     Returns:
         Chunks in forward order: long sequences first, the longest first, then batched chunks.
     """
-    lengths, ends = chunker.problem.lengths, chunker.mesh(slices)
+    lengths, ends = chunker.problem.lengths, chunker.slice_ends(slices)
     falling = longest_first(lengths)
     long = [q for q in falling if lengths[q] > ends[0]]
     short = [q for q in falling if lengths[q] <= ends[0]]
-    cuts = cuts_at(ends, long, lengths)
+    boundaries = slice_boundaries(ends, long, lengths)
     time_limit_us = max(chunker.slice_us(start, end) for start, end in pairwise([0, *ends]))
     token_limit = max(end - start for start, end in pairwise([0, *ends]))
     short_us = sum(chunker.sequence_us(lengths[q]) for q in short)
     if more_tokens and short_us > 0:
         fill = round(time_limit_us * sum(lengths[q] for q in short) / short_us)
         token_limit = min(chunker.token_cap, max(token_limit, fill))
-    tails = [(cuts[q][-2], lengths[q]) for q in long]
-    return joined(cuts, _buckets(chunker, tails, short, time_limit_us, token_limit), lengths)
+    tails = [(boundaries[q][-2], lengths[q]) for q in long]
+    return joined(boundaries, _buckets(chunker, tails, short, time_limit_us, token_limit), lengths)
 
 
 def _buckets(

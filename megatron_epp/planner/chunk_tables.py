@@ -15,48 +15,48 @@ from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, WHOLE, Recipe
 
 
-class Cuts:
-    """Cuts a batch by recipes, and remembers the chunks.
+class ChunkTables:
+    """Chunk tables of a batch by recipe: makes and remembers them.
 
     Args:
         chunks: the only table, of one replica, whatever the recipe; None to cut the batch, or to run its microbatches.
 
     Attributes:
         chunkers: by the setting `cut`, of every replica.
-        in_turns: position in `chunkers` of slices of equal length that take turns on the stages of looped ranks; -1 for none.
+        turns_cut: value of `cut` for slices of equal length that take turns on the stages of looped ranks; -1 for none.
     """
 
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
-        shapes, is_single = replicas.shapes(), self.problem.has_one_stage_per_rank
-        turns = [shapes[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
-        self.chunkers = [*shapes, *turns]
-        self.in_turns = len(shapes) if turns else -1
+        variants, is_single = replicas.chunkers(), self.problem.has_one_stage_per_rank
+        in_turns = [variants[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
+        self.chunkers = [*variants, *in_turns]
+        self.turns_cut = len(variants) if in_turns else -1
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
-        self._same: dict[tuple[Any, ...], Aligned] = {}
-        self._fixed = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
+        self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
+        self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
         if self.problem.microbatches:
-            orders = [of_microbatches(problem) for problem in replicas.problems]
+            orders = [microbatch_tables(problem) for problem in replicas.problems]
             runs = (1,) * len(orders[0][STARTS[0]]) if replicas.is_lockstep else ()
             for start in MICROBATCH_STARTS:
                 table = Aligned(tuple(own[start] for own in orders), runs)
-                self._fixed[start] = self._same.setdefault(table.chunks, table)
+                self._by_start[start] = self._by_chunks.setdefault(table.chunks, table)
 
     def table(self, recipe: Recipe) -> Aligned | None:
         """Return the chunks of a recipe, always the same object; None where there are none."""
-        if self._fixed:
-            return self._fixed.get(recipe.start, self._fixed[STARTS[0]])
+        if self._by_start:
+            return self._by_start.get(recipe.start, self._by_start[STARTS[0]])
         key = recipe.grain, recipe.cut, recipe.start, recipe.copies in ("keys", "both")
         if key not in self._tables:
-            table = self._cut(recipe) if recipe.start == STARTS[0] else self._started(recipe)
-            self._tables[key] = None if table is None else self._same.setdefault(table.chunks, table)
+            table = self._cut_all(recipe) if recipe.start == STARTS[0] else self._with_start(recipe)
+            self._tables[key] = None if table is None else self._by_chunks.setdefault(table.chunks, table)
         return self._tables[key]
 
-    def _cut(self, recipe: Recipe) -> Aligned | None:
+    def _cut_all(self, recipe: Recipe) -> Aligned | None:
         chunkers = self.chunkers[recipe.cut]
         if recipe.grain == WHOLE and self.options.slices is None:
             every = zip(self.replicas.problems, chunkers, strict=True)
-            whole = [by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
+            whole = [whole_by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
             return align(whole, chunkers) if len(whole) == len(chunkers) else None
         for slices in range(self.options.slices or 1, 0, -1):  # fewer where a replica has too few tokens for another's
             tables = [self._cut_one(own, recipe, slices if self.options.slices else None) for own in chunkers]
@@ -74,24 +74,24 @@ class Cuts:
         count, streams = recipe.grain * self.problem.num_ranks, recipe.copies in ("keys", "both")
         if slices is not None:
             grain = chunker.grain(slices=slices)
-            return chunker.even_table(grain) if streams else chunker.table(grain)
+            return chunker.table_capped_at_twice_mean(grain) if streams else chunker.table(grain)
         if recipe.grain == LONGEST:
             return chunker.table(chunker.grain(slices=1))
         if count > MOST_CHUNKS:
             return None
         grain = chunker.lockstep_grain(count) if in_lockstep else chunker.grain(chunks=count)
         if streams:  # keys and values of equal pieces: short ones do not hide the copies
-            return chunker.evener(grain).table(grain)
-        return self._taking_turns(chunker, grain.slices) if recipe.cut == self.in_turns else chunker.table(grain)
+            return chunker.capped_at_twice_mean(grain).table(grain)
+        return self._equal_lengths(chunker, grain.slices) if recipe.cut == self.turns_cut else chunker.table(grain)
 
-    def _taking_turns(self, chunker: Chunker, slices: int) -> tuple[Chunk, ...] | None:
+    def _equal_lengths(self, chunker: Chunker, slices: int) -> tuple[Chunk, ...] | None:
         """Cut slices of equal length, as many as take turns on the stages of the ranks without a gap."""
         longest, ranks = max(chunker.problem.lengths), self.problem.num_ranks
         slices = max(1, round(slices / ranks)) * ranks
         least, most = -(-longest // chunker.token_cap), min(-(-longest // self.problem.token_multiple), MOST_CHUNKS)
-        return chunker.equal_table(slices) if least <= slices <= most else None
+        return chunker.equal_length_table(slices) if least <= slices <= most else None
 
-    def _started(self, recipe: Recipe) -> Aligned | None:
+    def _with_start(self, recipe: Recipe) -> Aligned | None:
         """Move other sequences to the front of a table of one replica."""
         plain = self.table(recipe._replace(start=STARTS[0]))
         if plain is None or self.replicas.is_lockstep:
@@ -100,10 +100,10 @@ class Cuts:
         if recipe.start == "shortest":
             runs = slice_groups(chunks, groups)[::-1] if recipe.grain <= LONGEST else ()
             return Aligned((tuple(chunks[c] for run in runs for c in run),)) if runs else None
-        return Aligned((started(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))
+        return Aligned((with_other_starts(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))
 
 
-def of_microbatches(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
+def microbatch_tables(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
     """Return a table of the microbatches for each of `MICROBATCH_STARTS`."""
     sequences: dict[int, list[int]] = {}
     for q, number in enumerate(problem.microbatches):
@@ -116,14 +116,16 @@ def of_microbatches(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
     return dict(zip(MICROBATCH_STARTS, map(tuple, (falling, rising, chunks)), strict=True))
 
 
-def by_length(problem: Problem) -> list[tuple[Chunk, ...]]:
+def whole_by_length(problem: Problem) -> list[tuple[Chunk, ...]]:
     """Return two tables of whole sequences, one per chunk: longest first, and shortest first."""
     lengths, chunks = problem.lengths, whole_sequences(problem.lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
     return [arranged(table, problem.loss_groups) for table in (rising[::-1], rising)]
 
 
-def started(chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] = ()) -> tuple[tuple[Chunk, ...], ...]:
+def with_other_starts(
+    chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] = ()
+) -> tuple[tuple[Chunk, ...], ...]:
     """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
 
     Args:
