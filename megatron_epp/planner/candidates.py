@@ -64,6 +64,11 @@ class Candidate:
     def fits(self) -> bool:
         return not self.missing_bytes
 
+    @property
+    def has_copies(self) -> bool:
+        """True if activations, or keys and values, of some replica go to the host."""
+        return any(own.copies or own.kv_offload for own in self.whole_backwards)
+
 
 class Candidates:
     """Makes candidates from recipes, and remembers them.

@@ -113,13 +113,12 @@ def finished(candidates: Candidates) -> Candidate:
     best = fitting[0]
     if candidates.replicas.is_lockstep:
         return best
-    # Local search knows no copies, so one without may overtake a faster one that has some.
-    without_copies = (
-        each for each in reversed(fitting) if not (each.whole_backwards[0].copies or each.whole_backwards[0].kv_offload)
-    )
-    of_table = {id(candidate.table): candidate for candidate in without_copies}
-    for candidate in sorted(of_table.values(), key=attrgetter("makespan_us"))[:IMPROVED_TABLES]:
-        if searches(options, problem.num_stages * len(candidate.table)):
+    tables = list({id(candidate.table): candidate.table for candidate in fitting}.values())[:IMPROVED_TABLES]
+    for table in tables:
+        # Local search knows no copies, so the fastest without may overtake a faster one that has some.
+        of_table = (candidate for candidate in fitting if candidate.table is table and not candidate.has_copies)
+        candidate = next(of_table, None)
+        if candidate is not None and searches(options, problem.num_stages * len(table)):
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     if (finisher := finisher_of(options)) is None:
         return best
