@@ -95,6 +95,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         shards=ShardBytes.of(shape),
         exchange_bytes_per_token=shape.exchange_bytes_per_token,
         uncast_bytes_per_token=shape.uncast_bytes_per_token,
+        dispatched_bytes_per_token=shape.dispatched_bytes_per_token,
         cast_bytes=_cast_bytes(shape),
     )
 
@@ -116,7 +117,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
-    measured = replace(measured, cast_bytes=_cast_bytes(shape), uncast_bytes_per_token=shape.uncast_bytes_per_token)
+    of_shape = "uncast_bytes_per_token", "dispatched_bytes_per_token"
+    measured = replace(measured, cast_bytes=_cast_bytes(shape), **{name: getattr(shape, name) for name in of_shape})
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us

@@ -225,6 +225,12 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
         shape = model_shape(args)
-        exchanged, uncast = shape.exchange_bytes_per_token, shape.uncast_bytes_per_token
-        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=exchanged, uncast_bytes_per_token=uncast)
+        return on_device(
+            costs,
+            share,
+            buffers=buffers,
+            exchange_bytes_per_token=shape.exchange_bytes_per_token,
+            uncast_bytes_per_token=shape.uncast_bytes_per_token,
+            dispatched_bytes_per_token=shape.dispatched_bytes_per_token,
+        )
     return costs if share is None else replace(costs, fragmentation_share=share)
