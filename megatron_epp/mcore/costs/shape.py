@@ -18,6 +18,7 @@ from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO, ShardBytes
+from megatron_epp.cost.recurrent import least_working_bytes_per_token
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
@@ -231,6 +232,6 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
             buffers=buffers,
             exchange_bytes_per_token=shape.exchange_bytes_per_token,
             uncast_bytes_per_token=shape.uncast_bytes_per_token,
-            dispatched_bytes_per_token=shape.dispatched_bytes_per_token,
+            least_working_bytes_per_token=least_working_bytes_per_token(shape),
         )
     return costs if share is None else replace(costs, fragmentation_share=share)
