@@ -20,7 +20,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile, mean_of
-from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
+from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape, least_working_bytes_per_token
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 
@@ -95,6 +95,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         shards=ShardBytes.of(shape),
         exchange_bytes_per_token=shape.exchange_bytes_per_token,
         uncast_bytes_per_token=shape.uncast_bytes_per_token,
+        least_working_bytes_per_token=least_working_bytes_per_token(shape),
         cast_bytes=_cast_bytes(shape),
     )
 
@@ -116,7 +117,12 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
-    measured = replace(measured, cast_bytes=_cast_bytes(shape), uncast_bytes_per_token=shape.uncast_bytes_per_token)
+    measured = replace(
+        measured,
+        cast_bytes=_cast_bytes(shape),
+        uncast_bytes_per_token=shape.uncast_bytes_per_token,
+        least_working_bytes_per_token=least_working_bytes_per_token(shape),
+    )
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us

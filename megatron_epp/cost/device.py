@@ -17,12 +17,14 @@ def on_device(
     buffers: Sequence[int] | None = None,
     exchange_bytes_per_token: float = 0.0,
     uncast_bytes_per_token: float = 0.0,
+    least_working_bytes_per_token: float = 0.0,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps.
 
     A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. A chunk's whole logits
-    are kept in fp32; while a pass computes them there is a copy of them, or of their gradient, in two bytes each.
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. Copies of tokens for
+    their experts, and kernels of Mamba-2, can take more. A chunk's whole logits are kept in fp32; while a pass computes them
+    there is a copy of them, or of their gradient, in two bytes each.
 
     Args:
         costs: costs that count kept tensors only.
@@ -31,13 +33,15 @@ def on_device(
         buffers: bytes of each stage, see `Static`; None as in the costs.
         exchange_bytes_per_token: see `PipelineCosts`.
         uncast_bytes_per_token: what casts to FP8 save of the bytes that a layer keeps. Its gradients are not cast.
+        least_working_bytes_per_token: that layers hold while they run, whatever they keep (`recurrent`).
     """
     stages = []
     for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
-        working += uncast_bytes_per_token if running else 0.0
+        if running:
+            working = max(working + uncast_bytes_per_token, least_working_bytes_per_token)
         stage = stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working)
         for head in (block for block in stage.ends if block.kind == HEAD and not block.workspace_bytes):
             stage = stage.changed(HEAD, working_bytes_per_token=head.bytes_per_token / 2)

@@ -308,6 +308,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
         shared_ffn_hidden_size=some("moe_shared_expert_intermediate_size") if experts is not None else 0,
         shared_gate=experts is not None and bool(flags.get("moe_shared_expert_gate")),
+        router_value_bytes=_router_value_bytes(flags),
         router_bytes=0.0 if experts is None else _router_bytes(flags, whole("num_experts"), whole("moe_router_topk", 2)),
         dense_layers=dense,
         dense_ffn_hidden_size=ffn if dense or "-" in pattern else 0,
@@ -377,8 +378,12 @@ def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
         num_bytes += 8 * chosen + 4 * experts + 4 * is_sigmoid
     if (groups := flags.get("moe_router_num_groups")) and (limit := flags.get("moe_router_group_topk")):
         num_bytes += experts + 8 * limit + 8 * groups * (chosen // limit)
-    weight = 4 if flags.get("moe_router_dtype") in ("fp32", "fp64") or not (flags.get("bf16") or flags.get("fp16")) else 2
-    return float(num_bytes + 8 * experts + 8 * chosen + weight * chosen)
+    return float(num_bytes + 8 * experts + 8 * chosen + _router_value_bytes(flags) * chosen)
+
+
+def _router_value_bytes(flags: dict[str, Any]) -> int:
+    is_half = flags.get("bf16") or flags.get("fp16")
+    return 2 if is_half and flags.get("moe_router_dtype") not in ("fp32", "fp64") else 4
 
 
 def _dispatcher(flags: dict[str, Any]) -> str:

@@ -80,7 +80,7 @@ class Static:
         weights: as the model computes with them.
         gradients: the buffers in which gradients are accumulated and from which data-parallel ranks reduce them.
         optimizer: its states and its copy of the weights.
-        buffers: the largest weight's gradient before it is added to its buffer.
+        buffers: new gradients of weights before they are added to their buffers, or placeholders for these.
         microbatches: a caller's microbatches on the device, taken from its iterators before an iteration or ahead of it.
     """
 

@@ -180,6 +180,7 @@ class ModelShape:
         shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
         shared_gate: the output of that expert is multiplied by a gate.
         router_bytes: kept of a token by the router and by the permutation of copies, over all ranks that share the tokens.
+        router_value_bytes: of a probability that the router gives; ranks that share an expert add up its outputs in that type.
         dense_layers: numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others.
         dense_ffn_hidden_size: width inside that MLP, or inside that of a hybrid model with experts.
         predictions: depths of multi-token prediction.
@@ -227,6 +228,7 @@ class ModelShape:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     router_bytes: float = 0.0
+    router_value_bytes: int = 2
     dense_layers: tuple[int, ...] = ()
     dense_ffn_hidden_size: int = 0
     predictions: int = 0
@@ -547,6 +549,23 @@ class ModelShape:
         if self.num_experts is None:
             return 0.0
         return 2 * self.experts_per_token * self.hidden_size * self.bytes_per_value / self.ranks
+
+    @property
+    def dispatched_bytes_per_token(self) -> float:
+        """Bytes of a token's copies that a forward holds until its experts' outputs are back, besides those that it keeps.
+
+        Megatron's functions hold copies as they leave and as they arrive, and experts' outputs in two orders. Ranks that share
+        an expert have all of its outputs, and cast them to the type in which they add them up. Dispatchers with kernels of
+        their own make no copies to send.
+        """
+        copies, outputs = self._copied_bytes_per_token / 2, self.routed_bytes_per_token / 2
+        if self.expert_dispatcher != ALLTOALL:
+            return 3 * outputs
+        held = (2 if self.expert_parallel > 1 else 1) * copies + 2 * outputs
+        if self.ranks_of_an_expert == 1:
+            return held
+        width = self.router_value_bytes / self.bytes_per_value
+        return held + width * copies + (width * outputs if width > 1 else 0.0)
 
     @property
     def layer_bytes_per_token(self) -> float:

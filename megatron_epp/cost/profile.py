@@ -98,6 +98,7 @@ class Profile:
         exchange_bytes_per_token: see `PipelineCosts`.
         cast_bytes: of the casts to FP8 of a parameter of a layer.
         uncast_bytes_per_token: see `on_device`.
+        least_working_bytes_per_token: see `on_device`.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -133,6 +134,7 @@ class Profile:
     exchange_bytes_per_token: float = 0.0
     cast_bytes: float = 0.0
     uncast_bytes_per_token: float = 0.0
+    least_working_bytes_per_token: float = 0.0
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def costs(
@@ -203,6 +205,7 @@ class Profile:
             buffers=buffers,
             exchange_bytes_per_token=self.exchange_bytes_per_token,
             uncast_bytes_per_token=self.uncast_bytes_per_token,
+            least_working_bytes_per_token=self.least_working_bytes_per_token,
         )
 
     def training(self, share: float) -> Profile:

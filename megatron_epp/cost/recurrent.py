@@ -139,3 +139,23 @@ class StateSpaceShape(RecurrentShape):
         states = net.state_size * (4 + self.bytes_per_value) / _SCAN_TOKENS
         values = net.mixed_width * self.bytes_per_value + 8 * net.heads + 4 * net.groups * _SCAN_TOKENS
         return (values + states) / self.ranks
+
+    @property
+    def gradient_bytes_per_token(self) -> float:
+        """Bytes that the layer holds when its kernel's backward holds most, besides what it keeps, by the source of mamba-ssm.
+
+        Gradients of the projection and of the residual stream; the convolution's output again, and its gradient; products of
+        pairs, steps and decays in fp32. A state of every block and its gradient are there in fp32, and as values.
+        Gradients of the kernel's output take the place of what the norm and the last projection have kept.
+        """
+        net = self.net
+        values = net.projected_width + 2 * net.mixed_width
+        states = 2 * net.state_size * (4 + self.bytes_per_value) / _SCAN_TOKENS
+        num_bytes = values * self.bytes_per_value + 12 * net.heads + 4 * net.groups * _SCAN_TOKENS + states
+        return num_bytes / self.ranks + self.hidden_bytes_per_token
+
+
+def least_working_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
+    recurrence = 0.0 if shape.mamba is None else StateSpaceShape.of(shape).gradient_bytes_per_token
+    return max(shape.dispatched_bytes_per_token, recurrence)

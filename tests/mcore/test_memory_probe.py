@@ -46,13 +46,22 @@ def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
     assert [stage.layers.working_bytes_per_token for stage in exchanged.stages] == running
 
 
+class Experts(torch.nn.Module):
+    """Weights of three experts in one module, as a grouped layer of Transformer Engine has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(3):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(30, 20)))
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_largest_gradient_is_that_of_a_layer_that_does_not_add_it_itself(fused: bool):
-    decoder = torch.nn.Linear(30, 40, bias=False)
+def test_gradients_of_a_module_come_together_and_fused_layers_have_a_placeholder_of_every_shape(fused: bool):
+    decoder = torch.nn.ModuleList([torch.nn.Linear(30, 40, bias=False), torch.nn.Linear(30, 40, bias=False), Experts()])
     model = torch.nn.ModuleList([torch.nn.Embedding(10, 8), decoder])
-    stage = SimpleNamespace(model=model, decoder=decoder)
-    found = costs_of_runs._largest_gradient_bytes(Namespace(gradient_accumulation_fusion=fused), stage)
-    assert found == 4 * (10 * 8 if fused else 30 * 40)
+    stage, args = SimpleNamespace(model=model, decoder=decoder), Namespace(gradient_accumulation_fusion=fused)
+    assert costs_of_runs.new_gradient_bytes(args, stage) == 4 * (10 * 8 if fused else 3 * 30 * 20)
+    assert costs_of_runs.placeholder_bytes(args, [stage, stage]) == 4 * fused * (30 * 40 + 30 * 20)
 
 
 def test_a_profile_of_another_precision_is_named_and_gives_times_alone(caplog, monkeypatch):

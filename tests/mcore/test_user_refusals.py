@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.iteration import microbatch_run
@@ -20,6 +21,7 @@ from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.microbatches import plan_as_given
+from tests.mcore.test_refusals import arguments
 from tests.support.plan.planner_cases import pipeline as costs_of
 from tests.support.runtime.agreement_runs import SHAPES
 
@@ -68,12 +70,16 @@ def test_other_microbatches_are_taken(item: Any) -> None:
     refuse_group_sizes(item)
 
 
-def test_plans_by_learnt_costs_reach_the_peak_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes_of_longer_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(microbatch_run, "gathered", lambda peak, *_: (peak, peak))
     monkeypatch.setattr(microbatch_run, "from_each_of_job", lambda mine: [mine])
     by_formula = costs_of(2, 2)
     held = tuple(replace(stage, static=Static(weights=1000, optimizer=3000)) for stage in by_formula.stages)
     pipeline: Any = SimpleNamespace(
+        args=arguments(padded_vocab_size=1024),
         problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
         placement=SimpleNamespace(stages=lambda rank: [rank]),
         learning=SimpleNamespace(learner=SimpleNamespace(learnt=SimpleNamespace(peak_bytes=1 << 40))),
@@ -87,7 +93,17 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured(monkeypatch: pyt
     learnt = MicrobatchRun._with_static(pipeline, replace(by_formula, stages=held))
     costs = pipeline._with_microbatches(learnt, pipeline._measured)
     lengths = tuple(shape.lengths for shape in SHAPES)
-    assert plan_as_given(lengths, pipeline.problem, costs, Options()).plan.predicted.peak_bytes == (1 << 40,) * 2
+
+    def peak_bytes(costs: PipelineCosts, factor: int = 1) -> tuple[int, ...]:
+        longer = tuple(tuple(factor * length for length in own) for own in lengths)
+        return plan_as_given(longer, pipeline.problem, costs, Options()).plan.predicted.peak_bytes
+
+    assert peak_bytes(costs) == (1 << 40,) * 2
+    bare = tuple(stage.changed(working_bytes_per_token=0.0) for stage in costs.stages)
+    running = [peak - kept for peak, kept in zip(peak_bytes(costs), peak_bytes(replace(costs, stages=bare)), strict=True)]
+    more = [peak - kept for peak, kept in zip(peak_bytes(costs, 3), peak_bytes(replace(costs, stages=bare), 3), strict=True)]
+    assert more == pytest.approx([3 * size for size in running], abs=3)
+    assert min(running) > 0
 
 
 @pytest.mark.parametrize(("is_done", "cap_bytes"), [(False, 1), (True, 1), (True, 1 << 60)])

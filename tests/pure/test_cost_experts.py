@@ -7,10 +7,12 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_source, flags_of
-from megatron_epp.cost import H100, ModelShape, Rates
+from megatron_epp.cost import H100, ModelShape, Rates, work_of
 from megatron_epp.cost.analytic import analytic_profile, exchange_line
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 
@@ -92,6 +94,29 @@ def test_hybridep_has_room_for_the_tokens_of_all_ranks():
     )
     assert (hybrid.exchange_bytes_per_token, plain.exchange_bytes_per_token) == (8 * 2 * TOKEN, 0)
     assert hybrid.stages == plain.stages
+
+
+def test_while_small_experts_run_a_device_holds_four_copies_for_each_and_they_keep_a_fifth():
+    flags = load_flags("qwen3-30b-a3b") | {"expert_model_parallel_size": 8}
+    copies = 8 * 2048 * 2
+    work = work_of([Chunk((Segment(0, 0, 3000),))], [3000])
+
+    def running(**more: object) -> tuple[float, float]:
+        """Bytes per token that a layer holds while it runs, and those that it keeps."""
+        layout, adam = Layout((48, 48), Placement("looped", 2, 1)), OptimizerBytes.of_flags({})
+        profile = analytic_profile(shape_of(flags | more), H100)
+        costs = profile.costs_on_device(layout, adam, 1, 0.0)
+        return costs.pass_items(0, work)[WORKING][0] / 3000, profile.layer.bytes_per_token
+
+    held, kept = running()
+    assert held == 4 * copies > kept
+    assert running(expert_model_parallel_size=1)[0] == kept  # there are three: what is sent is what arrives
+    assert running(moe_token_dispatcher_type="flex")[0] == kept
+    shared = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_model_parallel_size": 4}
+    of_rank = copies / 4
+    assert running(**shared, expert_tensor_parallel_size=1)[0] == 4 * of_rank
+    assert running(**shared)[0] == 3 * of_rank + 2 * copies  # outputs of the tokens of four ranks
+    assert running(**shared, moe_router_dtype="fp32")[0] == 4 * of_rank + 4 * copies  # and once more in fp32
 
 
 def test_the_dispatcher_is_the_one_that_the_flags_choose():

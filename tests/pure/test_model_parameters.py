@@ -12,11 +12,14 @@ from megatron_epp.cost import H100, ModelShape, OptimizerBytes, Profile, analyti
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.library import check_formulas, load_flags, shape_of
+from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.model_shape import Exchange
 from megatron_epp.cost.parameters import kinds_of_layers, parameters_of, summary
 from megatron_epp.cost.recurrent import DeltaShape, StateSpaceShape
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
 
 BILLIONS = {
     "qwen2.5-7b": 7.62,
@@ -264,6 +267,20 @@ def test_mamba2_hands_on_states_which_ranks_share():
     assert shared.handed_bytes == alone.handed_bytes / 2
     work = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
     assert tuple(alone.costs([1, 1]).stages[0].blocks[1].kept_bytes(work)) == (alone.handed_bytes,) * 2 + (0,)
+
+
+def test_while_it_runs_a_device_holds_what_the_kernel_of_mamba2_makes_in_its_backward():
+    flags = load_flags("nemotron-3-nano") | {"hybrid_layer_pattern": "M"}
+    mixed, projected = 64 * 64 + 2 * 8 * 128, 2 * 64 * 64 + 2 * 8 * 128 + 64
+    states = 64 * 64 * 128 / 128  # of a block of 128 tokens, per token
+    in_fp32 = 4 * (3 * 64 + 8 * 128) + 2 * 4 * states
+    held = 2 * (projected + 2 * mixed + 2 * states) + in_fp32
+    layout, adam = Layout((2, 2), Placement("looped", 2, 1)), OptimizerBytes.of_flags({})
+    work = work_of([Chunk((Segment(0, 0, 3000),))], [3000])
+    for ranks in (1, 2):
+        profile = analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100)
+        (running,) = profile.costs_on_device(layout, adam, 1, 0.0).pass_items(0, work)[WORKING]
+        assert running == 3000 * (held / ranks + 2 * 2688) > 3000 * profile.layer.bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     config = get_model_config(next(iter(models.values())))
     known: dict[str, Any] = {flag_of(name): value for name, value in facts(args, "costs", config).items()}
     if has_user_microbatches(args) and torch.cuda.is_initialized():
-        known["static bytes"] = "all that plans do not count"  # earlier versions have learnt too few
+        known["static bytes"] = "neither of microbatches nor of passes"  # earlier versions have learnt others
     return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
 
 

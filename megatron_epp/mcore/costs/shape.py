@@ -18,6 +18,7 @@ from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO, ShardBytes
+from megatron_epp.cost.recurrent import least_working_bytes_per_token
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
@@ -225,6 +226,12 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
         shape = model_shape(args)
-        exchanged, uncast = shape.exchange_bytes_per_token, shape.uncast_bytes_per_token
-        return on_device(costs, share, buffers=buffers, exchange_bytes_per_token=exchanged, uncast_bytes_per_token=uncast)
+        return on_device(
+            costs,
+            share,
+            buffers=buffers,
+            exchange_bytes_per_token=shape.exchange_bytes_per_token,
+            uncast_bytes_per_token=shape.uncast_bytes_per_token,
+            least_working_bytes_per_token=least_working_bytes_per_token(shape),
+        )
     return costs if share is None else replace(costs, fragmentation_share=share)

@@ -93,6 +93,8 @@ def pipeline_costs(
             note("warming up layers")
             for stage in stages.values():
                 run_other_size(stage)
+        if torch.cuda.is_initialized():
+            measured = _with_placeholders(measured, placeholder_bytes(args, stages.values()))
         costs = replace(base, stages=by_stage(measured, links))
         if offloads(args):
             note("measuring what can go to the host")
@@ -162,6 +164,15 @@ def _with_largest_workspaces(stages: dict[int, StageCosts]) -> dict[int, StageCo
     }
 
 
+def _with_placeholders(stages: dict[int, StageCosts], num_bytes: int) -> dict[int, StageCosts]:
+    """Add a rank's placeholders to the buffers of its stages, in equal parts, so that equal stages stay equal."""
+
+    def added(static: Static) -> Static:
+        return replace(static, buffers=static.buffers + num_bytes // len(stages))
+
+    return {number: replace(costs, static=added(costs.static)) for number, costs in stages.items()}
+
+
 def _by_blocks(costs: StageCosts, product: LinearTime, workspace_bytes: int) -> StageCosts:
     """Return the costs of a last stage that computes its loss by blocks.
 
@@ -203,7 +214,7 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     optimizer = optimizer_bytes(args)
     weights = [*stage.model.parameters()]
     static = optimizer.static(parameters_of(weights), parameters_of(weight for weight in weights if weight.requires_grad))
-    buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
+    buffers = new_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
     held = static.weights + int(copied * optimizer.weight) + _cast_bytes(args, stage)
@@ -220,11 +231,28 @@ def _cast_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     return int(casts.weight_bytes * sum(weight.numel() for weight in weights))
 
 
-def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """Bytes of the largest gradient that autograd creates before it is added to its buffer. Fused layers create none."""
+def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """Bytes of the gradients that autograd creates before they are added to their buffers. Fused layers create none.
+
+    One module's come together, as of all experts of a grouped layer.
+    """
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
-    created = (weight for weight in stage.model.parameters() if weight.requires_grad and id(weight) not in inside)
-    return max((weight.nbytes for weight in created), default=0)
+    created = (
+        sum(weight.nbytes for weight in module.parameters(recurse=False) if weight.requires_grad and id(weight) not in inside)
+        for module in stage.model.modules()
+    )
+    return max(created, default=0)
+
+
+def placeholder_bytes(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> int:
+    """Bytes of the tensors that a rank's fused layers give to autograd as gradients.
+
+    Transformer Engine keeps one of every shape (`get_dummy_wgrad`).
+    """
+    if not args.gradient_accumulation_fusion:
+        return 0
+    weights = (weight for stage in stages for weight in stage.decoder.parameters() if weight.requires_grad)
+    return sum({weight.shape: weight.nbytes for weight in weights if weight.dim() == 2}.values())
 
 
 @contextmanager

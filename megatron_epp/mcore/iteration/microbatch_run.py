@@ -22,7 +22,7 @@ from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
-from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share
+from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share, with_device_memory
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
@@ -330,9 +330,13 @@ class MicrobatchRun(Run):
             self._plans.clear()  # they were made with costs by formula
 
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
-        """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted."""
+        """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted.
+
+        What is held only while a pass runs is counted by its tokens: later microbatches may be longer than the recorded ones.
+        """
         if not self._on_gpu:
             return learnt
+        learnt = with_device_memory(self.args, learnt)
         peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)

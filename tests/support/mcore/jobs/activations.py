@@ -193,8 +193,8 @@ def _compared(flags, rope_utils, unfused):
     }
 
 
-def _kept(args, tokens):
-    """Return bytes and description of every storage that autograd keeps of a layer's forward, but for parameters and angles."""
+def built(args, tokens):
+    """Return one layer of Megatron, its config, and rotary angles of the tokens or None."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -202,15 +202,9 @@ def _kept(args, tokens):
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron_epp.mcore.model.core_attention import ChunkParams
     from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
     from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
-    from megatron_epp.plan import Chunk, Segment
-    from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-    from megatron_epp.runtime.attention.segments import SegmentTable
-    from megatron_epp.runtime.context import ChunkContext
 
-    ANGLES.clear()
     config = core_transformer_config_from_args(args)
     latent = args.multi_latent_attention
     spec = get_gpt_layer_local_spec(args.num_experts, False, args.qk_layernorm, latent, normalization=args.normalization)
@@ -222,7 +216,6 @@ def _kept(args, tokens):
         attention.q_layernorm = IdentityOp
     attention.core_attention = Attention
     pattern = args.hybrid_layer_pattern
-    has_recurrence = bool(args.experimental_attention_variant or pattern in ("G", "M"))
     if args.experimental_attention_variant or pattern == "G":
         whole.self_attention = _with_delta_net(Norm)
     spec = _alone(pattern, whole) if pattern else spec
@@ -234,6 +227,21 @@ def _kept(args, tokens):
     if args.position_embedding_type == "rope" and not latent:
         angles = RotaryEmbedding(config.kv_channels, args.rotary_percent)(tokens)
         ANGLES[angles.untyped_storage().data_ptr()] = angles
+    return layer, config, angles
+
+
+def _kept(args, tokens):
+    """Return bytes and description of every storage that autograd keeps of a layer's forward, but for parameters and angles."""
+    from megatron_epp.mcore.model.core_attention import ChunkParams
+    from megatron_epp.plan import Chunk, Segment
+    from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+    from megatron_epp.runtime.attention.segments import SegmentTable
+    from megatron_epp.runtime.context import ChunkContext
+
+    ANGLES.clear()
+    layer, config, angles = built(args, tokens)
+    pattern = args.hybrid_layer_pattern
+    has_recurrence = bool(args.experimental_attention_variant or pattern in ("G", "M"))
     weights, found = {one.untyped_storage().data_ptr() for one in layer.parameters()}, {}
 
     def keep(tensor):
