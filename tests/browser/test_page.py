@@ -308,5 +308,15 @@ def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(br
             " document.getElementById('panes').clientHeight]"
         )
         assert 0.95 * available < filled <= available
-        cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
-        assert browser.ask(cut) == 0
+        assert browser.ask("document.querySelector('canvas.memory').offsetHeight") < 0.36 * available
+
+
+def test_a_row_of_the_table_shows_whole_numbers_and_breaks_between_slices_only(browser, tmp_path):
+    save_page([Shown("long", sliced_plan(num_ranks=4, slices=12, batched=12, tokens=16_000))], tmp_path / "long.html")
+    browser.open(tmp_path / "long.html")
+    times = browser.ask("[...document.querySelectorAll('#chunks td:nth-child(4)')].map((cell) => cell.textContent)")
+    assert max(map(len, times)) == len("288.00 ms")
+    cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
+    assert browser.ask(cut) == 0
+    lines = "[...document.querySelectorAll('#chunks td:last-child span')].map((entry) => entry.offsetHeight)"
+    assert len(set(browser.ask(lines))) == 1, "each entry is on one line"
