@@ -263,14 +263,15 @@ def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan,
     assert browser.ask(surface) == light
 
 
-def test_a_run_far_from_its_plan_is_drawn_as_wide_as_the_page(browser, plan, tmp_path):
+def test_a_slow_run_shares_the_time_axis_of_its_plan_and_a_far_slower_one_has_its_own_and_says_so(browser, plan, tmp_path):
     ends = "epp.panes.map((pane) => epp.scaleOf(pane).x(pane.makespanUs))"
-    for slowdown, is_equal in ((1.5, False), (6.0, True)):
+    for slowdown, is_equal in ((6.0, False), (15.0, True)):
         save_page([Shown("one", plan, measured_run(plan, slowdown))], tmp_path / "run.html")
         browser.open(tmp_path / "run.html")
         planned, measured = browser.ask(ends)
         assert (planned == pytest.approx(measured)) is is_equal
         assert browser.driver.find_element("id", "own-scale").get_attribute("aria-pressed") == str(is_equal).lower()
+        assert ("on a time axis of its own" in browser.text(".head")) is is_equal
         browser.press("s")
         planned, measured = browser.ask(ends)
         assert (planned == pytest.approx(measured)) is not is_equal

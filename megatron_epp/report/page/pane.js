@@ -32,7 +32,8 @@ function elementOf(pane) {
   name.textContent = [plan.name, plan.measured ? (pane.isMeasured ? "measured" : "planned") : ""].filter(Boolean).join(", ");
   const figures = document.createElement("span");
   figures.textContent = figuresOf(pane).join(" · ");
-  head.append(name, figures);
+  const ownAxis = Object.assign(document.createElement("span"), {className: "own-axis", textContent: "on a time axis of its own"});
+  head.append(name, figures, ownAxis);
   if (!pane.isMeasured && !plan.data.calibrated) {
     const badge = document.createElement("em");
     badge.textContent = "times by formula, not calibrated";
