@@ -32,9 +32,7 @@ def page(shown: Sequence[Shown]) -> str:
     data = {
         "title": title,
         "operations": operation_columns(),
-        "equal_widths": any(
-            each.measured is not None and far_from(each.plan, each.measured, FAR_WITH_ZOOM) for each in shown
-        ),
+        "equal_widths": any(each.measured is not None and far_from(each.plan, each.measured, FAR_WITH_ZOOM) for each in shown),
         "plans": list(map(plan_columns, shown)),
     }
     parts = {
