@@ -148,6 +148,13 @@ def row_of(text: str, name: str) -> list[float]:
     return [float(figure) for figure in re.findall(r"[\d.]+", line.removeprefix(name))]
 
 
+@pytest.mark.parametrize(("size", "asked"), [("4", ""), ("5", "5"), ("9999999", "9,999,999")])
+def test_a_batch_larger_than_its_source_is_told(size, asked, capsys):
+    assert main(shlex.split(f"plan {BATCH} --batch-size {size}")) == 0
+    warning = f"megatron-epp: warning: --lengths '4096,300,200,100' has 4 sequences, and {asked} are asked for\n"
+    assert capsys.readouterr().err == (warning if asked else "")
+
+
 def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
     text = run(f"plan --memory {HELD} --memory-gb 0.2 --memory-out memory.png -o made.json")
     made = load("made.json")
