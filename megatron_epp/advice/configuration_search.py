@@ -22,6 +22,8 @@ TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
 CLOSE = 0.02
 """Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
+_MOST_TIMES = 8
+"""Largest factor by which more devices are proposed where nothing fits."""
 _NEAR = 8
 """Number of refused configurations among which the one nearest to fitting is searched."""
 
@@ -214,9 +216,11 @@ def _context_that_fits(question: Question, config: Configuration) -> int | None:
 
 
 def _enough_devices(question: Question) -> int | None:
-    """Smallest of two, four and eight times the devices for which a configuration fits; None if none does."""
-    for times in (2, 4, 8):
-        more = replace(question, devices=times * question.devices)
+    """Smallest multiple of the devices, up to `_MOST_TIMES`, for which a configuration fits; None if there is none."""
+    node = question.cluster.devices_per_node
+    multiples = (times * question.devices for times in range(2, _MOST_TIMES + 1))
+    for devices in (devices for devices in multiples if devices <= node or devices % node == 0):
+        more = replace(question, devices=devices)
         if any(misfit(more, config) is None for config in reversed(candidates(more)[0])):
-            return more.devices
+            return devices
     return None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_epp.cli.terminal import PROGRAM, tell
 from megatron_epp.data import sequence_lengths
 from megatron_epp.data.indexed_documents import document_tokens, sequences_of, stream_lengths
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
@@ -58,7 +59,9 @@ def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
     if is_distribution(args.lengths):
         size = args.batch_size or _DRAWN
         return drawn(sampled(args.lengths, args, size), size, args.seed)
-    return sampled(args.lengths, args)[: args.batch_size]
+    lengths = sampled(args.lengths, args)
+    _tell_if_fewer(args.lengths, lengths, args.batch_size or 0)
+    return lengths[: args.batch_size]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
@@ -73,10 +76,16 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
         if size is None:
             batches.append((source, lengths))
             continue
+        _tell_if_fewer(source, lengths, count)
         for number in range(min(args.batches, -(-len(lengths) // size))):
             part = lengths[number * size : (number + 1) * size]
             batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
     return batches
+
+
+def _tell_if_fewer(source: str, lengths: tuple[int, ...], asked: int) -> None:
+    if len(lengths) < asked:
+        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {len(lengths):,} sequences, and {asked:,} are asked for")
 
 
 def is_distribution(source: str) -> bool:

@@ -17,6 +17,7 @@ from megatron_epp.cli.terminal import (
     EXACT_PLANNER_LOG,
     PAGE,
     PICTURES,
+    PROGRAM,
     Command,
     Parser,
     add_output,
@@ -35,9 +36,9 @@ from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.serialize import save
-from megatron_epp.plan.units import format_gib
+from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.limits import smallest_cap
@@ -61,6 +62,8 @@ before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it o
     --stages 8 --memory-out memory.png
 """
 
+_LARGEST_DEVICE_BYTES = 141 << 30
+"""Memory of the largest device of shipped clusters, an H200's."""
 _LABEL_WIDTH = 20
 """Width in characters reserved next to a curve of memory."""
 
@@ -132,6 +135,7 @@ def _plan(args: argparse.Namespace) -> int:
         say(text_of(best, args))
     if args.json:
         return 0
+    _tell_too_large(best)
     if lines_why:
         say("\n" + "\n".join(lines_why))
     if lines := chosen.lines():
@@ -140,6 +144,16 @@ def _plan(args: argparse.Namespace) -> int:
     if hint and args.layout not in (None, BALANCED, AUTO) and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
+
+
+def _tell_too_large(best: Plan) -> None:
+    """Hint at the flags of a cap if there is none and no device holds the plan."""
+    peak = max(best.predicted.peak_bytes)
+    if peak > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
+        tell(
+            f"{PROGRAM}: a peak of {format_bytes(peak)} is more than an H200 has, and plans have no cap: give --cluster or "
+            "--memory-cap-gb"
+        )
 
 
 def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]]:

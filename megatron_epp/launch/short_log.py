@@ -21,7 +21,7 @@ _TAIL_LINES = 40
 _WAIT_S = 5.0
 """Seconds to wait for the last lines at the end, which a process that outlives the run may hold back."""
 _SHOWN = re.compile(
-    rb"megatron[-_]epp|\bepp (iteration|memory|hint)\b|(?<!consumed )\biteration +\d+ */ *\d+|validation loss"
+    rb"megatron[-_]epp|\bepp (iteration|memory|hint|run)\b|(?<!consumed )\biteration +\d+ */ *\d+|validation loss"
     rb"|exiting program|no GPU found"
     rb"|^(\[rank\d+\]:? ?)?(WARNING|ERROR|CRITICAL|Error|FATAL)\b"
     rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file",

@@ -48,6 +48,9 @@ def to_json(plan: Plan) -> str:
     return "{\n" + fields + "\n}\n"
 
 
+_NO_PLAN = "not a plan, as `megatron-epp plan -o` and training write them"
+
+
 def from_json(text: str) -> Plan:
     """Read what `to_json` wrote. Unknown fields are ignored, but count towards the digest.
 
@@ -55,12 +58,12 @@ def from_json(text: str) -> Plan:
         PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
     """
     try:
-        document = parse_json(text, "the plan")
+        document = parse_json(text, "it")
     except EppError as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(f"{_NO_PLAN}: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise PlanError(f"not a plan: schema is {brief(schema)}, expected {SCHEMA!r}")
+        raise PlanError(f"{_NO_PLAN}: schema is {brief(schema)}, expected {SCHEMA!r}")
     version = document.get("version")
     if version != VERSION:
         raise PlanError(f"plan version {brief(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")

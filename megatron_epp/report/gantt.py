@@ -57,13 +57,13 @@ _ROOMY_PIXELS = 10
 _WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0
 """Strength of the colours of chunks of whole sequences, and of chunks with a slice."""
 _MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
-_STATIC = ("#3B3B3B", "#5A5A5A", "#7A7A7A", "#989898", "#B5B5B5", "#CECECE", "#E2E2E2")
-"""Greys of static items, in their order."""
+_STATIC = ("#114455", "#EEBB88", "#666633", "#99DDCC", "#663333", "#BBDDFF", "#443300", "#889955")
+"""Colours of static items, in their order: dull ones, dark and light by turns."""
 _VARYING = (
-    *("#0072B2", "#56B4E9", "#9BD3F5", "#CFE9FA", "#009E73", "#F0E442", "#E69F00"),
-    *("#B8860B", "#D55E00", "#F7B58F", "#CC79A7", "#8E5BA6", "#D9C9E3"),
+    *("#0072B2", "#56B4E9", "#003388", "#0099FF", "#009E73", "#F0E442", "#88FFBB"),
+    *("#E69F00", "#D55E00", "#DDEE77", "#556666", "#CC79A7", "#224477"),
 )
-"""Colours of `MemoryBreakdown.order`: Okabe and Ito's, with lighter ones for related items."""
+"""Colours of `MemoryBreakdown.order`. They and the static ones differ as Okabe and Ito's do, which are among them."""
 _OTHER = "#000000"
 """Colour of items beyond these."""
 

@@ -28,6 +28,8 @@ from megatron_epp.plan.writing import write_text
 
 _FAR = 2.0
 """Largest ratio of the makespans of a plan and a run of it for which pictures have one time axis."""
+FAR_WITH_ZOOM = 10.0
+"""The same for pages, where a reader can zoom in."""
 COMPUTE, COPY, LINK = "compute", "copy", "link"
 """Streams of a rank."""
 
@@ -126,10 +128,10 @@ def _event(entry: Any) -> Event:
 _FORMAT = FileFormat("measurement", "megatron-epp/measured", 1, Codec(readers={Event: _event}))
 
 
-def far_from(plan: Plan, measured: Measured) -> bool:
-    """True if a time axis for both a plan and a run of it would squeeze one of them."""
+def far_from(plan: Plan, measured: Measured, ratio: float = _FAR) -> bool:
+    """True if a time axis for both a plan and a run of it would squeeze one of them, to less than one part in `ratio`."""
     longest, shortest = (choose(plan.predicted.makespan_us, measured.makespan_us) for choose in (max, min))
-    return 0.0 < _FAR * shortest < longest
+    return 0.0 < ratio * shortest < longest
 
 
 class Box(NamedTuple):

@@ -263,14 +263,15 @@ def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan,
     assert browser.ask(surface) == light
 
 
-def test_a_run_far_from_its_plan_is_drawn_as_wide_as_the_page(browser, plan, tmp_path):
+def test_a_slow_run_shares_the_time_axis_of_its_plan_and_a_far_slower_one_has_its_own_and_says_so(browser, plan, tmp_path):
     ends = "epp.panes.map((pane) => epp.scaleOf(pane).x(pane.makespanUs))"
-    for slowdown, is_equal in ((1.5, False), (6.0, True)):
+    for slowdown, is_equal in ((6.0, False), (15.0, True)):
         save_page([Shown("one", plan, measured_run(plan, slowdown))], tmp_path / "run.html")
         browser.open(tmp_path / "run.html")
         planned, measured = browser.ask(ends)
         assert (planned == pytest.approx(measured)) is is_equal
         assert browser.driver.find_element("id", "own-scale").get_attribute("aria-pressed") == str(is_equal).lower()
+        assert ("on a time axis of its own" in browser.text(".head")) is is_equal
         browser.press("s")
         planned, measured = browser.ask(ends)
         assert (planned == pytest.approx(measured)) is not is_equal
@@ -308,5 +309,15 @@ def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(br
             " document.getElementById('panes').clientHeight]"
         )
         assert 0.95 * available < filled <= available
-        cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
-        assert browser.ask(cut) == 0
+        assert browser.ask("document.querySelector('canvas.memory').offsetHeight") < 0.36 * available
+
+
+def test_a_row_of_the_table_shows_whole_numbers_and_breaks_between_slices_only(browser, tmp_path):
+    save_page([Shown("long", sliced_plan(num_ranks=4, slices=12, batched=12, tokens=16_000))], tmp_path / "long.html")
+    browser.open(tmp_path / "long.html")
+    times = browser.ask("[...document.querySelectorAll('#chunks td:nth-child(4)')].map((cell) => cell.textContent)")
+    assert max(map(len, times)) == len("288.00 ms")
+    cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
+    assert browser.ask(cut) == 0
+    lines = "[...document.querySelectorAll('#chunks td:last-child span')].map((entry) => entry.offsetHeight)"
+    assert len(set(browser.ask(lines))) == 1, "each entry is on one line"

@@ -172,7 +172,9 @@ def test_a_users_own_launch_is_planned_and_flags_that_a_plan_cannot_honour_are_l
     assert code == 0
     assert report["launch"][:3] == ["torchrun", "--nproc-per-node", "2"]
     assert "TP 1 CP 1 PP 2 DP 1; costs by formula for h100x8" in printed
-    assert "--recompute-granularity: use --epp-recompute" in printed
+    assert (
+        "--recompute-granularity: leave it out: plans choose what is recomputed (--epp-recompute changes how much)" in printed
+    )
     assert "--sft: leave it out" in printed
     assert "not subtracted: what the flags below, which plans refuse, are worth to you" in printed
     assert "-torchrun --nproc-per-node 2 train.py" in printed

@@ -114,10 +114,14 @@ def test_lines_about_iterations_reach_the_terminal_of_a_run_with_a_short_log(cap
     say = loggers.line_of(TRAINING)
     say(loggers.iteration_text(LINE))
     say("epp hint | fewer layers on the last stage")
-    iteration, hint = capsys.readouterr().out.encode().splitlines()
+    say(loggers.end_text(7, [(1000, 0.1), (234, 0.3)], "runs/tiny"))
+    iteration, hint, end = capsys.readouterr().out.encode().splitlines()
     assert iteration.startswith(b"epp iteration 7 | makespan")
     assert is_shown(iteration)
     assert is_shown(hint)
+    figures = b"logged iterations: 2 with 1,234 tokens | mean bubble of these: 20.0% measured | reports: runs/tiny"
+    assert end == b"epp run has ended after iteration 7 | " + figures
+    assert is_shown(end)
 
 
 def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):

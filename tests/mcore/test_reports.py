@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -93,6 +94,11 @@ def test_every_iteration_of_a_training_is_reported_once_and_in_order(
     assert [int(line.split()[-1]) for line in logged] == list(range(2, last + 1, 2))
     if last == 6:  # Megatron's line of the last iteration: writers may be closed behind it
         assert finished.output.index("epp iteration 6 ") < finished.output.index("iteration        6/")
+        tokens = sum(line["tokens"] for line in lines[1::2])
+        bubble = fmean(line["bubble_fraction"]["measured"] for line in lines[1::2])
+        figures = f"logged iterations: 3 with {tokens:,} tokens | mean bubble of these: {bubble:.1%} measured"
+        ending = f"epp run has ended after iteration 6 | {figures} | reports: {tmp_path / 'report'}"
+        assert finished.output.count("epp run") == finished.output.count(ending) == 1
 
 
 def test_diagnostics_take_no_memory_for_tensors_so_that_none_can_be_missing(tmp_path: Path) -> None:

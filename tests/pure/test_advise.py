@@ -195,6 +195,14 @@ def test_where_nothing_fits_each_change_that_is_named_would_do():
     assert not fits(replace(asked, cap_bytes=int(changes["memory-cap-gb"]) - 1 << 30))
 
 
+def test_the_devices_that_would_do_are_the_smallest_multiple():
+    short = question((1024,) * 4, cap_bytes=int(1.2 * 2**30), fixed={"context": 1, "tensor": 2})
+    asked = replace(short, context=1024)
+    with pytest.raises(NothingFitsError, match=r"--devices 12$"):
+        advise(asked)
+    assert [fits(replace(asked, devices=devices)) for devices in (8, 12, 16)] == [False, True, True]
+
+
 def test_a_configuration_says_its_flags():
     assert Configuration(2, 1, 2, 1, expert=2, expert_tensor=2, layers=(4, 4)).name == "TP 2 CP 1 PP 2 DP 1 EP 2 ETP 2"
     uneven = Configuration(1, 1, 2, 1, layers=(5, 3))

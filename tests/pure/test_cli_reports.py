@@ -147,6 +147,20 @@ def row_of(text: str, name: str) -> list[float]:
     return [float(figure) for figure in re.findall(r"[\d.]+", line.removeprefix(name))]
 
 
+@pytest.mark.parametrize(("size", "asked"), [("4", ""), ("5", "5"), ("9999999", "9,999,999")])
+def test_a_batch_larger_than_its_source_is_told(size, asked, capsys):
+    assert main(shlex.split(f"plan {BATCH} --batch-size {size}")) == 0
+    warning = f"megatron-epp: warning: --lengths '4096,300,200,100' has 4 sequences, and {asked} are asked for\n"
+    assert capsys.readouterr().err == (warning if asked else "")
+
+
+@pytest.mark.parametrize(("flags", "is_hinted"), [("131072", True), ("131072 --memory-cap-gb 1000", False), ("512", False)])
+def test_a_plan_without_a_cap_that_no_device_holds_hints_at_one(flags, is_hinted, capsys):
+    assert main(shlex.split(f"plan --stages 1 --layout 32 --lengths {flags}")) == 0
+    hint = "more than an H200 has, and plans have no cap: give --cluster or --memory-cap-gb"
+    assert (hint in capsys.readouterr().err) is is_hinted
+
+
 def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
     text = run(f"plan --memory {HELD} --memory-gb 0.2 --memory-out memory.png -o made.json")
     made = load("made.json")

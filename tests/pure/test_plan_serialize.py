@@ -96,15 +96,16 @@ def signed(change):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "the plan is not JSON"),
-        ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
-        ("{}", "not a plan: schema is None"),
+        ("{", "not a plan, as `megatron-epp plan -o` and training write them: it is not JSON"),
+        ('{"text": "one"}\n{"text": "two"}', "not a plan, .*: it is not JSON: Extra data"),
+        ("[]", "not a plan, .*: schema is 'list', expected 'megatron-epp/plan'"),
+        ("{}", "not a plan, .*: schema is None"),
         (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read, only 3; plan again"),
         (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
         (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
         (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),
     ],
-    ids=["not json", "no object", "no schema", "version", "edited", "no digest", "nan"],
+    ids=["not json", "documents", "no object", "no schema", "version", "edited", "no digest", "nan"],
 )
 def test_what_is_no_plan_is_refused(text, reason):
     with pytest.raises(PlanError, match=reason):

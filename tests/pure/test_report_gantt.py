@@ -1,17 +1,19 @@
 """Gantt pictures, looked at through matplotlib's objects."""
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import matplotlib.colors
 import numpy as np
 import pytest
 
+from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.gantt import Shades, gantt, text_colour, tint
+from megatron_epp.report.gantt import Shades, gantt, item_colours, text_colour, tint
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
@@ -103,6 +105,41 @@ def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
     assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
     assert [text for _, text in shades.kinds()] == ["slice of a long sequence", "whole sequences"]
     assert [text for _, text in Shades(sliced_plan(slices=2, batched=0)).kinds()] == ["slice of a long sequence"]
+
+
+SEEN = {
+    "by most": np.eye(3),
+    "without red cones": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "without green cones": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+"""Linear sRGB as people see it: Machado, Oliveira and Fernandes, 2009, for a missing kind of cones."""
+XYZ_OF_SRGB = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(colours, seen):
+    """CIELAB of colours as somebody sees them, [colours, 3]."""
+    srgb = np.array([matplotlib.colors.to_rgb(colour) for colour in colours])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.clip(linear @ seen.T, 0, 1) @ XYZ_OF_SRGB.T
+    x, y, z = np.cbrt(xyz / XYZ_OF_SRGB.sum(axis=1)).T
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+
+
+@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN.keys())
+def test_items_of_memory_differ_in_colour_for_everybody(seen):
+    plan = sliced_plan()
+    static = [field.name for field in fields(Static)] + [LOSS_BLOCK, WORKING, MESSAGES]
+    takes = {plan.ranks[0][0].action: dict.fromkeys(DYNAMIC, 1)}
+    breakdown = MemoryBreakdown(simulate(plan), (dict.fromkeys(static, 1),) * plan.num_ranks, takes, {}, DYNAMIC)
+    colours = item_colours(breakdown)
+    assert len(colours) == len(static) + len(DYNAMIC)
+    points = lab(colours.values(), seen)
+    apart = np.linalg.norm(points[:, None] - points[None], axis=2)
+    assert apart[~np.eye(len(points), dtype=bool)].min() > 15
 
 
 def test_tint_mixes_with_white_and_text_stays_readable():

@@ -102,7 +102,10 @@ OF_MODELS = (
     MegatronFlag("--eval-micro-batch-size", (None, 1), _ONE_SEQUENCE),
     *_flags("--mock-data", "give real documents with --data-path"),
     *_flags("--sft", "leave it out, and make documents and their mask with `megatron-epp prepare --chat`"),
-    *_flags("--recompute-granularity --recompute-activations", "use --epp-recompute"),
+    *_flags(
+        "--recompute-granularity --recompute-activations",
+        "leave it out: plans choose what is recomputed (--epp-recompute changes how much)",
+    ),
     MegatronFlag("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
     MegatronFlag("--cuda-graph-impl", ("none", None), _SHAPES, doors=Door.MICROBATCHES),
     *_flags("--enable-cuda-graph --external-cuda-graph", _SHAPES, Door.ALL),

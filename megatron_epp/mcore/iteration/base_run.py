@@ -118,6 +118,8 @@ class Run:
         self.iteration: int = args.iteration
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
+        self.logged: list[tuple[int, float]] = []
+        """Tokens and measured bubble of all logged iterations, on the last rank."""
         self.reports = Reports()
         _runs.add(self)
         if dist.get_rank() == 0 and args.epp_report_dir is not None:

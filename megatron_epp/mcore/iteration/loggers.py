@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from megatron_epp.mcore.arguments.table import TRAINING
@@ -101,6 +102,22 @@ def iteration_text(line: dict[str, Any], loss: str = "") -> str:
         parts.append(f"KV offload (GiB): {line['kv_offload_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
+    return " | ".join(parts)
+
+
+def end_text(iteration: int, logged: Sequence[tuple[int, float]], report_dir: str | None) -> str:
+    """Return the last line of a run.
+
+    Args:
+        logged: tokens and measured bubble of each logged iteration.
+    """
+    tokens, bubbles = zip(*logged, strict=True)
+    parts = [
+        f"epp run has ended after iteration {iteration}",
+        f"logged iterations: {len(logged):,} with {sum(tokens):,} tokens",
+        f"mean bubble of these: {fmean(bubbles):.1%} measured",
+        *([] if report_dir is None else [f"reports: {report_dir}"]),
+    ]
     return " | ".join(parts)
 
 

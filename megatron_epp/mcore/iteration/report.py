@@ -121,19 +121,21 @@ class IterationReport:
         run, reports = self.run, self.run.reports
         with run.watching("waits for others' figures"):
             reports.complete()
-            if not self.collects:
-                return
-            figures = {
-                "wait_us": self.recorder.wait_us,
-                "peak": self.tracker.peak_bytes,
-                "device_peak": device_peak(),
-                "retries": device_retries(),
-                "host_peak": 0 if run.host is None else run.host.held_peak_bytes,
-                "plan_wait_us": run.plan_wait_us,
-            }
-            reports.begin(partial(self.report, figures, mark(), loss, run.costs))
+            if self.collects:
+                figures = {
+                    "wait_us": self.recorder.wait_us,
+                    "peak": self.tracker.peak_bytes,
+                    "device_peak": device_peak(),
+                    "retries": device_retries(),
+                    "host_peak": 0 if run.host is None else run.host.held_peak_bytes,
+                    "plan_wait_us": run.plan_wait_us,
+                }
+                reports.begin(partial(self.report, figures, mark(), loss, run.costs))
             if self.iteration >= run.args.train_iters:
                 reports.complete()
+                if run.logged:
+                    loggers.line_of(run.names)(loggers.end_text(self.iteration, run.logged, run.args.epp_report_dir))
+                    run.logged.clear()  # evaluation may follow, without a line
 
     def report(
         self, figures: dict[str, Any], end: Any, loss: torch.Tensor | None, costs: PipelineCosts | None
@@ -206,6 +208,7 @@ class IterationReport:
             if breakdown is not None:
                 say(loggers.memory_text(breakdown, self.iteration))
             say(loggers.iteration_text(line, "" if self.run.loss is None else self.run.loss.name))
+            self.run.logged.append((line["tokens"], line["bubble_fraction"]["measured"]))
             if hint:
                 say(f"epp hint | {hint}")
         if loggers.is_written(args, self.iteration):

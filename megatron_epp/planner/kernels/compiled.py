@@ -93,6 +93,30 @@ def _tell_not_kept() -> None:
     )
 
 
+def _listen() -> None:
+    """Have numba tell of each function that it does not find on disk and compiles."""
+    from numba.core import event
+
+    def on_start(_: object, compiling: Any) -> None:
+        if compiling.data["dispatcher"].py_func.__module__.startswith(__package__):
+            _tell_compiling()
+
+    events: Any = event  # without types
+    listener = type("Listener", (events.Listener,), {"on_start": on_start, "on_end": lambda _, compiling: None})
+    events.register("numba:compile", listener())
+
+
+@functools.cache
+def _tell_compiling() -> None:
+    if not _tell_not_kept.cache_info().currsize:
+        # A warning, because a planning process shows no less; with the name, because it shows nothing else.
+        logger.warning("megatron-epp compiles the planner's loops, once for this machine: 10 to 25 s of a core")
+
+
+if is_compiled():
+    _listen()
+
+
 def integers(values: Iterable[int] | Numbers) -> IntegerList:
     return cast(IntegerList, _column(values, np.int64))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.writing import write_text
-from megatron_epp.report.measured import far_from
+from megatron_epp.report.measured import FAR_WITH_ZOOM, far_from
 from megatron_epp.report.page.data import Shown, operation_columns, plan_columns
 from megatron_epp.report.text import batch_text
 
@@ -32,7 +32,7 @@ def page(shown: Sequence[Shown]) -> str:
     data = {
         "title": title,
         "operations": operation_columns(),
-        "equal_widths": any(each.measured is not None and far_from(each.plan, each.measured) for each in shown),
+        "equal_widths": any(each.measured is not None and far_from(each.plan, each.measured, FAR_WITH_ZOOM) for each in shown),
         "plans": list(map(plan_columns, shown)),
     }
     parts = {

@@ -1,7 +1,8 @@
 // Panes: an iteration each, with its title, lanes and memory; what the pointer does on them, and what lies over the boxes.
 
 const MEMORY_HEIGHT = 80; // least pixels of a curve of memory, which gets what the lanes leave
-const LANES = [52, 120]; // pixels of a rank's lane that come before more memory, and most
+const LANES = [52, 220]; // pixels of a rank's lane that come before more memory, and most
+const LANES_SHARE = 0.75; // of the height that lanes and memory share
 
 // Make the panes of a plan: the plan as simulated, and a run of it.
 function addPanes(plan) {
@@ -31,7 +32,8 @@ function elementOf(pane) {
   name.textContent = [plan.name, plan.measured ? (pane.isMeasured ? "measured" : "planned") : ""].filter(Boolean).join(", ");
   const figures = document.createElement("span");
   figures.textContent = figuresOf(pane).join(" · ");
-  head.append(name, figures);
+  const ownAxis = Object.assign(document.createElement("span"), {className: "own-axis", textContent: "on a time axis of its own"});
+  head.append(name, figures, ownAxis);
   if (!pane.isMeasured && !plan.data.calibrated) {
     const badge = document.createElement("em");
     badge.textContent = "times by formula, not calibrated";
@@ -79,7 +81,7 @@ function resize() {
   const withMemory = PANES.filter((pane) => pane.memory).length;
   const lanes = PANES.reduce((sum, pane) => sum + pane.boxes.numRanks, 0);
   const free = available - PANES.length * (AXIS + 38) - withMemory * MEMORY_HEIGHT;
-  const wanted = Math.max(Math.min(LANES[0], free / lanes), Math.min(LANES[1], (0.6 * free) / lanes));
+  const wanted = Math.max(Math.min(LANES[0], free / lanes), Math.min(LANES[1], (LANES_SHARE * free) / lanes));
   const height = Math.max(PANES.length > 1 ? 13 : 7, Math.floor(wanted));
   const memoryHeight = Math.max(MEMORY_HEIGHT, MEMORY_HEIGHT + (free - height * lanes) / withMemory);
   for (const pane of PANES) {

@@ -48,14 +48,17 @@ function rowOf(plan, chunk, timeUs) {
   const texts = segmentTexts(plan, chunk);
   const shown =
     texts.length > MOST_SEGMENTS ? [...texts.slice(0, MOST_SEGMENTS), `and ${texts.length - MOST_SEGMENTS} more`] : texts;
-  const cells = [chunk, plan.chunks.kind[chunk], formatCount(plan.chunks.tokens[chunk]), formatUs(timeUs), shown.join(" ")];
+  const cells = [chunk, plan.chunks.kind[chunk], formatCount(plan.chunks.tokens[chunk]), formatUs(timeUs)];
   cells.forEach((text, column) => {
     const cell = document.createElement("td");
     cell.textContent = text;
-    if (column !== 1 && column !== 4) cell.className = "number";
-    if (column === 4) cell.title = text;
+    if (column !== 1) cell.className = "number";
     row.append(cell);
   });
+  const sequences = document.createElement("td");
+  sequences.title = shown.join(" ");
+  for (const text of shown) sequences.append(Object.assign(document.createElement("span"), {textContent: text}), " ");
+  row.append(sequences);
   row.dataset.chunk = chunk;
   row.tabIndex = -1;
   table.rows.set(chunk, row);
