@@ -16,7 +16,6 @@ from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.tools.profiling import time_host_copies
 
 _VOCABULARY = 32
 """Number of token ids that every model's vocabulary contains."""
@@ -28,6 +27,8 @@ def measure_host_link(device: torch.device) -> tuple[float, float]:
     """Measure copies to the host and back: latency in microseconds, and microseconds per byte. On a CPU, copies within host
     memory are measured instead.
     """
+    from megatron_epp.runtime.tools.profiling import time_host_copies  # which a run without copies does not need
+
     line = fit_line(time_host_copies(device, _COPIED_BYTES), pairs=False).line
     return line.fixed_us, line.per_token_us
 

@@ -82,11 +82,12 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
 
 def reversed_orders() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which plans for microbatches have one order only, from the last to the first."""
-    from megatron_epp.planner import cuts, settings
+    from megatron_epp.planner import chunk_tables, settings
 
-    tables = cuts.of_microbatches
+    tables = chunk_tables.microbatch_tables
     starts = settings.MICROBATCH_STARTS
-    return mock.patch.object(cuts, "of_microbatches", lambda asked: dict.fromkeys(starts, tables(asked)["given"][::-1]))
+    turned = lambda asked: dict.fromkeys(starts, tables(asked)["given"][::-1])  # noqa: E731
+    return mock.patch.object(chunk_tables, "microbatch_tables", turned)
 
 
 @contextlib.contextmanager

@@ -109,9 +109,11 @@ def by_levels(executor):
     calls = counted_calls()
 
     class ByLevels(executor):
-        def __init__(self, plan, rank, stages, *rest, **named):
-            super().__init__(plan, rank, stages, *rest, **named)
-            self.again = lambda variant, offload, host: executor(variant, rank, stages, *rest[:3], offload, host=host)
+        def __init__(self, plan, rank, stages, links, recorder, watchdog, **named):
+            super().__init__(plan, rank, stages, links, recorder, watchdog, **named)
+            self.again = lambda variant, offload, host: executor(
+                variant, rank, stages, links, recorder, watchdog, offload, host=host
+            )
 
         def gradients_of(self, variant, states):
             """Gradients, what routers count, calls of attention's kernel, most bytes that autograd held, and that were away."""
