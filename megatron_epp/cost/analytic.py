@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_epp.cost.device import least_working_bytes_per_token
 from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import Exchange, ModelShape
 from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
 from megatron_epp.cost.profile import ModelPart, Profile, mean_of
-from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape, least_working_bytes_per_token
+from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 

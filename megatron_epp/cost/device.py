@@ -8,6 +8,8 @@ from dataclasses import replace
 from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model_shape import ModelShape
+from megatron_epp.cost.recurrent import StateSpaceShape
 
 
 def on_device(
@@ -33,7 +35,7 @@ def on_device(
         buffers: bytes of each stage, see `Static`; None as in the costs.
         exchange_bytes_per_token: see `PipelineCosts`.
         uncast_bytes_per_token: what casts to FP8 save of the bytes that a layer keeps. Its gradients are not cast.
-        least_working_bytes_per_token: that layers hold while they run, whatever they keep (`recurrent`).
+        least_working_bytes_per_token: that layers hold while they run, whatever they keep (the function of this name).
     """
     stages = []
     for number, stage in enumerate(costs.stages):
@@ -53,3 +55,9 @@ def on_device(
         message_bytes_per_token=costs.hidden_bytes_per_token,
         exchange_bytes_per_token=exchange_bytes_per_token,
     )
+
+
+def least_working_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
+    recurrence = 0.0 if shape.mamba is None else StateSpaceShape.of(shape).gradient_bytes_per_token
+    return max(shape.dispatched_bytes_per_token, recurrence)

@@ -153,9 +153,3 @@ class StateSpaceShape(RecurrentShape):
         states = 2 * net.state_size * (4 + self.bytes_per_value) / _SCAN_TOKENS
         num_bytes = values * self.bytes_per_value + 12 * net.heads + 4 * net.groups * _SCAN_TOKENS + states
         return num_bytes / self.ranks + self.hidden_bytes_per_token
-
-
-def least_working_bytes_per_token(shape: ModelShape) -> float:
-    """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
-    recurrence = 0.0 if shape.mamba is None else StateSpaceShape.of(shape).gradient_bytes_per_token
-    return max(shape.dispatched_bytes_per_token, recurrence)

@@ -561,6 +561,13 @@ def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight
     assert f"loss {kind.__name__}" in str(caught.value)
 
 
+def test_an_error_inside_of_a_shipped_loss_is_told_too(batch, weight, monkeypatch):
+    monkeypatch.setattr(NextToken, "columns", ())
+    loss = NextToken(weight_column="absent")
+    with pytest.raises(EppError, match=r"loss NextToken fails at .* reads absent, which is not in its columns"):
+        trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
+
+
 def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight):
     class Sums(NextToken):
         def __call__(self, rows):

@@ -15,10 +15,10 @@ import torch
 from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.cost.device import least_working_bytes_per_token
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO, ShardBytes
-from megatron_epp.cost.recurrent import least_working_bytes_per_token
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 

@@ -55,7 +55,8 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
         mpu.get_data_parallel_world_size(),
         num_samples,
     )
-    run.longest_tokens = 0 if train is None else train.longest_tokens
+    if train is not None and run.plans and not run.replica:
+        run.longest_tokens = train.longest_tokens
     return train, valid, test
 
 

@@ -332,7 +332,8 @@ class MicrobatchRun(Run):
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted.
 
-        What is held only while a pass runs is counted by its tokens: later microbatches may be longer than the recorded ones.
+        Bytes that are held only while a pass runs are counted by its tokens, since later microbatches may be longer than the
+        recorded ones.
         """
         if not self._on_gpu:
             return learnt

@@ -73,7 +73,7 @@ class SlicedRun(Run):
     """Upload of batches to this rank's device; None before `attach`."""
     untrained_batches = 0
     longest_tokens = 0
-    """Tokens of the longest sequence of the training data, until it is known whether plans can hold it; then 0."""
+    """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
 
     _process: Worker | None = None
     """Planning process that is started, for the first planner; None if there is none, or it has it."""
@@ -235,7 +235,7 @@ class SlicedRun(Run):
     def _warn_of_longest(self, planner: BackgroundPlanner) -> None:
         """Warn once if no plan fits the longest sequence: the run would end when it comes, perhaps after days."""
         longest, self.longest_tokens = self.longest_tokens, 0
-        if self.replica or is_unlimited(min(self.problem.cap_bytes)):
+        if is_unlimited(min(self.problem.cap_bytes)):
             return
         try:
             planner.plan(replace(self.problem, lengths=(longest,) * self.replicas))

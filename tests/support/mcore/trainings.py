@@ -86,8 +86,11 @@ def reversed_orders() -> contextlib.AbstractContextManager[Any]:
 
     tables = chunk_tables.microbatch_tables
     starts = settings.MICROBATCH_STARTS
-    turned = lambda asked: dict.fromkeys(starts, tables(asked)["given"][::-1])  # noqa: E731
-    return mock.patch.object(chunk_tables, "microbatch_tables", turned)
+
+    def reversed_tables(asked: Any) -> dict[str, Any]:
+        return dict.fromkeys(starts, tables(asked)["given"][::-1])
+
+    return mock.patch.object(chunk_tables, "microbatch_tables", reversed_tables)
 
 
 @contextlib.contextmanager

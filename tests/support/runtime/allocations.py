@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Bytes of every storage that an operation returned and somebody still holds; what was there before does not count."""
 
     def __init__(self):
@@ -34,6 +34,6 @@ class _Allocations(TorchDispatchMode):
 
 def peak_bytes_of(run):
     """Most bytes that `run` had at one time next to what was there before it."""
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         run()
     return allocations.peak

@@ -1,36 +1,8 @@
 """Runs the forward of a layer with experts on ranks that share these, and measures what it holds besides what it keeps."""
 
-import weakref
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 TOKENS = 512
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations have made in the body and that something still holds, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self._storages = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {id(tensor.untyped_storage()) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and id(storage) not in given and storage not in self._storages:
-                self._storages.add(storage)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _freed(self, num_bytes):
-        self.live -= num_bytes
 
 
 def run(cases):
@@ -64,11 +36,12 @@ def _compared(sizes, flags):
 def _held(args, tokens):
     """Return the peak bytes of a forward above those that it keeps for its backward."""
     from tests.support.mcore.jobs.activations import built
+    from tests.support.runtime.allocations import Allocations
 
     layer, config, angles = built(args, tokens)
     own = tokens // args.tensor_model_parallel_size
-    with LiveBytes() as bytes_:
+    with Allocations() as allocated:
         x = torch.randn(own, 1, config.hidden_size, dtype=args.params_dtype, requires_grad=True)
         output, _ = layer(x, attention_mask=None, rotary_pos_emb=angles)
         torch.distributed.barrier()  # or the group's thread may hold a tensor yet
-        return bytes_.peak - (bytes_.live - output.nbytes)
+        return allocated.peak - (allocated.live - output.nbytes)
