@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
 from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
-from megatron_epp.cost.casts import casts_of
-from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of, whole_pattern
+from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of, token_multiple_of, whole_pattern
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
@@ -221,8 +220,7 @@ class Question:
 
     def token_multiple(self, config: Configuration) -> int:
         """Multiple to which chunks are padded, as in training."""
-        casts = casts_of(self.flags)
-        return config.ranks * (1 if casts is None else casts.rows)
+        return token_multiple_of(self.flags | config.settings(self.flags))
 
     def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
         """Planning problem of one iteration of one replica."""

@@ -114,7 +114,10 @@ def test_lines_about_iterations_reach_the_terminal_of_a_run_with_a_short_log(cap
     say = loggers.line_of(TRAINING)
     say(loggers.iteration_text(LINE))
     say("epp hint | fewer layers on the last stage")
-    say(loggers.end_text(7, [(1000, 0.1), (234, 0.3)], "runs/tiny"))
+    totals = loggers.Totals()
+    for tokens, bubble in ((1000, 0.1), (234, 0.3)):
+        totals = totals.after(LINE | {"tokens": tokens, "bubble_fraction": {"measured": bubble}})
+    say(loggers.end_text(7, totals, "runs/tiny"))
     iteration, hint, end = capsys.readouterr().out.encode().splitlines()
     assert iteration.startswith(b"epp iteration 7 | makespan")
     assert is_shown(iteration)

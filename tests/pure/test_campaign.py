@@ -16,11 +16,11 @@ from tests.support.plan.campaign_cases import case_of, demanding_case_of, exact_
 from tests.support.seeds import some_by_default
 
 
-@some_by_default("first", range(0, 500, 10), 1)
+@some_by_default("first", range(50), 1)
 def test_no_problem_has_a_fault(first: int):
-    found = [campaign.judged(case_of(seed), seed) for seed in range(first, first + 10)]
+    found = [campaign.judged(case_of(seed), seed) for seed in range(first, 500, 50)]
     assert [faults for *_, faults in found if faults] == []
-    assert first or {kind for kind, *_ in found} == {"planned", "refused"}
+    assert {kind for kind, *_ in found} == {"planned", "refused"}
 
 
 DEMANDING = [1, 6, 7, 8, 9, 12, 15, 63]

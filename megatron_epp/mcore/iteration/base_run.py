@@ -26,6 +26,7 @@ from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import Step
 from megatron_epp.mcore.costs.watch import StageWatch
+from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
 from megatron_epp.mcore.model.kinds.experts import flex_backend
@@ -118,8 +119,8 @@ class Run:
         self.iteration: int = args.iteration
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
-        self.logged: list[tuple[int, float]] = []
-        """Tokens and measured bubble of all logged iterations, on the last rank."""
+        self.totals = Totals()
+        """Sums over the logged iterations, on the last rank."""
         self.reports = Reports()
         _runs.add(self)
         if dist.get_rank() == 0 and args.epp_report_dir is not None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan.errors import Names
@@ -105,17 +104,24 @@ def iteration_text(line: dict[str, Any], loss: str = "") -> str:
     return " | ".join(parts)
 
 
-def end_text(iteration: int, logged: Sequence[tuple[int, float]], report_dir: str | None) -> str:
-    """Return the last line of a run.
+class Totals(NamedTuple):
+    """Sums over logged iterations: their number, their tokens, and their measured bubble fractions."""
 
-    Args:
-        logged: tokens and measured bubble of each logged iteration.
-    """
-    tokens, bubbles = zip(*logged, strict=True)
+    iterations: int = 0
+    tokens: int = 0
+    bubbles: float = 0.0
+
+    def after(self, line: dict[str, Any]) -> Totals:
+        """Return the sums with one more iteration, given its figures."""
+        return Totals(self.iterations + 1, self.tokens + line["tokens"], self.bubbles + line["bubble_fraction"]["measured"])
+
+
+def end_text(iteration: int, totals: Totals, report_dir: str | None) -> str:
+    """Return the last line of a run that has logged some iteration."""
     parts = [
         f"epp run has ended after iteration {iteration}",
-        f"logged iterations: {len(logged):,} with {sum(tokens):,} tokens",
-        f"mean bubble of these: {fmean(bubbles):.1%} measured",
+        f"logged iterations: {totals.iterations:,} with {totals.tokens:,} tokens",
+        f"mean bubble of these: {totals.bubbles / totals.iterations:.1%} measured",
         *([] if report_dir is None else [f"reports: {report_dir}"]),
     ]
     return " | ".join(parts)

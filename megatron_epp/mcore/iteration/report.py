@@ -133,9 +133,9 @@ class IterationReport:
                 reports.begin(partial(self.report, figures, mark(), loss, run.costs))
             if self.iteration >= run.args.train_iters:
                 reports.complete()
-                if run.logged:
-                    loggers.line_of(run.names)(loggers.end_text(self.iteration, run.logged, run.args.epp_report_dir))
-                    run.logged.clear()  # evaluation may follow, without a line
+                if run.totals.iterations:
+                    loggers.line_of(run.names)(loggers.end_text(self.iteration, run.totals, run.args.epp_report_dir))
+                    run.totals = loggers.Totals()  # evaluation may follow, without a line
 
     def report(
         self, figures: dict[str, Any], end: Any, loss: torch.Tensor | None, costs: PipelineCosts | None
@@ -208,7 +208,7 @@ class IterationReport:
             if breakdown is not None:
                 say(loggers.memory_text(breakdown, self.iteration))
             say(loggers.iteration_text(line, "" if self.run.loss is None else self.run.loss.name))
-            self.run.logged.append((line["tokens"], line["bubble_fraction"]["measured"]))
+            self.run.totals = self.run.totals.after(line)
             if hint:
                 say(f"epp hint | {hint}")
         if loggers.is_written(args, self.iteration):
