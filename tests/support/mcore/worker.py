@@ -171,6 +171,7 @@ def serve(path: str) -> None:
             while True:
                 asked = json.loads(calls.recv_bytes())
                 dist.init_process_group("gloo", init_method=f"file://{asked['store']}", rank=rank, world_size=size)
+                dist.barrier()  # or a rank that exchanges nothing may take the group down while another one still connects
                 answer = pickle.dumps(run(asked["function"], asked["arguments"]))
                 forget_training()
                 calls.send_bytes(answer)
