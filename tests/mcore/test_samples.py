@@ -142,7 +142,7 @@ def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trai
 )
 def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_refused(num_ranks, layout):
     for one in of_ranks(job(num_ranks, "samples:calls", **layout)):
-        assert len(one["apart"]) == 7
+        assert len(one["apart"]) == 8
         assert {name: apart for name, apart in one["apart"].items() if apart > TOLERANCE} == {}
         assert "the model has gradients, which Megatron has reduced and divided" in one["said"]["finished"]
         assert "pass last=False to all calls before an optimizer's step but the last one" in one["said"]["finished"]

@@ -100,11 +100,13 @@ class _Unfinished:
         divisor: number of tokens, sequences or groups of these calls, over all replicas.
         num_tokens: what Megatron divides by, on the rank that has it; None if there are no such calls.
         trains: some token of theirs is trained.
+        versions: `_versions` of the gradients that they have left.
     """
 
     divisor: int = 0
     num_tokens: torch.Tensor | None = None
     trains: bool = False
+    versions: tuple[int | None, ...] = ()
 
 
 class SampleSchedule:
@@ -158,7 +160,7 @@ class SampleSchedule:
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
         run = self._attached(models)
-        planned = self._planned(run, samples, forward_only, None if forward_only else _has_gradients(models))
+        planned = self._planned(run, samples, forward_only, None if forward_only else self._has_gradients(models))
         try:
             with run.telling_others(unless=EppError):
                 batch = next(planned.batches)
@@ -193,6 +195,8 @@ class SampleSchedule:
         loss, report = run_batch(run, models, batch, forward_only, finish, problems.append, reduces=last)
         sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
         finish_batch(run, batch, loss, report, forward_only)
+        if not (forward_only or last):
+            self._unfinished.versions = _versions(models)
         return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
@@ -255,7 +259,7 @@ class SampleSchedule:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
         Args:
-            has_gradients: the model has some before the call (`_has_gradients`); None if it may.
+            has_gradients: as `_has_gradients` returns it; None for a call that adds none.
 
         Raises:
             EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, or there are
@@ -286,6 +290,19 @@ class SampleSchedule:
                 "before it, or pass last=False to all calls before an optimizer's step but the last one"
             )
         return dataset, digest
+
+    def _has_gradients(self, models: Sequence[torch.nn.Module]) -> bool | None:
+        """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
+
+        Those of unfinished calls count until the program writes to them: they are 0 where all advantages were. Otherwise only
+        the smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
+        """
+        if get_model_config(models[0]).finalize_model_grads_func is None:
+            return None
+        if self._unfinished.versions and self._unfinished.versions == _versions(models):
+            return True
+        largest = [x.abs().amax().float() for x in _gradients(models)[:_CHECKED_PARAMETERS] if x is not None and x.numel()]
+        return bool(torch.stack(largest).amax() != 0) if largest else False
 
     def _divisor(self, dataset: Samples) -> int:
         """Return the number of tokens, sequences or groups that the average divides by."""
@@ -331,17 +348,15 @@ class SampleSchedule:
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
 
 
-def _has_gradients(models: Sequence[torch.nn.Module]) -> bool | None:
-    """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
-
-    Only the smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
-    """
-    if get_model_config(models[0]).finalize_model_grads_func is None:
-        return None
+def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
+    """Return the gradients of all parameters that are trained, the smallest first."""
     trained = sorted((p for model in models for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
-    gradients = [getattr(p, "main_grad", p.grad) for p in trained[:_CHECKED_PARAMETERS]]
-    largest = [gradient.abs().amax().float() for gradient in gradients if gradient is not None and gradient.numel()]
-    return bool(torch.stack(largest).amax() != 0) if largest else False
+    return [getattr(p, "main_grad", p.grad) for p in trained]
+
+
+def _versions(models: Sequence[torch.nn.Module]) -> tuple[int | None, ...]:
+    """Return how often each gradient has been written to, as torch counts; None where there is none."""
+    return tuple(None if gradient is None else gradient._version for gradient in _gradients(models))
 
 
 def _scale_gradients(models: Sequence[Any], scale: float) -> None:

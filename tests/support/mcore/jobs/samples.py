@@ -271,6 +271,8 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
             said[name] = str(error)
 
     untrained = [one | {"trained": 0} for one in samples[:2]]
+    no_advantage = [one | {"advantages": 0.0} for one in samples[:2]]
+    whole_without = gradients([*no_advantage, *samples[2:]])
     whole = gradients(samples)
     refused("finished", samples)
     found = {
@@ -294,8 +296,10 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
     refused("overflow", stale)
     left = sum(float(p.main_grad.abs().sum()) for chunk in chunks for p in chunk.parameters())
     found["after an overflow"] = gradients(samples)
+    away = {name: apart(one, whole) for name, one in found.items()}
+    away["one whose gradients are 0 before"] = apart(gradients(no_advantage, samples[2:]), whole_without)
     schedule.close()
-    return {"apart": {name: apart(one, whole) for name, one in found.items()}, "said": said, "left": left}
+    return {"apart": away, "said": said, "left": left}
 
 
 def refusals() -> dict[str, str]:
