@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -186,19 +186,26 @@ def _of_loss(args: Namespace) -> Iterator[str]:
             f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
             "--untie-embeddings-and-output-weights"
         )
-    coefficients = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if getattr(args, "num_experts", None) else ()
-    routers = [name for name in coefficients if any(numbers(getattr(args, name, None)))]
-    if routers and loss.average is not Average.TOKENS:
+    if (routers := router_losses(args)) and loss.average is not Average.TOKENS:
         yield (
             f"--epp-loss {args.epp_loss} is divided by sequences, and the losses of routers by tokens: pass "
             f"{flag_of(routers[0])} 0, or a loss with Average.TOKENS"
         )
 
 
-def numbers(coefficients: Any) -> list[float]:
-    """Return a coefficient, or the coefficients of several kinds of losses, as a list."""
-    values = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
-    return [float(value) for value in values if value is not None]
+def router_losses(settings: Any) -> list[str]:
+    """Return the names of the coefficients by which routers add losses of their own, of flags or of a model's configuration."""
+    if not any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts")):
+        return []
+    balancing, coefficients = getattr(settings, "moe_router_load_balancing_type", None), ["moe_z_loss_coeff"]
+    if balancing not in ("none", ["none"]):
+        coefficients.insert(0, "moe_aux_loss_coeff")
+    return [name for name in coefficients if any(_listed(getattr(settings, name, None)))]
+
+
+def _listed(coefficients: Any) -> Sequence[Any]:
+    """Return the coefficients of several kinds of losses, or of one."""
+    return coefficients if isinstance(coefficients, list | tuple) else [coefficients]
 
 
 def _memory(settings: Any, door: Door) -> Iterator[str]:

@@ -217,7 +217,7 @@ class SampleSchedule:
             from_each_of_job(max(int(getattr(language_model_of(model), "max_sequence_length", 0) or 0) for model in models))
         )
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
-        raise_for(from_each_of_job(next(filter(None, map(refusal, models)), "")))
+        raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
         for model in models:
             adopt_built(model, args)
         run = SlicedRun(args)

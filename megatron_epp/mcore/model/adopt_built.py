@@ -15,8 +15,9 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.refusals import numbers
+from megatron_epp.mcore.arguments.refusals import router_losses
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
@@ -80,10 +81,15 @@ class AdoptedAttention(RelayAttention):
         return {} if own is None else own(*args, **named)
 
 
-def refusal(model: torch.nn.Module) -> str:
-    """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them."""
+def refusal(model: torch.nn.Module, average: Average) -> str:
+    """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them.
+
+    Args:
+        average: what divides the loss of samples.
+    """
     inside = language_model_of(model)
     obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
+    obstacle = obstacle or _router_refusal(get_model_config(inside), average)
     return obstacle and f"samples cannot be cut for this {type(unwrap_model(model)).__name__}: {obstacle}"
 
 
@@ -119,12 +125,6 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    routers = config.num_moe_experts is not None and any(numbers(config.moe_aux_loss_coeff) + numbers(config.moe_z_loss_coeff))
-    if routers and not config.calculate_per_token_loss:
-        return (
-            "the losses of its routers are divided by microbatches: build it with calculate_per_token_loss=True, or with "
-            "moe_aux_loss_coeff=0"
-        )
     if problem := next(flex_problems(config, Door.MODEL), ""):
         return problem
     layer = getattr(model, "output_layer", None)
@@ -139,6 +139,18 @@ def _refusal(model: Any) -> str:
             return f"{name} is a {type(module).__name__}, which is not Megatron's"
         if own := [weight for weight, _ in module.named_parameters() if weight != "softmax_offset"]:
             return f"{name} has parameters of its own, {', '.join(own)}"
+    return ""
+
+
+def _router_refusal(config: Any, average: Average) -> str:
+    """Return why gradients of routers' own losses would be divided by other numbers than they should be."""
+    if not (coefficients := router_losses(config)):
+        return ""
+    without = f"build it with {' and '.join(f'{name}=0' for name in coefficients)}"
+    if not config.calculate_per_token_loss:
+        return f"the losses of its routers are divided by microbatches: {without}, or with calculate_per_token_loss=True"
+    if average is not Average.TOKENS:
+        return f"the losses of its routers are divided by tokens, and the loss by {average}: {without}, or average by tokens"
     return ""
 
 

@@ -318,10 +318,15 @@ def refusals() -> dict[str, str]:
             return str(error)
         return ""
 
-    return {
+    said = {
         "recompute": refused(made()),
         "settings": refused(slice=3),
         "choices": refused(offload="sometimes"),
         "loss": refused(loss="megatron_epp.losses:Clipped"),
         "no loss": refused(loss="tests.support.mcore.own_losses:NoLoss"),
     }
+    config = loop.models[0].config
+    config.recompute_granularity, config.num_moe_experts, config.moe_z_loss_coeff = None, 4, 1e-3
+    said["routers by tokens"] = refused(made(), loss="megatron_epp.losses:SequenceRatio")
+    config.calculate_per_token_loss = False
+    return said | {"routers by microbatches": refused(made())}
