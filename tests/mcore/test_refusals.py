@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.cost.huggingface import flags_of_config
+from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
@@ -278,16 +279,33 @@ def test_the_table_of_kinds_is_read_without_megatron_and_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
-def test_a_model_of_samples_is_refused_for_a_dispatcher_by_the_names_of_its_configuration():
-    plain = {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None}
-    plain |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": False}
+OF_SAMPLES = {
+    "hybridep": (
+        {"moe_flex_dispatcher_backend": "hybridep"},
+        "hybridep' needs equally many tokens",
+    ),
+    "ncclep": ({"moe_flex_dispatcher_backend": "ncclep"}, "moe_flex_dispatcher_backend='ncclep' has buffers for"),
+    "deepep": ({}, ""),
+    "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave it out)"),
+    "router losses": (
+        {"num_moe_experts": 4},
+        "the losses of its routers are divided by microbatches: build it with moe",
+    ),
+    "no balancing": ({"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}, ""),
+}
+
+
+@pytest.mark.parametrize(("settings", "says"), OF_SAMPLES.values(), ids=OF_SAMPLES)
+def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(settings, says):
+    plain = {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None, "attention_dropout": 0.0}
+    plain |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": False, "moe_flex_dispatcher_backend": "deepep"}
+    plain |= {"moe_aux_loss_coeff": 1e-2, "calculate_per_token_loss": False}
     model = torch.nn.Module()
-    model.decoder = torch.nn.Module()
+    model.config, model.decoder = argparse.Namespace(**plain | settings), torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList()
-    for backend, says in {"hybridep": "needs equally many tokens", "ncclep": "has buffers for", "deepep": ""}.items():
-        model.config = argparse.Namespace(**plain, moe_flex_dispatcher_backend=backend)
-        assert says in refusal(model)
-        assert refusal(model).count(f"moe_flex_dispatcher_backend='{backend}'") == bool(says)
+    problem = refusal(model, Average.TOKENS)
+    assert says in problem
+    assert bool(says) == bool(problem)
 
 
 class Hybrid(torch.nn.Module):

@@ -22,6 +22,7 @@ class Door(enum.Flag):
         USER: that of a script with its own microbatches.
         MODEL: the configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans.
         WRAP: what `megatron_epp.wrap` is called with.
+        SAMPLES: the configuration of a model that `megatron_epp.wrap_samples` runs in slices, which MODEL is asked for, too.
     """
 
     STOCK = enum.auto()
@@ -29,13 +30,15 @@ class Door(enum.Flag):
     USER = enum.auto()
     MODEL = enum.auto()
     WRAP = enum.auto()
+    SAMPLES = enum.auto()
+    SLICES = DOCUMENTS | SAMPLES
     MICROBATCHES = USER | MODEL
     ALL = DOCUMENTS | MICROBATCHES
 
     @property
     def has_flags(self) -> bool:
         """True where settings are flags; else they are keywords, and fields of a configuration."""
-        return self not in Door.MODEL | Door.WRAP
+        return self not in Door.MODEL | Door.WRAP | Door.SAMPLES
 
     @property
     def cannot(self) -> str:
@@ -113,13 +116,13 @@ OF_MODELS = (
     *_flags("--fp8-param-gather", _STORAGE, Door.ALL),
     *_flags("--fp8-param", _STORAGE, Door.MODEL),
     *_flags("--fp8-dot-product-attention --fp8-multi-head-attention", "leave it out: attention is not in FP8", Door.ALL),
-    *_flags("--fp8-output-proj", "leave it out: the output layer multiplies in the type of the weights"),
+    *_flags("--fp8-output-proj", "leave it out: the output layer multiplies in the type of the weights", Door.SLICES),
     MegatronFlag("--fp4-format", advice="leave it out: its casts are rounded at random", dest="fp4", doors=Door.ALL),
     *_flags("--check-for-spiky-loss", "leave it out: a chunk's loss is as large as the chunk"),
     *_flags("--log-straggler", "leave it out: it times the script's forward steps, of which plans run none"),
     MegatronFlag("--iterations-to-skip", ([], None)),
-    MegatronFlag("--cpu-offloading-num-layers", (0, None)),
-    *_flags("--tp-comm-overlap", "leave it out: its buffers have one size, chunks have many"),
+    MegatronFlag("--cpu-offloading-num-layers", (0, None), doors=Door.SLICES),
+    *_flags("--tp-comm-overlap", "leave it out: its buffers have one size, chunks have many", Door.SLICES),
     MegatronFlag(
         "--num-distributed-optimizer-instances",
         (None, 1),

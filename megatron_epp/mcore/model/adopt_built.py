@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.refusals import router_losses
+from megatron_epp.mcore.arguments.refusals import problems_of, router_losses
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
@@ -125,8 +125,8 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    if problem := next(flex_problems(config, Door.MODEL), ""):
-        return problem
+    if problems := (*problems_of(config, Door.SAMPLES), *flex_problems(config, Door.SAMPLES)):
+        return "; ".join(problems)
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
         return "its output layer gathers logits: build it with parallel_output=True"

@@ -77,7 +77,7 @@ class RelayAttention(torch.nn.Module):
         self.context_parallel = context_parallel.of_group(group)
         self.tp_group = getattr(pg_collection, "tp", None) or mpu.get_tensor_model_parallel_group()
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] if has_window else None
+        self.window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
         if softmax_offset is None and config.softmax_type != "vanilla":
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             heads = config.num_attention_heads // self.tp_group.size()

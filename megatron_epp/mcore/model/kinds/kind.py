@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
 from megatron_epp.mcore.arguments.layout import AHEAD
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ ATTENTION = LayerKind(
     carries="keys and values, of a window alone where a layer has one",
     symbol="*",
     flags=(
-        MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
-        MegatronFlag("--qk-clip"),
-        MegatronFlag("--log-max-attention-logit"),
+        MegatronFlag("--attention-dropout", (0.0,), "set it to 0", doors=Door.SLICES),
+        MegatronFlag("--qk-clip", doors=Door.SLICES),
+        MegatronFlag("--log-max-attention-logit", doors=Door.SLICES),
         MegatronFlag(
             "--position-embedding-type",
             (None, "learned_absolute", "rope", "yarn", "none"),

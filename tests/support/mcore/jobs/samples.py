@@ -326,7 +326,9 @@ def refusals() -> dict[str, str]:
         "no loss": refused(loss="tests.support.mcore.own_losses:NoLoss"),
     }
     config = loop.models[0].config
-    config.recompute_granularity, config.num_moe_experts, config.moe_z_loss_coeff = None, 4, 1e-3
+    config.recompute_granularity, config.attention_dropout = None, 0.1
+    said["dropout of attention"] = refused(made())
+    config.attention_dropout, config.num_moe_experts, config.moe_z_loss_coeff = 0.0, 4, 1e-3
     said["routers by tokens"] = refused(made(), loss="megatron_epp.losses:SequenceRatio")
     config.calculate_per_token_loss = False
     return said | {"routers by microbatches": refused(made())}
