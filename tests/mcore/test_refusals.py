@@ -280,17 +280,11 @@ def test_the_table_of_kinds_is_read_without_megatron_and_torch():
 
 
 OF_SAMPLES = {
-    "hybridep": (
-        {"moe_flex_dispatcher_backend": "hybridep"},
-        "hybridep' needs equally many tokens",
-    ),
+    "hybridep": ({"moe_flex_dispatcher_backend": "hybridep"}, "hybridep' needs equally many tokens"),
     "ncclep": ({"moe_flex_dispatcher_backend": "ncclep"}, "moe_flex_dispatcher_backend='ncclep' has buffers for"),
     "deepep": ({}, ""),
-    "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave it out)"),
-    "router losses": (
-        {"num_moe_experts": 4},
-        "the losses of its routers are divided by microbatches: build it with moe",
-    ),
+    "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave"),
+    "router losses": ({"num_moe_experts": 4}, "the losses of its routers are divided by microbatches: build it with moe"),
     "no balancing": ({"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}, ""),
 }
 

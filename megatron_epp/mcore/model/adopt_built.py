@@ -82,10 +82,8 @@ class AdoptedAttention(RelayAttention):
 
 
 def refusal(model: torch.nn.Module, average: Average) -> str:
-    """Return what of a model chunk, wrapped or not, plans cannot run; empty if `adopt_built` can let them.
-
-    Args:
-        average: what divides the loss of samples.
+    """Return what of a model chunk, wrapped or not, plans cannot run with a loss that is divided so; empty if `adopt_built` can
+    let them.
     """
     inside = language_model_of(model)
     obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
