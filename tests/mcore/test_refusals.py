@@ -280,20 +280,29 @@ def test_the_table_of_kinds_is_read_without_megatron_and_torch():
 
 
 OF_SAMPLES = {
+    "allgather": (
+        {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
+        "moe_token_dispatcher_type='allgather' needs equally many tokens on all of expert_model_parallel_size=2 ranks",
+    ),
+    "balancing": (
+        {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
+        "a plan cannot honour moe_router_load_balancing_type='quantile_balancing'; there are aux_loss, none",
+    ),
     "hybridep": ({"moe_flex_dispatcher_backend": "hybridep"}, "hybridep' needs equally many tokens"),
     "ncclep": ({"moe_flex_dispatcher_backend": "ncclep"}, "moe_flex_dispatcher_backend='ncclep' has buffers for"),
     "deepep": ({}, ""),
     "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave"),
-    "router losses": ({"num_moe_experts": 4}, "the losses of its routers are divided by microbatches: build it with moe"),
-    "no balancing": ({"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}, ""),
+    "router losses": ({"moe_aux_loss_coeff": 1e-2}, "the losses of its routers are divided by microbatches: build it with moe"),
+    "no balancing": ({"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "none"}, ""),
 }
 
 
 @pytest.mark.parametrize(("settings", "says"), OF_SAMPLES.values(), ids=OF_SAMPLES)
 def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(settings, says):
-    plain = {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": None, "attention_dropout": 0.0}
+    plain = {"multi_latent_attention": False, "recompute_granularity": None, "num_moe_experts": 4, "attention_dropout": 0.0}
     plain |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": False, "moe_flex_dispatcher_backend": "deepep"}
-    plain |= {"moe_aux_loss_coeff": 1e-2, "calculate_per_token_loss": False}
+    plain |= {"moe_aux_loss_coeff": 0.0, "moe_pad_expert_input_to_capacity": False}
+    plain |= {"moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 1, "calculate_per_token_loss": False}
     model = torch.nn.Module()
     model.config, model.decoder = argparse.Namespace(**plain | settings), torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList()

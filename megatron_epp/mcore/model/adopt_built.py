@@ -22,7 +22,7 @@ from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
 from megatron_epp.mcore.model.kinds import KINDS
-from megatron_epp.mcore.model.kinds.experts import flex_problems
+from megatron_epp.mcore.model.kinds.experts import chunk_problems
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
@@ -123,7 +123,8 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    if problems := (*problems_of(config, Door.SAMPLES), *flex_problems(config, Door.SAMPLES)):
+    of_experts = chunk_problems(config, Door.SAMPLES) if config.num_moe_experts else ()
+    if problems := (*problems_of(config, Door.SAMPLES), *of_experts):
         return "; ".join(problems)
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:

@@ -31,8 +31,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             f"multiple of {ranks}"
         )
     if ranks > 1:
-        yield from _of_expert_parallel(args, ranks)
-    yield from flex_problems(args, Door.DOCUMENTS)
+        yield from _of_lockstep(args, ranks)
+    yield from chunk_problems(args, Door.DOCUMENTS)
     sharing = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
     if flex_backend(args) == "deepep" and ranks * sharing == 1:
         yield "--moe-token-dispatcher-type flex by deepep needs several ranks, and all experts are on each: use alltoall"
@@ -46,12 +46,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {padding} needs, goes to "
             "no expert: leave it out"
         )
-    balancing = args.moe_router_load_balancing_type
-    if refused := sorted({balancing} - _BALANCING if isinstance(balancing, str) else {*balancing} - _BALANCING):
-        yield (
-            f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
-            + ", ".join(sorted(_BALANCING))
-        )
 
 
 def flex_backend(settings: Any) -> str:
@@ -61,8 +55,24 @@ def flex_backend(settings: Any) -> str:
     return str("deepep" if settings.moe_enable_deepep else settings.moe_flex_dispatcher_backend)
 
 
-def flex_problems(settings: Any, door: Door) -> Iterator[str]:
-    """Yield why the flex dispatcher cannot exchange the tokens of chunks, of which ranks have unequal numbers."""
+def chunk_problems(settings: Any, door: Door) -> Iterator[str]:
+    """Yield why experts cannot have chunks, of which ranks have unequal numbers of tokens, by flags or a configuration."""
+    yield from _flex_problems(settings, door)
+    if (ranks := settings.expert_model_parallel_size) > 1:
+        sharing = door.with_value("expert_model_parallel_size", ranks)
+        equal = f"needs equally many tokens on all of {sharing} ranks, and chunks differ"
+        if settings.moe_token_dispatcher_type == "allgather":
+            yield f"{door.with_value('moe_token_dispatcher_type', 'allgather')} {equal}: use alltoall"
+        if settings.moe_pad_expert_input_to_capacity:
+            yield f"{door.name_of('moe_pad_expert_input_to_capacity')} {equal}: leave it out"
+    balancing = settings.moe_router_load_balancing_type
+    if refused := sorted({balancing} - _BALANCING if isinstance(balancing, str) else {*balancing} - _BALANCING):
+        types = door.with_value("moe_router_load_balancing_type", " ".join(refused))
+        yield f"{door.cannot} {types}; there are {', '.join(sorted(_BALANCING))}"
+
+
+def _flex_problems(settings: Any, door: Door) -> Iterator[str]:
+    """Yield why the flex dispatcher cannot exchange the tokens of chunks."""
     backend = flex_backend(settings)
     refused = door.with_value("moe_flex_dispatcher_backend", backend)
     if backend not in ("", "deepep", "hybridep"):
@@ -95,13 +105,8 @@ def _padding_by(args: argparse.Namespace) -> str:
     return f"--epp-schedule {args.epp_schedule}" if args.epp_schedule in ("padded", "packed") else ""
 
 
-def _of_expert_parallel(args: argparse.Namespace, ranks: int) -> Iterator[str]:
-    """Yield what equal numbers of tokens on all ranks would be needed for."""
-    equal = f"needs equally many tokens on all of --expert-model-parallel-size {ranks} ranks, and chunks differ"
-    if args.moe_token_dispatcher_type == "allgather":
-        yield f"--moe-token-dispatcher-type allgather {equal}: use alltoall"
-    if args.moe_pad_expert_input_to_capacity:
-        yield f"--moe-pad-expert-input-to-capacity {equal}: leave it out"
+def _of_lockstep(args: argparse.Namespace, ranks: int) -> Iterator[str]:
+    """Yield which schedules cannot run replicas that share experts in lockstep."""
     if args.epp_schedule == "packed":
         yield (
             f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
