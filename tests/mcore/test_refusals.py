@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
@@ -309,6 +310,11 @@ def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(setting
     problem = refusal(model, Average.TOKENS)
     assert says in problem
     assert bool(says) == bool(problem)
+
+
+def test_attention_that_is_not_causal_is_refused_where_it_is_built():
+    with pytest.raises(EppError, match=r"causal attention only; layer 3 asks for AttnMaskType.no_mask"):
+        RelayAttention(argparse.Namespace(), 3, AttnMaskType.no_mask)
 
 
 class Hybrid(torch.nn.Module):

@@ -159,6 +159,7 @@ REFUSED = {
     "choices": "offload is 'sometimes'; it must be one of auto, on, off",
     "loss": "there is no loss megatron_epp.losses:Clipped",
     "dropout of attention": "a plan cannot honour attention_dropout=0.1 (set it to 0)",
+    "no mask": "self_attention attends by AttnMaskType.no_mask, and slices to earlier tokens of their sequence alone",
     "routers by tokens": "divided by tokens, and the loss by sequences: build it with moe_z_loss_coeff=0, or average by tokens",
     "routers by microbatches": "routers are divided by microbatches: build it with moe_z_loss_coeff=0, or with calculate_per",
     "no loss": "is no loss: it has no name, scope, average, columns, logged",

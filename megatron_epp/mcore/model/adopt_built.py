@@ -20,7 +20,7 @@ from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import problems_of, router_losses
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
-from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
+from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.kinds.experts import chunk_problems
 from megatron_epp.mcore.model.language_model import language_model_of
@@ -132,6 +132,8 @@ def _refusal(model: Any) -> str:
     if layer is not None and type(layer) not in multiplying_output_layers() and outputs_of(layer) != 1:
         return f"its output layer is a {type(layer).__name__}"
     for name, module in model.named_modules():
+        if hasattr(module, _ATTENTION) and not is_causal(mask := getattr(module, "attn_mask_type", None)):
+            return f"{name} attends by {mask}, and slices to earlier tokens of their sequence alone"
         if name.rpartition(".")[2] != _ATTENTION:
             continue
         if not is_installed(type(module)):

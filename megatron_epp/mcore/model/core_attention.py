@@ -10,6 +10,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -18,6 +19,11 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.context import ChunkContext
+
+
+def is_causal(mask: AttnMaskType | None) -> bool:
+    """Return True where a layer's attention asks for no other mask than that of earlier tokens of its sequence."""
+    return mask in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class ChunkParams(PackedSeqParams):
@@ -52,7 +58,7 @@ class RelayAttention(torch.nn.Module):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
@@ -65,6 +71,8 @@ class RelayAttention(torch.nn.Module):
         super().__init__()
         if attention_type != "self":
             raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
+        if not is_causal(attn_mask_type):
+            raise EppError(f"--epp runs causal attention only; layer {layer_number} asks for {attn_mask_type}")
         self.config = config
         self.layer_number = self.number = layer_number
         self.stride = 0

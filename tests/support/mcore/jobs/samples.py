@@ -306,6 +306,7 @@ def refusals() -> dict[str, str]:
     """Return what is said of models, settings and losses that cannot be honoured."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     loop = begin(LENGTHS, calculate_per_token_loss=True, **recompute)
+    from megatron.core.transformer.enums import AttnMaskType
 
     import megatron_epp
     from megatron_epp.plan import EppError
@@ -328,7 +329,11 @@ def refusals() -> dict[str, str]:
     config = loop.models[0].config
     config.recompute_granularity, config.attention_dropout = None, 0.1
     said["dropout of attention"] = refused(made())
-    config.attention_dropout, config.num_moe_experts, config.moe_z_loss_coeff = 0.0, 4, 1e-3
+    attention = loop.models[0].decoder.layers[0].self_attention
+    config.attention_dropout, attention.attn_mask_type = 0.0, AttnMaskType.no_mask
+    said["no mask"] = refused(made())
+    attention.attn_mask_type = AttnMaskType.causal
+    config.num_moe_experts, config.moe_z_loss_coeff = 4, 1e-3
     said["routers by tokens"] = refused(made(), loss="megatron_epp.losses:SequenceRatio")
     config.calculate_per_token_loss = False
     return said | {"routers by microbatches": refused(made())}
