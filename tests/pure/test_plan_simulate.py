@@ -19,19 +19,6 @@ from tests.support.plan.small_plans import (
 )
 
 
-def times(plan):
-    """Start and end of every step by its text."""
-    line = simulate(plan)
-    found = {}
-    for rank in range(plan.num_ranks):
-        for step, start, end in zip(plan.ranks[rank], line.start_us[rank], line.end_us[rank], strict=True):
-            found[str(step.action)] = (start, end)
-    for rank, steps in enumerate(plan.copies):
-        for step, start, end in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
-            found[str(step.action)] = (start, end)
-    return found
-
-
 @given(sound_plans(min_time=1, shared=True))
 def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
     line = simulate(plan)
@@ -63,10 +50,6 @@ def test_steps_of_no_time_take_and_give_back_one_after_the_other():
     assert [live for _, live in simulate(plan).live_bytes(0)] == [100, 140, 120, 140, 100, 140, 100]
 
 
-def test_the_makespan_is_the_end_of_the_last_step_even_of_a_copy():
-    assert simulate(make_plan(["0F0"], whole(4), copies=["0O0"], forward_only=True)).makespan_us == 15
-
-
 def test_a_workspace_counts_while_its_action_runs():
     plan = with_step(make_plan(["0F0 0B0"], whole(4)), "0B0", alloc_bytes=7, free_bytes=47)
     assert simulate(plan).peak_bytes == (147,)
@@ -83,10 +66,9 @@ def test_messages_leave_when_their_producer_ends():
 
 def test_the_two_directions_of_a_boundary_have_their_own_times():
     plan = one_f_one_b()
-    plan = replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),)))
-    at = times(plan)
-    assert at["1F0"] == (11, 21)
-    assert at["0B0"][0] == at["1B0"][1] + 50
+    line = simulate(replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),))))
+    assert line.start_us[1][0] == 11
+    assert line.start_us[0][2] == line.end_us[1][1] + 50  # 0B0 and 1B0
 
 
 def test_a_deadlock_names_what_every_blocked_rank_waits_for():
