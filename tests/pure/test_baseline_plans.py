@@ -132,19 +132,6 @@ def made_by(name: str, lengths: tuple[int, ...] = ROWS, context: int | None = No
     return plan(problem(lengths, 4, token_multiple=multiple), pipeline(4), Options(planner=name, context=context))
 
 
-def text(order: tuple[tuple[object, ...], ...]) -> list[str]:
-    return [" ".join(str(action)[1:] for action in actions) for actions in order]
-
-
-def test_one_chunk_per_group_is_1f1b():
-    assert text(seq1f1b_order([[0], [1], [2], [3]], 3)) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
-    assert text(seq1f1b_order([[0], [1]], 4))[0] == "F0 F1 B0 B1"
-
-
 @pytest.mark.parametrize(("context", "multiple", "row"), [(None, 16, 8000), (10_000, 1, 10_000), (10_001, 16, 10_016)])
 def test_every_sequence_is_a_row_padded_to_the_context_rounded_up_to_the_multiple(context: int | None, multiple: int, row: int):
     made = made_by("1f1b-padded", context=context, multiple=multiple)
@@ -201,27 +188,6 @@ def test_short_sequences_fill_up_tails_first():
     ]
 
 
-def most_alive(made: Plan, rank: int) -> int:
-    alive = peak = 0
-    for action in made.actions(rank):
-        alive += 1 if action.op is Op.F else -1
-        peak = max(peak, alive)
-    return peak
-
-
-def test_a_rank_keeps_as_many_chunks_as_stages_follow_and_slices_the_longest_has():
-    made = plan(problem(CUT, 4), pipeline(4), Options(planner="seq1f1b", chunk_tokens=8192))
-    assert [most_alive(made, rank) for rank in range(4)] == [4 - 1 - rank + 7 for rank in range(4)]
-
-
-def test_equal_slices_leave_only_the_bubbles_of_filling_and_draining():
-    groups = [range(4), range(4, 8), range(8, 12)]
-    (first, *_, last) = seq1f1b_order(groups, 3)
-    assert "".join(action.op for action in last) == "FFFF" + "BF" * 8 + "BBBB"
-    assert "".join(action.op for action in first) == "FFFFFF" + "BF" * 6 + "BBBBBB"
-    assert [action.chunk for action in last if action.op is Op.B] == [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]
-
-
 def test_the_size_is_the_best_of_those_tried():
     asked = problem(CUT, 4)
     best = plan(asked, pipeline(4), Options(planner="seq1f1b")).predicted.makespan_us
@@ -229,3 +195,8 @@ def test_the_size_is_the_best_of_those_tried():
     assert len(sizes) >= 8
     each = [plan(asked, pipeline(4), Options(planner="seq1f1b", chunk_tokens=s)).predicted.makespan_us for s in sizes]
     assert best == min(each) < max(each)
+
+
+def test_fewer_microbatches_than_stages_run_all_forwards_first():
+    """`test_schedules.py` has orders of more."""
+    assert " ".join(map(str, seq1f1b_order([[0], [1]], 4)[0])) == "0F0 0F1 0B0 0B1"

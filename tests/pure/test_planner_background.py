@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+from hypothesis import given
 
-from megatron_epp.plan import Plan
+from megatron_epp.plan import Plan, PlanError, digest, lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import background
 from megatron_epp.planner.service.background import PROCESS_RESTARTS, BackgroundPlanner, start_early
+from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.planner.service.worker import WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import hybrid
 
 ASKED = problem((900, 300, 44, 512), 2)
 
@@ -121,3 +125,21 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(options: Op
     gc.unfreeze()
     planned_since = len(batches) * len(counts[3:])
     assert counts[-1] - counts[2] < planned_since / 2, counts
+
+
+@given(sound_plans())
+def test_a_packed_plan_is_the_plan_and_the_actions_of_every_rank(plan: Plan):
+    packed = PackedPlan.of(plan, 1.5, tuple(range(len(plan.lengths))), 7)
+    assert packed.plan() == plan
+    assert tuple(packed.actions(rank) for rank in range(plan.num_ranks)) == lower(plan)
+    assert packed.plan_digest == digest(plan)
+    assert packed[3:] == (1.5, tuple(range(len(plan.lengths))), 7)
+
+
+@pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
+def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes]):
+    packed = PackedPlan.of(hybrid(), 0.0, ())
+    with pytest.raises(PlanError, match="is no packed plan"):
+        packed._replace(message=damage(packed.message)).plan()
+    with pytest.raises(PlanError, match="is no packed plan"):
+        packed._replace(rows=tuple(map(damage, packed.rows))).actions(0)

@@ -10,9 +10,7 @@ from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_back
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.check import check
-from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
@@ -108,14 +106,3 @@ def test_the_default_planner_is_as_fast_as_an_order_built_around_offload(count: 
     assert check(ours) == []
     assert any(ours.copies)
     assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
-
-
-def test_the_default_planner_copies_no_more_ahead_than_the_host_has_room_for():
-    asked, costs = batch(20, 19_927_829_299), costs_of()
-    options = replace(OFFLOAD, split_weight=True)
-    free = plan(asked, costs, options)
-    most = max(host_peaks(simulate(free))) // 2
-    made = plan(replace(asked, host_cap_bytes=most), costs, options)
-    assert check(made) == []
-    assert check(replace(free, host_cap_bytes=(most,) * RANKS)) != []
-    assert made.predicted.makespan_us > free.predicted.makespan_us

@@ -61,10 +61,6 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
         plan_lockstep([replace(asked[0], microbatches=(0, 1))], COSTS, Options())
 
 
-def test_equal_problems_get_equal_plans():
-    assert plan_lockstep(problems(*ROUGH), COSTS, Options()) == plan_lockstep(problems(*ROUGH), COSTS, Options())
-
-
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
     batches = problems((3300, *(500,) * 90), (500,) * 96)
     table = ChunkTables(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))

@@ -22,7 +22,7 @@ from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -114,16 +114,6 @@ def test_plans_get_slower_as_the_cap_falls_and_recompute_more():
         assert max(made.predicted.peak_bytes) <= cap * GIB
 
 
-def test_what_saves_most_bytes_per_time_is_recomputed_first():
-    """Slices of equal time: the first has the most tokens and the fewest pairs."""
-    free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
-    cap = free.predicted.peak_bytes[0] - GIB
-    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_modes="full")).recompute
-    recompute_steps = [again.full for again in row]
-    assert recompute_steps[0] > 0
-    assert recompute_steps[1:] == [0, 0, 0]
-
-
 def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recompute():
     """A rank's first stage keeps chunks for longer than its second, whose recompute takes 1 % less time for the same bytes."""
     placement, count, plain = Placement("looped", 4, 2), 32, pipeline(8)
@@ -160,26 +150,6 @@ def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     assert any(sum(again) > again.full for row in made.recompute for again in row)
 
 
-def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
-    costs = pipeline(1)
-    made = plan(problem((8192,), 1), costs, Options(slices=2))
-    stage = costs.stages[0]
-    steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
-    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
-    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
-    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
-    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
-    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
-
-
-def least_cap(lengths: tuple[int, ...], stages: int, options: Options, costs: PipelineCosts | None = None) -> int:
-    with pytest.raises(InfeasibleError) as caught:
-        plan(problem(lengths, stages, 1), costs or pipeline(stages), options)
-    return named_cap_bytes(caught.value)
-
-
 FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b"))
 
 
@@ -194,7 +164,7 @@ def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Opt
         costs = replace(
             costs, stages=tuple(s.changed(LAYER, kv=replace(s.kv, many_gradient_bytes_per_token=None)) for s in costs.stages)
         )
-    cap = least_cap(WHALE, 4, options, costs)
+    cap = least_cap_bytes(problem(WHALE, 4), costs, options)
     fits = plan(problem(WHALE, 4, cap), costs, options)
     peak = max(fits.predicted.peak_bytes)
     assert peak <= cap

@@ -13,10 +13,9 @@ from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Seg
 from megatron_epp.planner import Chunker, WarmUp, tabulate
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, decode, encode
+from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, encode
 from megatron_epp.planner.kernels.split import EAGER_GAP, WHOLE_GAP
-from megatron_epp.planner.memory.offload import Offload
-from megatron_epp.planner.orders.completion import split_weights, with_split_weights
+from megatron_epp.planner.orders.completion import split_weights
 from megatron_epp.planner.orders.patterns import Interleaved
 from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
@@ -138,13 +137,6 @@ def test_an_order_as_numbers_equals_any_order_of_the_same_actions() -> None:
     assert order == CodedOrder(encode(order, 2, SHARD_KINDS), 2), "kinds that no action has make no difference"
 
 
-def test_encoding_is_undone_by_decoding() -> None:
-    codes = encode(ORDER, 2, SHARD_KINDS)
-    assert codes.num_ranks == 2
-    assert list(codes.starts) == [0, 5, 9]
-    assert decode(codes, 2) == ORDER
-
-
 RANKS = 4
 
 
@@ -166,15 +158,3 @@ def test_gradients_that_run_in_gaps_shorter_than_themselves_do_not_all_wait_for_
     last = [[int(code) & KIND_MASK == WEIGHT for code in row.actions[row.starts[0] : row.starts[1]]] for row in (whole, eager)]
     ends = [row[::-1].index(False) for row in last]
     assert ends[1] < ends[0], "fewer are left for the end of the first rank"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_faster_of_both_ways_counts(seed: int):
-    asked, tables, order, steps = one_f_one_b(seed)
-    found, took_us = with_split_weights(order, tables, Offload(steps, (), ()), asked.cap_bytes)
-    both = [
-        makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), share), tables, steps)
-        for share in (WHOLE_GAP, EAGER_GAP)
-    ]
-    assert took_us == makespan_us(found, tables, steps)
-    assert took_us <= min(both)

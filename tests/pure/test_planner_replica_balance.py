@@ -78,11 +78,6 @@ def test_shares_take_equal_time_not_equal_counts():
     assert len(by_time.shares[0]) != len(by_time.shares[1])
 
 
-def test_equal_sequences_are_divided_by_count():
-    assert [len(share) for share in divided((300,) * 12, 4).shares] == [3] * 4
-    assert divided((300,) * 12, 4).imbalance == 0.0
-
-
 def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
     division = divided((9000, *(50,) * 15), 4)
     alone_us = planned_us([problem((9000,))])
@@ -136,10 +131,6 @@ def test_replicas_that_share_experts_are_a_team(sharing, lockstep_groups):
 def test_long_sequences_go_to_the_same_team():
     division = divide(problem((4000, 3900, *(150,) * 60)), COSTS, ((0, 1), (2, 3)), work_of)
     assert {0, 1} <= {*division.shares[0], *division.shares[1]}
-
-
-def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
-    assert Division(((0,), (1,)), (3.0, 1.0)).imbalance == 0.5
 
 
 def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():

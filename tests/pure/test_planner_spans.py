@@ -19,7 +19,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 from megatron_epp.planner.service.replica_balance import divide
-from megatron_epp.planner.spans import allowed_cuts, parted
+from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -123,10 +123,3 @@ def test_a_planner_that_does_not_know_spans_is_refused_where_it_cuts_one():
     with pytest.raises(PlanError, match=r"by planner 'seq1f1b' sequence 0 is cut at token .*, inside its span of tokens"):
         plan(asked, pipeline(4), Options(planner="seq1f1b", slices=7))
     assert plan(asked, pipeline(4), Options(planner="1f1b")).chunks
-
-
-def test_allowed_cuts_are_multiples_outside_of_spans():
-    spans = (TokenSpan(3, 9), TokenSpan(9, 12), TokenSpan(16, 20))
-    assert allowed_cuts(24, spans, 1).tolist() == [1, 2, 3, 9, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24]
-    assert allowed_cuts(22, spans, 4).tolist() == [12, 16, 20, 22]
-    assert allowed_cuts(5, (), 2).tolist() == [2, 4, 5]

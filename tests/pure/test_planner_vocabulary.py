@@ -142,12 +142,6 @@ def test_the_bound_holds_where_shards_take_longer_than_layers(sequences, forward
     assert lower_bound_us(tables, made.chunks, problem) <= made.predicted.makespan_us * (1 + 1e-9)
 
 
-def test_it_pays_for_a_large_vocabulary():
-    problem = Problem((8192,) * 48, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
-    one, all_ranks = (plan(problem, costs(shards=shards)).predicted.makespan_us for shards in (False, True))
-    assert all_ranks < 0.9 * one
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_local_search_judges_steps_with_the_shards(split):
     given, shared = Problem((16_000, 9000, 5000, 2000), (0, 1, 2, 3), (30 * GIB,) * 4), costs()
