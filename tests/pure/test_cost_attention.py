@@ -1,15 +1,13 @@
 """Rates of attention kernels: published figures, and the kernel that a plan takes."""
 
 import shlex
-from dataclasses import replace
 
 import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_source
-from megatron_epp.cost import H100, analytic_profile
-from megatron_epp.cost.attention import BACKWARD_TFLOPS, CUDNN, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
-from megatron_epp.cost.library import load_cluster, load_flags, shape_of
+from megatron_epp.cost.attention import BACKWARD_TFLOPS, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
+from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import EppError
 
 
@@ -31,18 +29,6 @@ def test_widths_between_the_published_ones_are_between_them_and_others_are_as_th
     assert between == pytest.approx((narrow + wide) / 2)
     assert speed_of(kernel, 32) == speed_of(kernel, 64)
     assert speed_of(kernel, 512) == speed_of(kernel, 256)
-
-
-def test_a_kernel_takes_the_place_of_a_machines_own_rates():
-    shape = shape_of(load_flags("llama3-8b"))
-    plain, named = (analytic_profile(shape, rates).layer for rates in (H100, replace(H100, attention_kernel=CUDNN)))
-    assert named.forward.per_pair_us == pytest.approx(1e6 * 4 * 4096 / speed_of(CUDNN, 128).forward_flops)
-    assert named.backward.per_pair_us == pytest.approx(1e6 * 10 * 4096 / speed_of(CUDNN, 128).backward_flops)
-    more = (
-        layer.forward.per_token_us - pairs * layer.forward.per_pair_us
-        for layer, pairs in ((plain, 64), (named, speed_of(CUDNN, 128).forward_pairs))
-    )
-    assert next(more) == pytest.approx(next(more))  # the rest of a layer stays
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "memory"])

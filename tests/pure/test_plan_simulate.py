@@ -50,6 +50,10 @@ def test_steps_of_no_time_take_and_give_back_one_after_the_other():
     assert [live for _, live in simulate(plan).live_bytes(0)] == [100, 140, 120, 140, 100, 140, 100]
 
 
+def test_the_makespan_is_the_end_of_the_last_step_even_of_a_copy():
+    assert simulate(make_plan(["0F0"], whole(4), copies=["0O0"], forward_only=True)).makespan_us == 15
+
+
 def test_a_workspace_counts_while_its_action_runs():
     plan = with_step(make_plan(["0F0 0B0"], whole(4)), "0B0", alloc_bytes=7, free_bytes=47)
     assert simulate(plan).peak_bytes == (147,)
