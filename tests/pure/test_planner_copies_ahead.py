@@ -10,7 +10,9 @@ from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_back
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan.check import check
+from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
@@ -107,6 +109,16 @@ def test_the_default_planner_is_as_fast_as_an_order_built_around_offload(count: 
     assert check(ours) == []
     assert any(ours.copies)
     assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
+
+
+def test_the_default_planner_copies_no_more_ahead_than_the_host_has_room_for():
+    asked, costs, options = batch(8, 20_616_702_360), costs_of(), replace(OFFLOAD, split_weight=True)
+    free = plan(asked, costs, options)
+    most = max(host_peaks(simulate(free))) // 2
+    made = plan(replace(asked, host_cap_bytes=most), costs, options)
+    assert check(made) == []
+    assert check(replace(free, host_cap_bytes=(most,) * RANKS)) != []
+    assert made.predicted.makespan_us > free.predicted.makespan_us
 
 
 @some_by_default("lengths", [(2000, 6000, 20000), (20000, 4000, 6000, 4000), (2000, 6000, 2000, 20000, 2000)], 1)
