@@ -54,6 +54,12 @@ STATED: dict[str, tuple[list[tuple[int, int, int]], Callable[[int, int, int], tu
     "zb-h1": (SIZES, lambda p, m, n: ((p - 1) * (1 + 1 - 1), p)),
     # 2401.10241, section 6: the memory of 1F1B. The authors' order waits (p - 1) / 2 until its last rank ends, 3.5 for 8 ranks.
     "zb-v": ([(p, 4 * p, 1) for p in RANKS], lambda p, m, n: ((p - 1) / 2, p)),
+    # 2405.15362, table 1: bubble and memory of 1F1B times a half, of memory besides at most one microbatch; so long waits the
+    # order that the authors' code makes, which keeps as much
+    "v-half": (
+        [(4, 8, 1), (5, 20, 1), (6, 24, 1), (8, 32, 1), (16, 64, 1)],
+        lambda p, m, n: ({4: 2.5, 5: 5.5, 6: 5.5, 8: 8.5, 16: 20.5}[p], p // 2 + 1),
+    ),
     # 2412.19437, table 2: bubble (PP / 2 - 1)(F&B + B - 3 W), activations of PP + 1 microbatches on a stage. There B is the
     # whole backward and PP are the stages, here 2 p. F and B do not overlap here, so that F&B takes F + B.
     "dualpipe-v": (
@@ -85,22 +91,6 @@ def test_zb_h2_never_waits_between_its_ends_with_twice_the_memory(p: int, m: int
     made = unit.of_paper()
     assert unit.alive(made) == 2 * p - 1
     assert unit.idle_between_ends(made) == [0.0] * p
-
-
-@pytest.mark.parametrize("p", RANKS)
-def test_v_half_waits_and_keeps_half_of_1f1b(p: int):
-    """2405.15362, table 1: bubble and memory of 1F1B times a half, of memory besides at most one microbatch."""
-    unit = Unit("v-half", p, 4 * p)
-    made = unit.of_paper()
-    assert unit.waits(made) <= (p - 1) * 3 / 2
-    assert unit.alive(made) == p // 2 + 1
-
-
-@pytest.mark.parametrize(("p", "m", "waits"), [(4, 8, 2.5), (5, 20, 5.5), (6, 24, 5.5), (8, 32, 8.5), (16, 64, 20.5)])
-def test_v_half_waits_as_its_authors_order(p: int, m: int, waits: float):
-    """2405.15362: so long waits the order that the authors' code makes, which keeps as much."""
-    unit = Unit("v-half", p, m)
-    assert unit.waits(unit.of_paper()) == waits
 
 
 @pytest.mark.parametrize(("p", "authors"), [(3, 2.5), (4, 5.5), (5, 7.5), (6, 8.5), (7, 11.5), (8, 13.5), (12, 20.5)])
@@ -237,11 +227,7 @@ def test_evaluations_have_forwards_alone(name: str):
         ("gpipe", (0, 1, 2, 3, 0, 1, 2, 3), "one stage on each rank"),
         ("v-min", (0, 1, 2, 3, 0, 1, 2, 3), "in a V; the stages are on ranks [0, 1, 2, 3, 0, 1, 2, 3]"),
         ("chronos", (0, 1, 2, 3), "planner 'chronos' needs 2 stages on each rank; the stages are on ranks [0, 1, 2, 3]"),
-        ("pipeoffload", (0, 1, 2, 3), "planner 'pipeoffload' needs two or more stages on each rank"),
-        ("sppo", (0, 1, 2, 3, 0, 1, 2, 3), "planner 'sppo' needs one stage on each rank"),
-        ("dynapipe", (0, 1, 2, 3, 3, 2, 1, 0), "planner 'dynapipe' needs one stage on each rank"),
         ("dualpipe-v", (0, 1, 2, 1, 0), "planner 'dualpipe-v' needs 2 stages on each rank in a V"),
-        ("dualpipe-v", (0, 1, 2), "2 stages on each rank in a V; the stages are on ranks [0, 1, 2]"),
         ("dualpipe-v", (0, 1, 2, 0, 1), "2 stages on each rank in a V; the stages are on ranks [0, 1, 2, 0, 1]"),
     ],
 )
