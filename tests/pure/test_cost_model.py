@@ -7,20 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import (
-    CPU,
-    H100,
-    LinearTime,
-    ModeCosts,
-    ModelShape,
-    PipelineCosts,
-    Static,
-    analytic_costs,
-    causal_pairs,
-    work_of,
-)
+from megatron_epp.cost import CPU, H100, LinearTime, ModeCosts, ModelShape, PipelineCosts, Static, analytic_costs, causal_pairs
 from megatron_epp.cost.analytic import analytic_profile, expansion_line
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from tests.support.plan.stages import stage_of
 

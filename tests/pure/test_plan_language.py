@@ -7,23 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import (
-    Action,
-    Op,
-    PlanError,
-    Prediction,
-    Segment,
-    check,
-    deps,
-    from_grid,
-    from_json,
-    lower,
-    simulate,
-    to_grid,
-    to_json,
-)
+from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment, deps, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check import check
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.grid import from_grid
 from megatron_epp.plan.operations import (
     At,
     Before,

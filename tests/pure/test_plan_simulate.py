@@ -9,14 +9,7 @@ from hypothesis import given
 from megatron_epp.plan import Action, Op, PlanError, simulate
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import (
-    make_plan,
-    one_f_one_b,
-    v_shape,
-    whole,
-    with_rows,
-    with_step,
-)
+from tests.support.plan.small_plans import make_plan, one_f_one_b, v_shape, whole, with_rows, with_step
 
 
 @given(sound_plans(min_time=1, shared=True))

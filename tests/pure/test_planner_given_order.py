@@ -10,17 +10,7 @@ import pytest
 
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import (
-    Chunker,
-    ListScheduling,
-    Options,
-    Problem,
-    WarmUp,
-    elastic_1f1b,
-    fitted,
-    plan,
-    tabulate,
-)
+from megatron_epp.planner import Chunker, ListScheduling, Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes

@@ -18,9 +18,7 @@ from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.kv_offload_choice import (
-    with_kv_offload,
-)
+from megatron_epp.planner.memory.kv_offload_choice import with_kv_offload
 from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary

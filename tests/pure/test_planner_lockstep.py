@@ -6,20 +6,9 @@ import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import (
-    Action,
-    Chunk,
-    InfeasibleError,
-    Op,
-    PlanError,
-    Recompute,
-    Segment,
-    Step,
-    check,
-    check_lockstep,
-    lower,
-    simulate,
-)
+from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Recompute, Segment, Step, lower, simulate
+from megatron_epp.plan.check import check
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunk_tables import ChunkTables

@@ -13,13 +13,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.order import connected
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.replica_balance import (
-    Division,
-    _Exchange,
-    by_count,
-    divide,
-    longest_first,
-)
+from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first
 from tests.support.seeds import some_by_default
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
