@@ -116,10 +116,7 @@ def totals(costs: PipelineCosts) -> list[float]:
     blocks = [block for stage in costs.stages for block in (stage.layers, *stage.inner)]
     return [
         *(float(sum(column(stage, WORK).sum() for stage in stages)) for column in columns),
-        *(
-            sum(block.count * getattr(block, name) for block in blocks)
-            for name in ("bytes_per_token", "weight_bytes_per_token")
-        ),
+        sum(block.count * block.bytes_per_token for block in blocks),
     ]
 
 
@@ -133,6 +130,16 @@ def test_halves_take_as_much_as_the_layers_that_they_are_of(layers, shape):
     assert sum(stage.static_bytes for stage in costs.stages) == pytest.approx(sum(s.static_bytes for s in whole.stages), abs=20)
     assert sum(stage.num_cached_layers for stage in costs.stages) == 4
     assert [count / 2 for count in costs.num_halves] == layers
+
+
+@pytest.mark.parametrize("layers", HALVES)
+def test_the_bytes_of_a_stage_are_the_sum_of_its_blocks_bytes(layers: list[float]):
+    costs = PROFILE.costs(layers)
+    for number, stage in enumerate(costs.stages):
+        kept = sum(block.count * block.kept_per_token(WORK) for block in stage.blocks)
+        weights = sum(block.count * block.weight_bytes_per_token for block in stage.blocks)
+        np.testing.assert_allclose(costs.activation_bytes(number, WORK), kept * WORK.tokens, atol=1)
+        np.testing.assert_allclose(costs.weight_bytes(number, WORK), weights * WORK.tokens, atol=1)
 
 
 def test_a_stage_counts_an_mlp_at_its_start_and_an_attention_at_its_end_as_one_layer():

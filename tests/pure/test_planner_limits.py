@@ -12,6 +12,7 @@ from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner import limits as search_limits
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import has_plan, least_plan
 from megatron_epp.planner.limits import longest_sequence, smallest_cap
@@ -61,6 +62,14 @@ def test_with_offload_a_smaller_cap_is_found():
     costs, asked = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5), problem(BATCH, 2, CAP)
     without, having = (smallest_cap(asked, costs, Options(slices=4, offload=offload)) for offload in (False, True))
     assert max(having.predicted.peak_bytes) <= having.cap_bytes[0] < without.cap_bytes[0]
+
+
+@pytest.mark.parametrize("most", [1, 31, 32, 33, 47, 1 << 20])
+@pytest.mark.parametrize("guess", [1, 20, 500])
+def test_the_largest_that_fits_is_found_from_any_guess(most: int, guess: int):
+    largest, step = search_limits._largest(lambda size: size <= most, 1, 1 << 12, guess)
+    assert largest is not None
+    assert largest == 1 << 12 if most >= 1 << 12 else largest <= most < largest + step
 
 
 def test_where_nothing_fits_nothing_is_named():
