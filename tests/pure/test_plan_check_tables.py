@@ -76,7 +76,7 @@ WRONG_TABLES = [
         "stage 0 recomputes -1 full layers of chunk 0; it has 4",
     ),
     ({"offload_share": ((0.0, 1.5), (0.0, 0.0))}, "stage 0 offloads a share of 1.5 of chunk 1"),
-    ({"offload_share": ((0.0, float("nan")), (0.0, 0.0))}, "stage 0 offloads a share of nan of chunk 1"),
+    ({"offload_share": ((0.0, 0.0), (float("nan"), 0.0))}, "stage 1 offloads a share of nan of chunk 0"),
 ]
 
 
