@@ -1,4 +1,4 @@
-"""Every baseline gives sound plans within the caps, or names a cap that would do; and the same plan every time."""
+"""Baselines: sound plans within the caps, or a cap that would do; rows of 1F1B, and chunks of a fixed size of Seq1F1B."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.baselines.contest import chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default
 
@@ -121,3 +123,80 @@ def test_rows_padded_to_a_context_longer_than_chunks_may_be_are_refused():
         InfeasibleError, match=r"4096 tokens, above the 4000 .*; raise chunk_tokens to 4096, or set planner to greedy"
     ):
         plan(problem((3000, 100), 2), pipeline(2), Options(planner="1f1b-padded", context=4096, chunk_tokens=4000))
+
+
+ROWS = (8000, *web_lengths(40, seed=11, longest=6000))
+
+
+def made_by(name: str, lengths: tuple[int, ...] = ROWS, context: int | None = None, multiple: int = 1) -> Plan:
+    return plan(problem(lengths, 4, token_multiple=multiple), pipeline(4), Options(planner=name, context=context))
+
+
+@pytest.mark.parametrize(("context", "multiple", "row"), [(None, 16, 8000), (10_000, 1, 10_000), (10_001, 16, 10_016)])
+def test_every_sequence_is_a_row_padded_to_the_context_rounded_up_to_the_multiple(context: int | None, multiple: int, row: int):
+    made = made_by("1f1b-padded", context=context, multiple=multiple)
+    assert [chunk.segments for chunk in made.chunks] == [((at, 0, length),) for at, length in enumerate(ROWS)]
+    assert {made.padded_tokens(c) for c in range(len(made.chunks))} == {row}
+
+
+def test_padding_costs_time_memory_and_messages():
+    costs = pipeline(4)
+    made = made_by("1f1b-padded", (8000, 10, 10))
+    steps = {str(step.action): step for step in made.ranks[1]}
+    stage = costs.stages[1]
+    assert steps["1F1"].time_us >= stage.line("forward").per_token_us * 8000
+    assert steps["1F1"].alloc_bytes == steps["1F0"].alloc_bytes
+    assert made.messages.activation_us[0][1] == made.messages.activation_us[0][0]
+
+
+def test_rows_hold_whole_sequences_and_at_most_one_row_is_half_empty():
+    made = made_by("1f1b-packed")
+    assert sorted(s.sequence for chunk in made.chunks for s in chunk.segments) == list(range(len(ROWS)))
+    assert all(s.start == 0 and s.end == ROWS[s.sequence] for chunk in made.chunks for s in chunk.segments)
+    sizes = [chunk.num_tokens for chunk in made.chunks]
+    assert max(sizes) <= 8000
+    assert sum(size <= 4000 for size in sizes) <= 1
+
+
+@pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed"])
+def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers(name: str):
+    with pytest.raises(InfeasibleError, match=r"8000 .* 4096"):
+        made_by(name, context=4096)
+
+
+CUT = (50_000, 9000, *web_lengths(60, seed=2, longest=20_000))
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 30_000])
+def test_slices_are_of_the_chunk_size_and_nothing_is_larger(size: int):
+    chunks = fixed_size_chunks(CUT, size)
+    slices = [s for chunk in chunks for s in chunk.segments if s.end < CUT[s.sequence]]
+    assert slices
+    assert {s.end - s.start for s in slices} == {size}
+    assert max(chunk.num_tokens for chunk in chunks) <= size
+    assert sum(chunk.num_tokens <= size // 2 for chunk in chunks[-20:]) <= 20
+
+
+def test_short_sequences_fill_up_tails_first():
+    chunks = fixed_size_chunks((2500, 400, 300, 900), 1000)
+    assert [[(s.sequence, s.start, s.end) for s in chunk.segments] for chunk in chunks] == [
+        [(0, 0, 1000)],
+        [(0, 1000, 2000)],
+        [(0, 2000, 2500), (1, 0, 400)],
+        [(2, 0, 300)],
+        [(3, 0, 900)],
+    ]
+
+
+def test_the_size_is_the_best_of_those_tried():
+    asked = problem(CUT, 4)
+    best = plan(asked, pipeline(4), Options(planner="seq1f1b")).predicted.makespan_us
+    sizes = chunk_sizes(asked, Options())
+    assert len(sizes) >= 8
+    each = [plan(asked, pipeline(4), Options(planner="seq1f1b", chunk_tokens=s)).predicted.makespan_us for s in sizes]
+    assert best == min(each) < max(each)
+
+
+def test_fewer_microbatches_than_stages_run_all_forwards_first():
+    """`test_schedules.py` has orders of more."""
+    assert " ".join(map(str, seq1f1b_order([[0], [1]], 4)[0])) == "0F0 0F1 0B0 0B1"

@@ -8,23 +8,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_epp.cost import (
-    CPU,
-    H100,
-    BlockCosts,
-    ChunkWork,
-    LinearTime,
-    ModelShape,
-    PipelineCosts,
-    StageCosts,
-    analytic_profile,
-    on_device,
-    work_of,
-)
-from megatron_epp.cost.blocks import ATTENTION, LAYER, MLP
+from megatron_epp.cost import CPU, H100, BlockCosts, LinearTime, ModelShape, PipelineCosts, StageCosts, on_device
+from megatron_epp.cost.analytic import analytic_profile
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.timed import Learnt, Timed
-from megatron_epp.cost.work import TimeColumn
+from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import plan
@@ -41,7 +30,6 @@ PROFILE = analytic_profile(SHAPE, CPU)
 LENGTHS = (150, 64)
 CHUNKS = [Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),)), Chunk((Segment(1, 0, 64),))]
 WORK = work_of(CHUNKS, LENGTHS)
-CUTS = [[4], [2, 2], [2.5, 1.5], [0.5, 3.5], [1.5, 1, 1.5], [0.5, 0.5, 3], [0, 2.5, 0, 1.5]]
 STATE_BYTES = 20_000
 STATES = "states between slices"
 
@@ -77,44 +65,6 @@ def with_state_layers(costs: PipelineCosts, behind: bool = False) -> PipelineCos
 def made(costs: PipelineCosts, cap: int = UNLIMITED_BYTES, **options: object) -> Plan:
     ranks = tuple(range(len(costs.stages)))
     return plan(Problem(LENGTHS, ranks, (cap,) * len(ranks)), costs, Options(**options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layers", CUTS)
-@pytest.mark.parametrize("name", ["forward", "backward", "weight"])
-def test_the_time_of_a_stage_is_the_sum_of_its_blocks_times(layers: list[float], name: str):
-    costs = PROFILE.costs(layers)
-    for number, stage in enumerate(costs.stages):
-        us = sum(block.count * getattr(block, name).time_us(WORK.tokens, WORK.pairs) for block in stage.blocks)
-        np.testing.assert_allclose(getattr(costs, f"{name}_us")(number, WORK), us)
-
-
-@pytest.mark.parametrize("layers", CUTS)
-def test_the_bytes_of_a_stage_are_the_sum_of_its_blocks_bytes(layers: list[float]):
-    costs = PROFILE.costs(layers)
-    for number, stage in enumerate(costs.stages):
-        blocks = [block for block in stage.blocks for _ in range(block.count)]
-        kept = sum(block.kept_per_token(WORK) * WORK.tokens for block in blocks)
-        np.testing.assert_allclose(costs.activation_bytes(number, WORK), kept, atol=1)
-        assert sum(costs.activation_items(number, WORK).values()).tolist() == costs.activation_bytes(number, WORK).tolist()
-        weights = sum(block.weight_bytes_per_token for block in blocks)
-        np.testing.assert_allclose(costs.weight_bytes(number, WORK), weights * WORK.tokens, atol=1)
-        gradients = sum((block.kv_gradient_bytes(WORK) for block in blocks), 0.0 * WORK.tokens)
-        np.testing.assert_allclose(costs.gradient_bytes(number, WORK), gradients, atol=1)
-
-
-def test_a_half_layer_is_a_split_of_the_list():
-    whole, (first, last) = PROFILE.costs([3, 1]).stages[0].layers, PROFILE.costs([2.5, 1.5]).stages
-    assert [block.kind for block in first.blocks] == ["input", "layer", "attention"]
-    assert [block.kind for block in last.blocks] == ["input", "mlp", "layer", "head"]
-    (attention,), (mlp,) = first.inner, last.inner
-    assert (attention.kind, mlp.kind) == (ATTENTION, MLP)
-    assert replace(first.layers, count=3) == replace(last.layers, count=3) == whole
-    for name in ("forward", "backward", "weight"):
-        both = getattr(attention, name) + getattr(mlp, name)
-        assert both.time_us(100, 5050) == pytest.approx(getattr(whole, name).time_us(100, 5050))
-    for name in ("bytes_per_token", "weight_bytes_per_token"):
-        assert getattr(attention, name) + getattr(mlp, name) == pytest.approx(getattr(whole, name))
-    assert (attention.kv, mlp.kv) == (whole.kv, None)
 
 
 def test_a_block_of_another_kind_takes_its_own_time_and_keeps_a_state_per_boundary_of_slices():
@@ -162,10 +112,12 @@ def kinds(stage: StageCosts) -> list[str]:
 def totals(costs: PipelineCosts) -> list[float]:
     """Time and bytes of all stages together, without what every boundary adds."""
     stages = range(len(costs.stages))
+    columns = costs.forward_us, costs.backward_us, costs.weight_us, costs.cache_bytes, costs.gradient_bytes
+    blocks = [block for stage in costs.stages for block in (stage.layers, *stage.inner)]
     return [
-        float(sum(column(stage, WORK).sum() for stage in stages))
-        for column in (costs.forward_us, costs.backward_us, costs.weight_us, costs.cache_bytes, costs.gradient_bytes)
-    ] + [sum(block.count * block.bytes_per_token for stage in costs.stages for block in (stage.layers, *stage.inner))]
+        *(float(sum(column(stage, WORK).sum() for stage in stages)) for column in columns),
+        sum(block.count * block.bytes_per_token for block in blocks),
+    ]
 
 
 @pytest.mark.parametrize("layers", HALVES)
@@ -178,6 +130,16 @@ def test_halves_take_as_much_as_the_layers_that_they_are_of(layers, shape):
     assert sum(stage.static_bytes for stage in costs.stages) == pytest.approx(sum(s.static_bytes for s in whole.stages), abs=20)
     assert sum(stage.num_cached_layers for stage in costs.stages) == 4
     assert [count / 2 for count in costs.num_halves] == layers
+
+
+@pytest.mark.parametrize("layers", HALVES)
+def test_the_bytes_of_a_stage_are_the_sum_of_its_blocks_bytes(layers: list[float]):
+    costs = PROFILE.costs(layers)
+    for number, stage in enumerate(costs.stages):
+        kept = sum(block.count * block.kept_per_token(WORK) for block in stage.blocks)
+        weights = sum(block.count * block.weight_bytes_per_token for block in stage.blocks)
+        np.testing.assert_allclose(costs.activation_bytes(number, WORK), kept * WORK.tokens, atol=1)
+        np.testing.assert_allclose(costs.weight_bytes(number, WORK), weights * WORK.tokens, atol=1)
 
 
 def test_a_stage_counts_an_mlp_at_its_start_and_an_attention_at_its_end_as_one_layer():

@@ -21,15 +21,6 @@ from megatron_epp.cost.library import (
 from megatron_epp.plan import EppError
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("llama3-8b", 8.0), ("llama2-13b", 13.0), ("llama-30b", 32.5), ("llama3-70b", 70.6)]
-)
-def test_the_shipped_models_have_the_parameters_of_their_names(name: str, billions: float):
-    shape = shape_of(load_flags(name))
-    parameters = shape.num_layers * shape.layer_parameters + 2 * shape.vocabulary_parameters
-    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
-
-
 def test_all_shipped_files_load():
     assert {"llama3-8b", "llama3-70b", "llama2-13b", "llama-30b", "tiny-gpt"} <= set(shipped("models"))
     assert {"h100x8", "h200x8", "a100x8", "this-machine"} <= set(shipped("clusters"))

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import (
-    CPU,
-    H100,
-    LinearTime,
-    ModeCosts,
-    ModelShape,
-    PipelineCosts,
-    Static,
-    analytic_costs,
-    causal_pairs,
-    work_of,
-)
+from megatron_epp.cost import CPU, H100, LinearTime, ModeCosts, ModelShape, PipelineCosts, Static, analytic_costs, causal_pairs
 from megatron_epp.cost.analytic import analytic_profile, expansion_line
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from tests.support.plan.stages import stage_of
 
@@ -57,6 +48,7 @@ def test_work_follows_the_chunk_table():
     assert work.sliced.tolist() == [True, True, False]
     assert work.first.tolist() == [True, False, False]
     assert work.last.tolist() == [False, True, False]
+    assert work.cache_tokens.tolist() == [16, 16, 0], "the slices, and what is batched with the last one"
 
 
 def test_where_some_layers_cache_the_cache_has_theirs_and_a_layer_without_one_keeps_its_own():
@@ -72,11 +64,6 @@ def test_where_some_layers_cache_the_cache_has_theirs_and_a_layer_without_one_ke
     assert first == 6 * 16  # a layer that caches nothing keeps its own
     assert last == 140 * 7 - (130 - 16) * 7  # the same, when the gradients of all layers are there
     assert unsliced == 0
-
-
-def test_the_cache_of_a_sequence_holds_its_slices_and_what_rides_with_the_tail():
-    assert work_of(TABLE, LENGTHS).cache_tokens.tolist() == [13, 13, 0]
-    assert work_of(TABLE, LENGTHS, token_multiple=4).cache_tokens.tolist() == [16, 16, 0]
 
 
 def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_their_input():
@@ -146,24 +133,16 @@ SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attent
 
 
 def with_shape(**changes: object) -> ModelShape:
-    values = {name: getattr(SHAPE, name) for name in ModelShape.__dataclass_fields__}
-    return ModelShape(**values | changes)
-
-
-def linear_flops_per_token(shape: ModelShape, stages: list[int]) -> float:
-    """Operations per token, forward and backward, read back from the times of rates with free memory."""
-    rates = {name: getattr(H100, name) for name in type(H100).__dataclass_fields__}
-    rates |= {"memory_bytes": float("inf"), "attention_tile": 0.0}
-    costs = analytic_costs(shape, type(H100)(**rates), stages)
-    per_token_us = sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in costs.stages)
-    return per_token_us * H100.linear_flops / 1e6
+    return replace(SHAPE, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_linear_work_is_six_operations_per_parameter_and_token(gated: bool):
     shape = with_shape(gated_mlp=gated)
     layer = 4 * 64 * 64 + (3 if gated else 2) * 64 * 256
-    assert linear_flops_per_token(shape, [4, 4]) == pytest.approx(6 * (8 * layer + 64 * 1000))
+    costs = analytic_costs(shape, replace(H100, memory_bytes=math.inf, attention_tile=0.0), [4, 4])
+    per_token_us = sum(stage.line("forward").per_token_us + stage.line("backward").per_token_us for stage in costs.stages)
+    assert per_token_us * H100.linear_flops / 1e6 == pytest.approx(6 * (8 * layer + 64 * 1000))
 
 
 def test_attention_is_two_products_forward_and_five_backward_over_the_pairs_and_the_query_width():

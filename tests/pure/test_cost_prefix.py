@@ -43,10 +43,6 @@ def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_f
     assert (narrow[:-1] == unbounded[:-1]).all()
 
 
-def test_costs_that_count_nothing_of_what_passes_make_do_not_count_this():
-    assert BARE.stages[0].layers.prefix_bytes(WORK).tolist() == [0] * len(SLICES)
-
-
 def test_whole_sequences_and_first_slices_have_no_prefix():
     chunks = [Chunk((Segment(0, 0, SLICE), Segment(1, 0, 100))), Chunk((Segment(2, 0, 4 * SLICE),))]
     work = work_of([*chunks, Chunk((Segment(0, SLICE, 2 * SLICE),))], [2 * SLICE, 100, 4 * SLICE])

@@ -8,18 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import (
-    CPU,
-    H100,
-    H100_NODE,
-    LinearTime,
-    ModelPart,
-    ModelShape,
-    PipelineCosts,
-    Profile,
-    analytic_profile,
-    on_device,
-)
+from megatron_epp.cost import CPU, H100, H100_NODE, LinearTime, ModelPart, ModelShape, PipelineCosts, Profile, on_device
+from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line, fit_profile
 from megatron_epp.plan import EppError

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Op, PlanError, deps, lower, simulate
+from megatron_epp.plan import PlanError, deps, lower, simulate
 from megatron_epp.plan.check.memory_balance import _balance, _chains, _is_balanced
-from megatron_epp.plan.columns import byte_column, columns_of, entries, positions
+from megatron_epp.plan.columns import byte_column
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.launches import Launches
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import offload, one_f_one_b, only_fault, with_step
+from tests.support.plan.small_plans import one_f_one_b, only_fault, with_step
 
 
 @settings(max_examples=25)
@@ -35,14 +35,6 @@ def test_columns_of_launches_have_the_rows_of_the_lowered_plan(plan):
     assert Launches.of(rows).rows() == rows
 
 
-def test_actions_are_in_the_order_of_their_tracks():
-    columns = columns_of(offload())
-    listed = [action for _, table in offload().tables for steps in table for step in steps for action in step.actions]
-    assert [columns.action(index) for index in range(len(columns.op))] == listed
-    assert {columns.action(index).op for index in columns.of(Op.L)} == {Op.L}
-    assert len(columns.of(Op.W)) == 0
-
-
 def test_sums_of_bytes_are_exact():
     sizes = [1 << 62, 1 << 62, (1 << 62) + 1]
     assert np.cumsum(byte_column(sizes)).tolist() == [1 << 62, 1 << 63, 3 * (1 << 62) + 1]
@@ -53,11 +45,6 @@ def test_a_step_with_more_bytes_than_64_bits_hold_is_above_its_cap():
     plan = with_step(one_f_one_b(), "0F1", alloc_bytes=(1 << 64) - 5)
     assert simulate(plan).peak_bytes[0] >= (1 << 64) - 5
     assert "never freed" in only_fault(replace(plan, cap_bytes=(1 << 65,) * plan.num_ranks))
-
-
-def test_numbers_of_uneven_rows_are_found_by_row_and_position():
-    rows = [[1.0], [], [2.0, float("nan"), 3.0]]
-    assert list(positions(rows, ~(entries(rows) < 3.0))) == [(2, 1), (2, 2)]
 
 
 @settings(max_examples=25)

@@ -1,12 +1,30 @@
-"""Actions, chunks and the dependency rules."""
+"""Actions, chunks, steps of several actions, the rules of dependency, and the table of operations."""
+
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, Segment, deps
+from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment, deps, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check import check
+from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.chunk import slice_neighbours
-from tests.support.plan.small_plans import chunk
+from megatron_epp.plan.grid import from_grid
+from megatron_epp.plan.operations import (
+    At,
+    Before,
+    Collective,
+    Need,
+    Operation,
+    Presence,
+    of_ranks,
+    operation,
+    register,
+    unregister,
+)
+from tests.support.plan.small_plans import chunk, one_f_one_b
 
 SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))
 
@@ -62,3 +80,113 @@ def test_an_action_needs_what_makes_its_input_and_a_slice_its_neighbour(action):
 def test_backward_waits_for_the_recompute_and_load_of_its_own_chunk():
     assert needed_by("2B1", optional=["2R1", "2L0", "1L1"]) == {"2F1", "2R1"}
     assert needed_by("2B1", optional=["2L1", "2O1"]) == {"2F1", "2L1"}
+
+
+K, SPREAD = Op.define("K"), Op.define("SPREAD_K")
+SHARD = Operation(
+    op=K,
+    text="loss shard",
+    presence=Presence.COMPLETE,
+    sites=of_ranks,
+    needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
+)
+
+
+def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
+    try:
+        assert register(SHARD) is SHARD
+        assert register(SHARD) is SHARD
+        assert operation(K) is SHARD
+        assert operation(SPREAD).text == f"collective {SPREAD}"
+    finally:
+        unregister(K)
+    for op in (K, SPREAD):
+        with pytest.raises(PlanError, match=f"operation {op} has no definition"):
+            operation(op)
+
+
+def test_another_definition_of_a_name_is_refused():
+    with pytest.raises(ValueError, match=f"operation {Op.F} is already defined"):
+        register(replace(operation(Op.F), text="another"))
+    assert operation(Op.F).text != "another"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(K, At.EVERY)),)}],
+    ids=["needs", "before"],
+)
+def test_an_operation_that_names_an_unknown_one_is_refused(changes):
+    with pytest.raises(ValueError, match=f"operation {K} names {SPREAD}, which is not defined"):
+        register(replace(SHARD, **{"needs": (), **changes}))
+    with pytest.raises(PlanError):
+        operation(K)
+
+
+def test_what_is_received_has_a_colour_for_each_kind() -> None:
+    assert len({operation(op).colour for op in (Op.RECV_F, Op.RECV_B, Op.F, Op.B)}) == 4
+
+
+def joined(plan, rank, at):
+    """The plan with two neighbouring steps of a rank as one, which takes as long as the longer of them."""
+    row = plan.ranks[rank]
+    one, two = row[at : at + 2]
+    both = one._replace(
+        time_us=max(one.time_us, two.time_us),
+        alloc_bytes=one.alloc_bytes + two.alloc_bytes,
+        free_bytes=one.free_bytes + two.free_bytes,
+        also=two.actions,
+    )
+    ranks = (*plan.ranks[:rank], (*row[:at], both, *row[at + 2 :]), *plan.ranks[rank + 1 :])
+    return replace(plan, ranks=ranks, predicted=Prediction.none(plan.num_ranks), cap_bytes=(1 << 40,) * plan.num_ranks)
+
+
+def first_pair(plan, rank):
+    """Where a backward is followed by a forward."""
+    row = plan.actions(rank)
+    return next(i for i, (one, two) in enumerate(pairwise(row)) if (one.op, two.op) == (Op.B, Op.F))
+
+
+def test_a_step_of_two_actions_is_checked_simulated_lowered_and_survives_text():
+    plan = one_f_one_b()
+    braided = joined(plan, 0, first_pair(plan, 0))
+    assert check(braided) == []
+    assert simulate(braided).makespan_us < simulate(plan).makespan_us
+    assert from_json(to_json(braided)) == braided
+    grid = to_grid(braided)
+    assert "+" in grid
+    assert from_grid(grid) == tuple(plan.actions(rank) for rank in range(plan.num_ranks))
+    rows = lower(braided)
+    assert sorted(map(str, rows[0])) == sorted(map(str, lower(plan)[0]))
+    assert blocked([rows]) == []
+
+
+def test_a_step_whose_actions_need_each_other_by_way_of_another_rank_is_a_deadlock():
+    plan = one_f_one_b()
+    chunk = plan.actions(1)[0].chunk
+    row = [step for step in plan.ranks[0] if step.action.chunk != chunk]
+    forward, backward = (next(s for s in plan.ranks[0] if s.action == Action(op, 0, chunk)) for op in (Op.F, Op.B))
+    both = forward._replace(also=(backward.action,))
+    faults = check(replace(plan, ranks=((both, *row), *plan.ranks[1:]), predicted=Prediction.none(plan.num_ranks)))
+    assert any("deadlock" in str(fault) for fault in faults)
+
+
+def test_actions_of_one_step_that_need_each_other_are_refused():
+    plan = one_f_one_b()
+    last = plan.placement[plan.num_stages - 1]
+    faults = check(joined(plan, last, 0))  # a chunk's forward and its backward
+    assert [str(fault) for fault in faults if "one action of its step needs the other" in str(fault)]
+
+
+def test_backwards_of_a_loss_group_wait_for_all_its_forwards_on_the_last_stage():
+    plan = one_f_one_b()
+    last = plan.num_stages - 1
+    row = plan.actions(plan.placement[last])
+    early, late = row[0].chunk, [a for a in row if a.op is Op.F][-1].chunk
+    assert check(replace(plan, loss_groups=((early,), (late,)))) == []
+    grouped = replace(plan, loss_groups=((early, late),))
+    assert from_json(to_json(grouped)) == grouped
+    faults = check(grouped)
+    assert faults
+    assert f"runs before {last}F{late}" in str(faults[0])
+    assert "name a chunk twice" in str(check(replace(plan, loss_groups=((0,), (0,))))[0])

@@ -55,19 +55,6 @@ def reach(row, action):
     return (own + 1, len(row)) if op in (Op.SEND_F, Op.SEND_B) else (0, own)
 
 
-@given(sound_plans(), st.randoms(use_true_random=False), st.integers(0, 9))
-def test_what_ends_with_one_queue_ends_with_more(plan, rng, seed):
-    rows = [list(row) for row in lower(plan)]
-    row = rows[rng.randrange(len(rows))]
-    positions = [i for i, a in enumerate(row) if a.op in COMMUNICATION and a.op is not Op.REDUCE]
-    if positions:
-        action = row.pop(rng.choice(positions))
-        row.insert(rng.randint(*reach(row, action)), action)
-    if not run(plan, rows, 1):
-        assert run(plan, rows, 4, seed=seed) == []
-        assert run(plan, rows, 32, seed=seed) == []
-
-
 def late_receives(rows):
     """Rows whose receives stand right before the actions that use them."""
     late = []

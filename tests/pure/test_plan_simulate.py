@@ -9,27 +9,7 @@ from hypothesis import given
 from megatron_epp.plan import Action, Op, PlanError, simulate
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
-from tests.support.plan.small_plans import (
-    make_plan,
-    one_f_one_b,
-    v_shape,
-    whole,
-    with_rows,
-    with_step,
-)
-
-
-def times(plan):
-    """Start and end of every step by its text."""
-    line = simulate(plan)
-    found = {}
-    for rank in range(plan.num_ranks):
-        for step, start, end in zip(plan.ranks[rank], line.start_us[rank], line.end_us[rank], strict=True):
-            found[str(step.action)] = (start, end)
-    for rank, steps in enumerate(plan.copies):
-        for step, start, end in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
-            found[str(step.action)] = (start, end)
-    return found
+from tests.support.plan.small_plans import make_plan, one_f_one_b, v_shape, whole, with_rows, with_step
 
 
 @given(sound_plans(min_time=1, shared=True))
@@ -83,10 +63,9 @@ def test_messages_leave_when_their_producer_ends():
 
 def test_the_two_directions_of_a_boundary_have_their_own_times():
     plan = one_f_one_b()
-    plan = replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),)))
-    at = times(plan)
-    assert at["1F0"] == (11, 21)
-    assert at["0B0"][0] == at["1B0"][1] + 50
+    line = simulate(replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),))))
+    assert line.start_us[1][0] == 11
+    assert line.start_us[0][2] == line.end_us[1][1] + 50  # 0B0 and 1B0
 
 
 def test_a_deadlock_names_what_every_blocked_rank_waits_for():

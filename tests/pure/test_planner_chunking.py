@@ -52,11 +52,6 @@ def test_every_long_sequence_is_cut_where_the_longest_is():
         assert own[-1] == WHALE[sequence]
 
 
-def test_a_multiple_above_the_slice_length_means_fewer_slices():
-    cut = chunker((1000,), multiple=400)
-    assert slices_of(cut.table(cut.grain(slices=50)), 0) == [(0, 400), (400, 800), (800, 1000)]
-
-
 def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
     cut = chunker((81,), multiple=10, chunk_tokens=30)
     assert slices_of(cut.table(cut.grain(chunks=1)), 0) == [(0, 30), (30, 50), (50, 80), (80, 81)]
@@ -158,12 +153,6 @@ def test_packing_loses_nothing_and_keeps_the_token_limit(seed: int):
     assert beside == [tail.tokens for tail in tails] + [0] * (len(buckets) - len(tails))
     assert all(bucket.tokens <= 1000 + 50 * seed for bucket in buckets)
     assert all(bucket.sequences for bucket in buckets[len(tails) :])
-
-
-def test_the_time_limit_is_kept_where_it_can_be():
-    shorts = [PackedItem(10.0, 10, (q,)) for q in range(40)]
-    buckets = pack([], shorts, time_limit_us=50.0, token_limit=1000)
-    assert [bucket.time_us for bucket in buckets] == [50.0] * 8
 
 
 def test_the_time_limit_is_loosened_when_the_tails_are_full_and_all_fresh_buckets_are_open():

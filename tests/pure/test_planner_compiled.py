@@ -83,20 +83,14 @@ mark_split(np.array([1, 2]), np.array([0]))
 
 
 @NEEDS_NUMBA
-def test_a_line_says_that_loops_are_compiled_and_none_that_they_are_read_from_disk(tmp_path: Path):
+def test_loops_are_compiled_once_and_kept_by_the_name_of_all_their_sources(tmp_path: Path):
+    """numba looks at a function's own file alone, and a loop that is inlined, or its columns, may be in another one."""
     own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = [
+    said = [
         subprocess.run([sys.executable, "-c", KEEPING], env=os.environ | own, capture_output=True, text=True, check=True).stderr
         for _ in range(2)
     ]
-    assert told == ["megatron-epp compiles the planner's loops, once for this machine: 10 to 25 s of a core\n", ""]
-
-
-@NEEDS_NUMBA
-def test_kept_code_is_named_by_the_sources_of_all_loops(tmp_path: Path):
-    """numba looks at a function's own file alone, and a loop that is inlined, or its columns, may be in another one."""
-    own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", KEEPING], env=os.environ | own, check=True)
+    assert said == ["megatron-epp compiles the planner's loops, once for this machine: 10 to 25 s of a core\n", ""]
     (kept,) = tmp_path.rglob("*.nbi")
     assert compiled._sources() in kept.name
     folder = tmp_path / "kernels"

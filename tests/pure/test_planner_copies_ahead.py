@@ -21,6 +21,7 @@ from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables
+from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.seeds import some_by_default
 
 RANKS = 4
@@ -111,11 +112,22 @@ def test_the_default_planner_is_as_fast_as_an_order_built_around_offload(count: 
 
 
 def test_the_default_planner_copies_no_more_ahead_than_the_host_has_room_for():
-    asked, costs = batch(20, 19_927_829_299), costs_of()
-    options = replace(OFFLOAD, split_weight=True)
+    asked, costs, options = batch(8, 20_616_702_360), costs_of(), replace(OFFLOAD, split_weight=True)
     free = plan(asked, costs, options)
     most = max(host_peaks(simulate(free))) // 2
     made = plan(replace(asked, host_cap_bytes=most), costs, options)
     assert check(made) == []
     assert check(replace(free, host_cap_bytes=(most,) * RANKS)) != []
     assert made.predicted.makespan_us > free.predicted.makespan_us
+
+
+@some_by_default("lengths", [(2000, 6000, 20000), (20000, 4000, 6000, 4000), (2000, 6000, 2000, 20000, 2000)], 1)
+@pytest.mark.parametrize(("share", "copies"), [(0.0, False), (1e-9, False), (1e-4, False), (1.0, True)])
+def test_where_less_than_a_layers_input_may_leave_nothing_is_copied(lengths: tuple[int, ...], share: float, copies: bool):
+    asked = problem(lengths, 2)
+    costs = replace(pipeline(2, 2), offloadable_share=share, host_latency_us=1.0, host_us_per_byte=1e-5)
+    free = plan(asked, costs)
+    cap = (max(free.static_bytes) + max(free.predicted.peak_bytes)) // 2
+    made = plan(replace(asked, cap_bytes=(cap,) * 2), costs, Options(offload=True, kv_offload=False))
+    assert check(made) == []
+    assert any(made.copies) == copies

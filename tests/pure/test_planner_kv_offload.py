@@ -18,16 +18,14 @@ from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.kv_offload_choice import (
-    with_kv_offload,
-)
+from megatron_epp.planner.memory.kv_offload_choice import with_kv_offload
 from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
-from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -107,37 +105,13 @@ def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either
     assert more_us(((3_000,),)) == pytest.approx(more_us(()))
 
 
-def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
-    costs, asked = pipeline(2), problem([300_000, 5_000], 2)
-    chunks = plan(asked, costs, Options(slices=40)).chunks
-    plain = for_table(chunks, asked, costs, Options())
-    peaks, times, bounds = [], [], []
-    for pairs in (set(), {(0, 0)}, {(0, 0), (1, 0)}):
-        built = build_plan(asked, costs, Options(), replace(plain, kv_offload=frozenset(pairs)))
-        peaks.append(built.predicted.peak_bytes)
-        times.append(built.predicted.makespan_us)
-        bounds.append(built.predicted.lower_bound_us)
-    assert peaks[0][0] > peaks[1][0] == peaks[2][0]
-    assert peaks[0][1] == peaks[1][1] > peaks[2][1]
-    assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
-    assert max(bounds) <= times[0]  # what streaming takes can be spared
-
-
-def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
-    with pytest.raises(InfeasibleError) as error:
-        plan(problem(lengths, stages, 1), costs, options)
-    least = error.value.least_cap_bytes
-    assert least is not None
-    return least
-
-
 BATCHES = some_by_default("lengths", [[400_000], [200_000, 150_000, 3_000, 900], [200_000, 3_000]], 2)
 
 
 @BATCHES
 def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int]):
     costs = replace(pipeline(2), offloadable_share=0.0)  # no activation can leave
-    cap = int(0.85 * least_cap(lengths, 2, costs, FIXED))
+    cap = int(0.85 * least_cap_bytes(problem(lengths, 2), costs, FIXED))
     with pytest.raises(InfeasibleError):
         plan(problem(lengths, 2, cap), costs, FIXED)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON)
@@ -160,7 +134,7 @@ def named_host_bytes(error: Exception) -> int:
 @some_by_default("offloadable_share", [0.0, 0.9], 1)
 def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: list[int], offloadable_share: float):
     costs, host = replace(pipeline(2), offloadable_share=offloadable_share), GIB // 8
-    cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
+    cap = int(0.9 * least_cap_bytes(problem(lengths, 2), costs, FIXED))
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
     assert f"GiB ({host} bytes)" in str(refused.value).split("in host memory, where it may have ")[1]
@@ -194,7 +168,7 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
 def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     costs = pipeline(2)
     assert not plan(problem([60_000, 500], 2), costs, ON).kv_offload
-    cap = 2 * least_cap([60_000], 2, costs, Options())
+    cap = 2 * least_cap_bytes(problem([60_000], 2), costs, Options())
     assert not plan(problem([60_000], 2, cap), costs, Options()).kv_offload
     assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
 
@@ -205,7 +179,7 @@ def test_no_copies_make_more_slices_than_the_user_fixed(slices: int, seed: int):
     draw = random.Random(seed)
     costs, lengths = pipeline(2), [draw.randint(40_000, 80_000), *(draw.randint(1, 9_000) for _ in range(4))]
     options = Options(slices=slices, offload=True)
-    least = least_cap(lengths, 2, costs, options)
+    least = least_cap_bytes(problem(lengths, 2), costs, options)
     for share in (1.0, 1.05, 1.3):
         made = plan(problem(lengths, 2, int(share * least), host_cap_bytes=900 * GIB), costs, options)
         assert sum(part.sequence == 0 for chunk in made.chunks for part in chunk.segments) <= slices

@@ -17,7 +17,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import has_plan, least_plan
 from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
-from megatron_epp.planner.problem import MOST_BYTES, check_amounts, static_bytes
+from megatron_epp.planner.problem import MOST_BYTES, check_amounts
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.work_limit import COPIES_STEPS, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
@@ -44,11 +44,6 @@ def test_the_longest_sequence_fits_and_a_step_more_does_not(others: tuple[int, .
     assert not fits((2 * longest, *others))
 
 
-def test_of_few_tokens_the_largest_is_exact():
-    assert search_limits._largest(lambda tokens: tokens <= 36, 1, 1 << 20, 20) == (36, 1)
-    assert search_limits._largest(lambda tokens: tokens <= 37, 1, 1 << 20, 60) == (37, 1)
-
-
 def test_a_batch_is_held_to_what_a_plan_can_hold_by_its_tokens_and_not_by_their_pairs():
     tokens = 1 << 24
     assert causal_pairs(0, tokens) * COSTS.stages[0].layers.bytes_per_token > 10 * MOST_BYTES
@@ -73,11 +68,8 @@ def test_with_offload_a_smaller_cap_is_found():
 @pytest.mark.parametrize("guess", [1, 20, 500])
 def test_the_largest_that_fits_is_found_from_any_guess(most: int, guess: int):
     largest, step = search_limits._largest(lambda size: size <= most, 1, 1 << 12, guess)
-    if most >= 1 << 12:
-        assert (largest, step) == (1 << 12, 0)
-        return
     assert largest is not None
-    assert largest <= most < largest + step
+    assert largest == 1 << 12 if most >= 1 << 12 else largest <= most < largest + step
 
 
 def test_where_nothing_fits_nothing_is_named():
@@ -121,17 +113,6 @@ def test_ranks_with_other_layers_or_caps_are_looked_at_too():
         least_plan(lower, costs, Options())
 
 
-def test_the_first_plan_found_is_sound_and_within_the_cap():
-    costs = pipeline(8, 2)
-    cap = int(1.05 * least_cap_bytes(problem(LENGTHS, 8), costs, Options()))
-    made = least_plan(problem(LENGTHS, 8, cap), costs, Options())
-    assert check(made) == []
-    assert max(made.predicted.peak_bytes) <= cap
-    with pytest.raises(InfeasibleError) as refused:
-        least_plan(problem(LENGTHS, 8, cap // 2), costs, Options())
-    assert refused.value.least_cap_bytes > cap // 2
-
-
 @pytest.mark.parametrize("budget_ms", [None, 20])
 def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_that_of_the_least_memory(
     budget_ms: int | None,
@@ -152,16 +133,6 @@ def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_t
     with pytest.raises(InfeasibleError) as named:
         plan(lower, costs, options)
     assert named.value.least_cap_bytes == refused.value.least_cap_bytes
-
-
-def test_a_refusal_with_offload_names_a_cap_that_does_without():
-    asked, costs, options = problem(LENGTHS, 4), pipeline(4, 2), Options(offload=True, slices=4)
-    tight = replace(asked, cap_bytes=(int(max(static_bytes(asked, costs)) * 1.001),) * 4)
-    with pytest.raises(InfeasibleError, match=r"That would do without offload; with it less may do") as refused:
-        plan(tight, costs, options)
-    assert "offload" not in {remedy.setting for remedy in refused.value.remedies}
-    enough = replace(asked, cap_bytes=(refused.value.least_cap_bytes,) * 4)
-    assert check(plan(enough, costs, replace(options, offload=False))) == []
 
 
 def test_work_is_counted_up_to_its_limit_and_within_that_of_the_block_around_it():

@@ -6,27 +6,15 @@ import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import (
-    Action,
-    Chunk,
-    InfeasibleError,
-    Op,
-    PlanError,
-    Recompute,
-    Segment,
-    Step,
-    check,
-    check_lockstep,
-    lower,
-    simulate,
-)
+from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Recompute, Segment, Step, lower, simulate
+from megatron_epp.plan.check import check
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunk_tables import ChunkTables
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.settings import Recipe
@@ -59,10 +47,6 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
         plan_lockstep([asked[0], replace(asked[1], microbatches=(0, 1, 1, 1, 1))], COSTS, Options())
     with pytest.raises(PlanError, match="microbatches of 2 sequences, and lengths of 4"):
         plan_lockstep([replace(asked[0], microbatches=(0, 1))], COSTS, Options())
-
-
-def test_equal_problems_get_equal_plans():
-    assert plan_lockstep(problems(*ROUGH), COSTS, Options()) == plan_lockstep(problems(*ROUGH), COSTS, Options())
 
 
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
@@ -179,49 +163,32 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
         plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
 
 
-def test_slices_stay_together_and_side_by_side():
-    chunkers = [Chunker.of(problem, COSTS, None) for problem in problems((4000, 300, 300, 300), (2000, 1900, 500, 500))]
-    aligned = align([chunker.table(chunker.grain(chunks=12)) for chunker in chunkers], chunkers)
-    assert len({len(table) for table in aligned.chunks}) == 1
-    assert sum(aligned.runs) == len(aligned.chunks[0])
-    stops = {sum(aligned.runs[:number]) for number in range(len(aligned.runs))}
-    for table in aligned.chunks:
-        assert stops <= {group.start for group in slice_groups(table)}
-    assert [len(group) for group in slice_groups(aligned.stand_in(()))] == list(aligned.runs)
-
-
-def test_a_replica_with_too_few_tokens_for_the_chunks_another_needs_is_refused():
-    with pytest.raises(InfeasibleError, match="has 3 tokens in all has too few; raise global_batch_size"):
-        plan_lockstep(problems((4000,), (3,)), COSTS, Options(chunk_tokens=100))
-
-
-@pytest.mark.parametrize("options", [Options(planner="1f1b"), Options(budget_ms=5)])
-def test_other_planners_are_refused(options):
-    with pytest.raises(PlanError, match="share experts"):
-        plan_lockstep(problems(*ROUGH), COSTS, options)
+FIRST, SECOND = problems(*ROUGH)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("asked", "options", "words"),
     [
-        ({"cap_bytes": (1 << 40, 1 << 30)}, "cap_bytes of replica 1 is .*1073741824.*, that of replica 0 is"),
-        ({"placement": (0, 0), "cap_bytes": (1 << 40,)}, r"placement of replica 1 is \(0, 0\), that of replica 0 is \(0, 1\)"),
-        ({"token_multiple": 4}, "token_multiple of replica 1 is 4, that of replica 0 is 1"),
-        ({"forward_only": True}, "forward_only of replica 1 is True"),
-        ({"host_cap_bytes": 5}, "host_cap_bytes of replica 1 is 5"),
+        (
+            [FIRST, replace(SECOND, cap_bytes=(1 << 40, 1 << 30))],
+            Options(),
+            "cap_bytes of replica 1 is .*, that of replica",
+        ),
+        ([FIRST, replace(SECOND, placement=(0, 0), cap_bytes=(1 << 40,))], Options(), r"placement of replica 1 is \(0, 0\)"),
+        ([FIRST, replace(SECOND, token_multiple=4)], Options(), "token_multiple of replica 1 is 4, that of replica 0 is 1"),
+        ([FIRST, replace(SECOND, forward_only=True)], Options(), "forward_only of replica 1 is True"),
+        ([FIRST, replace(SECOND, host_cap_bytes=5)], Options(), "host_cap_bytes of replica 1 is 5"),
+        (problems((4000,), (3,)), Options(chunk_tokens=100), "has 3 tokens in all has too few; raise global_batch_size"),
+        ([replace(FIRST, placement=(0, 1, 0))], Options(), "the placement has 3 stages, but the costs are of"),
+        ([], Options(), "there are none"),
+        ([FIRST, SECOND], Options(planner="1f1b"), "share experts"),
+        ([FIRST, SECOND], Options(budget_ms=5), "share experts"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_replicas_that_differ_in_more_than_their_lengths_are_refused(change, words):
-    first, second = problems(*ROUGH)
-    with pytest.raises(PlanError, match=words):
-        plan_lockstep([first, replace(second, **change)], COSTS, Options())
-
-
-def test_costs_of_another_pipeline_or_no_replicas_are_refused():
-    with pytest.raises(PlanError, match="the placement has 2 stages, but the costs are of"):
-        plan_lockstep(problems(*ROUGH), analytic_costs(SHAPE, CPU, [2, 2, 4]), Options())
-    with pytest.raises(PlanError, match="there are none"):
-        plan_lockstep([], COSTS, Options())
+def test_what_cannot_be_kept_in_step_is_refused(asked, options, words):
+    with pytest.raises((PlanError, InfeasibleError), match=words):
+        plan_lockstep(asked, COSTS, options)
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------

@@ -1,19 +1,20 @@
-"""Recompute under memory caps: exact sums, the least peak, and plans that fit."""
+"""Recompute under memory caps: its frontier, exact sums, the peak of a backward, the least peak, and plans that fit."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, Static, work_of
+from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, analytic_profile, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
-from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Op, Plan, Segment
-from megatron_epp.plan.check import check
+from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
@@ -21,8 +22,17 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
+from megatron_epp.planner.passes import (
+    ABSENT,
+    BackwardBytes,
+    LayerGroup,
+    moments,
+    num_steps_of,
+    recompute_frontier,
+    recompute_of,
+)
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -90,38 +100,16 @@ def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_
     assert (below.recompute_steps, below.needed_bytes) == (None, least)
 
 
-def recompute_us(made: Plan) -> float:
-    costs = {s: pipeline(made.num_stages).stages[s].line("backward") for s in range(made.num_stages)}
-    base = 0.0
-    for steps in made.ranks:
-        for (op, stage, c), *_ in steps:
-            if op is Op.B:
-                segments = made.chunks[c].segments
-                pairs = sum((end * (end + 1) - start * (start + 1)) // 2 for _, start, end in segments)
-                base += costs[stage].time_us(made.padded_tokens(c), pairs)
-    return sum(step.time_us for steps in made.ranks for step in steps if step.action.op is Op.B) - base
-
-
 def test_plans_get_slower_as_the_cap_falls_and_recompute_more():
     caps = [80, 40, 32, 28, 24, 20, 18]
     plans = [plan(problem(WHALE, 4, cap * GIB), pipeline(4), Options(slices=24)) for cap in caps]
-    spans, times = [made.predicted.makespan_us for made in plans], [recompute_us(made) for made in plans]
+    spans, times = [made.predicted.makespan_us for made in plans], [sum(map(sum, made.recompute_us)) for made in plans]
     assert spans == sorted(spans)
-    assert times[0] == pytest.approx(0.0, abs=1.0)
+    assert times[0] == 0.0
     assert times[-1] == max(times)
     assert times[-1] > 0.1 * plans[-1].predicted.makespan_us
     for cap, made in zip(caps, plans, strict=True):
         assert max(made.predicted.peak_bytes) <= cap * GIB
-
-
-def test_what_saves_most_bytes_per_time_is_recomputed_first():
-    """Slices of equal time: the first has the most tokens and the fewest pairs."""
-    free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
-    cap = free.predicted.peak_bytes[0] - GIB
-    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_modes="full")).recompute
-    recompute_steps = [again.full for again in row]
-    assert recompute_steps[0] > 0
-    assert recompute_steps[1:] == [0, 0, 0]
 
 
 def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recompute():
@@ -160,26 +148,6 @@ def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     assert any(sum(again) > again.full for row in made.recompute for again in row)
 
 
-def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
-    costs = pipeline(1)
-    made = plan(problem((8192,), 1), costs, Options(slices=2))
-    stage = costs.stages[0]
-    steps = {str(step.action): step for step in made.ranks[0]}
-    cache = int(stage.num_layers * stage.kv.bytes_per_token * 8192)
-    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
-    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
-    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
-    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
-    per_token = stage.num_layers * (stage.layers.bytes_per_token - stage.kv.bytes_per_token) + stage.ends_bytes_per_token
-    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
-
-
-def least_cap(lengths: tuple[int, ...], stages: int, options: Options, costs: PipelineCosts | None = None) -> int:
-    with pytest.raises(InfeasibleError) as caught:
-        plan(problem(lengths, stages, 1), costs or pipeline(stages), options)
-    return named_cap_bytes(caught.value)
-
-
 FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b"))
 
 
@@ -194,7 +162,7 @@ def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Opt
         costs = replace(
             costs, stages=tuple(s.changed(LAYER, kv=replace(s.kv, many_gradient_bytes_per_token=None)) for s in costs.stages)
         )
-    cap = least_cap(WHALE, 4, options, costs)
+    cap = least_cap_bytes(problem(WHALE, 4), costs, options)
     fits = plan(problem(WHALE, 4, cap), costs, options)
     peak = max(fits.predicted.peak_bytes)
     assert peak <= cap
@@ -255,3 +223,92 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 held += comes - int(kept[c]) + stays
             left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
             assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)
+
+
+def stage(draw: random.Random) -> StageCosts:
+    layer = draw.randint(20, 60)
+    return stage_of(
+        num_layers=3,
+        forward=LinearTime(5.0, 3.0, 0.1),
+        backward=LinearTime(5.0, 6.0, 0.2),
+        layer_bytes_per_token=layer,
+        recomputed_layer_bytes_per_token=draw.randint(1, 5),
+        kv_bytes_per_token=4,
+        recompute={
+            "selective": ModeCosts(LinearTime(4.0, 3.0), draw.randint(5, layer)),
+            "mlp": ModeCosts(LinearTime(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+        },
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
+    costs = PipelineCosts("random", (stage(random.Random(seed)),), 0.0)
+    chunks = [Chunk((Segment(0, 0, 7),)), Chunk((Segment(1, 0, 900),)), Chunk((Segment(1, 900, 1000),))]
+    work = work_of(chunks, (7, 1000))
+    frontier = recompute_frontier(0, work, costs, RECOMPUTE_MODES)
+    for c in range(len(chunks)):
+        frontier_sums = [(int(r.saved[c]), float(r.layer_us[c])) for r in frontier if r.mode[c] != ABSENT]
+        prices = [took_us / saved for saved, took_us in frontier_sums]
+        assert prices == sorted(prices)
+        assert all(saved > 0 for saved, _ in frontier_sums)
+        corners = [(0, 0.0)]
+        for saved, took_us in frontier_sums:
+            corners.append((corners[-1][0] + saved, corners[-1][1] + took_us))
+        for name in RECOMPUTE_MODES:
+            one = Recompute(**{name: 1})
+            saved = int((costs.activation_bytes(0, work) - costs.activation_bytes(0, work, one))[c])
+            took_us = float(costs.recompute_us(0, work, one)[c])
+            for (x0, y0), (x1, y1) in pairwise(corners):
+                if x0 <= saved <= x1:
+                    assert took_us >= y0 + (y1 - y0) * (saved - x0) / (x1 - x0) - 1e-6
+            assert saved <= corners[-1][0]
+
+
+@pytest.mark.parametrize("modes", [(0,), (1, 0), (2, 1, 0), (2, 0)])
+def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
+    for taken in range(4 * len(modes) + 1):
+        recompute = recompute_of(modes, 4, taken)
+        assert num_steps_of(recompute, modes) == taken
+        assert recompute.num_layers == min(taken, 4)
+        assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
+            recompute.mode(layer) for layer in range(4)
+        ]
+
+
+def test_attention_is_not_run_again_where_that_would_cost_most():
+    """One long sequence under a cap: with all levels little is recomputed whole, and the plan is faster."""
+    free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
+    given = problem((65536,), 2, (max(free.predicted.peak_bytes) + max(free.static_bytes)) // 2)
+    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_modes=modes)) for modes in ("all", "full"))
+    counts = [sum(again.full for row in made.recompute for again in row) for made in (every, whole)]
+    assert counts[0] < counts[1] / 4
+    assert sum(again.selective + again.mlp for row in every.recompute for again in row) > 0
+    assert not any(again.selective or again.mlp for row in whole.recompute for again in row)
+    assert every.predicted.makespan_us < 0.97 * whole.predicted.makespan_us
+
+
+@pytest.mark.slow  # ten seconds of planning
+def test_four_million_tokens_are_planned_for_64_stages():
+    """A sequence of 4M tokens on devices of 141 GB, eight ways each of tensor and context parallelism."""
+
+    flags = load_flags("llama3-70b") | {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "sequence_parallel": True}
+    cluster = load_cluster("h200x8")
+    profile = analytic_profile(shape_of(flags), cluster.rates)
+    costs = profile.costs(balanced_layers(profile, 80, 64))
+    assert cluster.device_memory_gb is not None
+    made = plan(problem((1 << 22,), 64, int(0.9 * cluster.device_memory_gb * GIB), token_multiple=64), costs)
+    assert check(made) == []
+    assert max(made.predicted.peak_bytes) <= 0.9 * cluster.device_memory_gb * GIB
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_peak_of_a_backward_is_that_of_a_walk_along_its_layers(seed: int):
+    draw = random.Random(seed)
+    sizes = BackwardBytes(*(np.array(draw.randint(-9, 30)) for _ in BackwardBytes._fields))
+    groups = [LayerGroup(draw.randint(1, 4), draw.randint(0, 20), draw.randint(0, 30)) for _ in range(draw.randint(0, 3))]
+    live, walked = int(sizes.constant + sizes.reached), [int(sizes.constant + sizes.at_half)]
+    for number, (kept, peak) in enumerate((kept, peak) for count, kept, peak in groups for _ in range(count)):
+        walked.append(live + peak - kept)
+        live += int(sizes.first_mlp) * (number == 0) - kept - int(sizes.gone)
+    assert max(map(int, moments(sizes, groups))) == max(walked if groups else [*walked, live])

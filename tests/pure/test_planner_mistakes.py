@@ -124,24 +124,20 @@ def test_a_mistake_is_reported(change: Change, words: str, monkeypatch: pytest.M
         planned(change, monkeypatch)
 
 
+def forwards(made: Decisions) -> Decisions:
+    return replace(made, order=tuple(row[:4] for row in made.order), recompute_steps=[[1] * 4, [0] * 4])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda made: made, "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"),
-        (with_(recompute_steps=[[1] * 4] * 2), "forward-only plan holds"),
+        (forwards, "stage 0 recomputes 1 layers of chunk 0; it has 0"),
     ],
 )
-def test_a_backward_in_an_evaluation_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_backward_or_recompute_in_an_evaluation_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(PlanError, match=words):
         planned(change, monkeypatch, replace(BATCH, forward_only=True))
-
-
-def test_recompute_in_an_evaluation_is_reported(monkeypatch: pytest.MonkeyPatch):
-    def forwards(made: Decisions) -> Decisions:
-        return replace(made, order=tuple(row[:4] for row in made.order), recompute_steps=[[1] * 4, [0] * 4])
-
-    with pytest.raises(PlanError, match="stage 0 recomputes 1 layers of chunk 0; it has 0"):
-        planned(forwards, monkeypatch, replace(BATCH, forward_only=True))
 
 
 def test_layers_may_be_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch):

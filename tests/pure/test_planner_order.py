@@ -1,25 +1,30 @@
-"""The order of actions: 1F1B over slices and what it keeps alive, weight gradients in its gaps, and an order as numbers."""
+"""The order of actions: 1F1B over slices, windows as large as caps allow, weight gradients in gaps, and an order as numbers."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 
 from megatron_epp.cost import LinearTime, PipelineCosts
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
-from megatron_epp.planner import Chunker, WarmUp, tabulate
+from megatron_epp.plan.check import check
+from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunk_tables import with_other_starts
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, decode, encode
+from megatron_epp.planner.fit import peaks_bytes
+from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, encode
 from megatron_epp.planner.kernels.split import EAGER_GAP, WHOLE_GAP
-from megatron_epp.planner.memory.offload import Offload
-from megatron_epp.planner.orders.completion import split_weights, with_split_weights
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.orders.completion import split_weights
 from megatron_epp.planner.orders.patterns import Interleaved
 from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
-from megatron_epp.planner.orders.warm_up import elastic_1f1b
+from megatron_epp.planner.orders.warm_up import CappedWarmUp, elastic_1f1b
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 
@@ -138,13 +143,6 @@ def test_an_order_as_numbers_equals_any_order_of_the_same_actions() -> None:
     assert order == CodedOrder(encode(order, 2, SHARD_KINDS), 2), "kinds that no action has make no difference"
 
 
-def test_encoding_is_undone_by_decoding() -> None:
-    codes = encode(ORDER, 2, SHARD_KINDS)
-    assert codes.num_ranks == 2
-    assert list(codes.starts) == [0, 5, 9]
-    assert decode(codes, 2) == ORDER
-
-
 RANKS = 4
 
 
@@ -168,13 +166,70 @@ def test_gradients_that_run_in_gaps_shorter_than_themselves_do_not_all_wait_for_
     assert ends[1] < ends[0], "fewer are left for the end of the first rank"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_faster_of_both_ways_counts(seed: int):
-    asked, tables, order, steps = one_f_one_b(seed)
-    found, took_us = with_split_weights(order, tables, Offload(steps, (), ()), asked.cap_bytes)
-    both = [
-        makespan_us(split_weights(order.codes, tables, steps, asked.cap_bytes, (), share), tables, steps)
-        for share in (WHOLE_GAP, EAGER_GAP)
-    ]
-    assert took_us == makespan_us(found, tables, steps)
-    assert took_us <= min(both)
+STAGES = 4
+COSTS = pipeline(STAGES)
+LENGTHS = (60000, 16000, 9000, *[5000] * 4, *[2000] * 24)
+BATCH = problem(LENGTHS, STAGES, token_multiple=16)
+CHUNKER = Chunker.of(BATCH, COSTS, None)
+TABLE = CHUNKER.table(CHUNKER.grain(chunks=12 * STAGES))
+
+
+def capped(share: float):
+    """The batch with a cap between the peaks of the smallest and of the largest window."""
+    tables = tabulate(TABLE, BATCH, COSTS)
+    none = [[0] * len(TABLE)] * STAGES
+    least, most = (max(peaks_bytes(WarmUp(3, minimal).order(TABLE, tables, BATCH), tables, none)) for minimal in (True, False))
+    assert least < most
+    return replace(BATCH, cap_bytes=(int(least + share * (most - least)),) * STAGES)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_a_window_takes_about_what_the_caps_leave(share: float):
+    asked = capped(share)
+    tables = tabulate(TABLE, asked, COSTS)
+    order = CappedWarmUp(3).order(TABLE, tables, asked)
+    peaks = peaks_bytes(order, tables, [[0] * len(TABLE)] * STAGES)
+    assert all(peak <= 1.01 * cap for peak, cap in zip(peaks, asked.cap_bytes, strict=True)), "recompute does the rest"
+    if share == 1.0:
+        assert order == WarmUp(3).order(TABLE, tables, asked)
+    assert check(build_plan(asked, COSTS, Options(), fitted(order, TABLE, asked, COSTS))) == []
+
+
+def test_without_a_cap_the_window_is_the_largest_and_in_an_evaluation_there_is_none():
+    tables = tabulate(TABLE, BATCH, COSTS)
+    assert CappedWarmUp(2).order(TABLE, tables, BATCH) == WarmUp(2).order(TABLE, tables, BATCH)
+    evaluation = replace(BATCH, forward_only=True)
+    order = CappedWarmUp(2).order(TABLE, tabulate(TABLE, evaluation, COSTS), evaluation)
+    assert {action.op for action in chain.from_iterable(order)} == {Op.F}
+
+
+def test_other_sequences_come_first_and_none_is_lost_or_parted():
+    groups = [[TABLE[c] for c in group] for group in slice_groups(TABLE)]
+    for table in with_other_starts(TABLE, STAGES):
+        found = [[table[c] for c in group] for group in slice_groups(table)]
+        assert found[0] != groups[0]
+        assert sorted(found, key=str) == sorted(groups, key=str)
+    (single, *_), (alone, *_) = with_other_starts(groups[0], STAGES)
+    assert single == alone == groups[0][0], "a sequence alone has nothing before it"
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])
+def test_the_bound_counts_what_a_sequence_keeps_on_all_stages_of_a_rank(placement: tuple[int, ...]):
+    free = replace(problem((60000,), 4), placement=placement, cap_bytes=(UNLIMITED_BYTES,) * 2)
+    made = plan(free, COSTS, Options(slices=8))
+    asked = replace(free, cap_bytes=(int(0.7 * max(made.predicted.peak_bytes)),) * 2)
+    tables = tabulate(made.chunks, asked, COSTS)
+    tight = plan(asked, COSTS, Options(slices=8)).predicted
+    assert lower_bound_us(tables) < lower_bound_us(tables, made.chunks, asked)
+    assert tight.lower_bound_us <= tight.makespan_us
+
+
+@pytest.mark.parametrize("link_us_per_byte", [0.0, 1e-5])
+def test_the_bound_under_a_cap_takes_no_recompute_of_a_stage_without_layers(link_us_per_byte: float):
+    costs = pipeline(2)
+    costs = replace(costs, stages=(costs.stages[0].changed(LAYER, count=0), costs.stages[1]), host_us_per_byte=link_us_per_byte)
+    free = problem((9000, 300), 2)
+    table = plan(free, costs).chunks
+    capped = replace(free, cap_bytes=(1, UNLIMITED_BYTES))
+    bounds = [lower_bound_us(tabulate(table, asked, costs), table, asked, Options(offload=True)) for asked in (free, capped)]
+    assert bounds[0] == bounds[1]

@@ -13,13 +13,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.order import connected
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.replica_balance import (
-    Division,
-    _Exchange,
-    by_count,
-    divide,
-    longest_first,
-)
+from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first
 from tests.support.seeds import some_by_default
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
@@ -78,11 +72,6 @@ def test_shares_take_equal_time_not_equal_counts():
     assert len(by_time.shares[0]) != len(by_time.shares[1])
 
 
-def test_equal_sequences_are_divided_by_count():
-    assert [len(share) for share in divided((300,) * 12, 4).shares] == [3] * 4
-    assert divided((300,) * 12, 4).imbalance == 0.0
-
-
 def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
     division = divided((9000, *(50,) * 15), 4)
     alone_us = planned_us([problem((9000,))])
@@ -136,10 +125,6 @@ def test_replicas_that_share_experts_are_a_team(sharing, lockstep_groups):
 def test_long_sequences_go_to_the_same_team():
     division = divide(problem((4000, 3900, *(150,) * 60)), COSTS, ((0, 1), (2, 3)), work_of)
     assert {0, 1} <= {*division.shares[0], *division.shares[1]}
-
-
-def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
-    assert Division(((0,), (1,)), (3.0, 1.0)).imbalance == 0.5
 
 
 def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():

@@ -1,4 +1,4 @@
-"""Spans: plans cut none, count their work on the first stage, and refuse what would force a cut."""
+"""Spans, inside of which no plan cuts, and sequences whose loss is computed together, which stay next to each other."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from hypothesis import strategies as st
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import TokenSpan, span_work_of, work_of
-from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, plan
+from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
+from megatron_epp.planner.order import arranged, joint_losses
+from megatron_epp.planner.planners import PLANNERS as CORE
 from megatron_epp.planner.service.replica_balance import divide
-from megatron_epp.planner.spans import allowed_cuts, parted
+from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
-LENGTHS = (20000, 9000, 6000, 3000, 1500, 700, 700, 300)
+SPANNED = (20000, 9000, 6000, 3000, 1500, 700, 700, 300)
 
 
-def with_spans(lengths=LENGTHS, seed=3, work=1.0, most=900):
+def with_spans(lengths=SPANNED, seed=3, work=1.0, most=900):
     """Return spans that leave little between them."""
     random_ = random.Random(seed)
     every = []
@@ -40,7 +43,7 @@ def with_spans(lengths=LENGTHS, seed=3, work=1.0, most=900):
 
 
 def test_without_spans_the_same_batch_is_cut_inside_of_them():
-    made = plan(problem(LENGTHS, 4), pipeline(4), Options(slices=7))
+    made = plan(problem(SPANNED, 4), pipeline(4), Options(slices=7))
     assert "is cut at token" in parted(made.chunks, made.lengths, with_spans())
 
 
@@ -69,7 +72,7 @@ def test_a_sequence_with_much_work_in_its_spans_has_more_slices_than_a_longer_te
 
 
 def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
-    costs, asked = pipeline(3), replace(problem(LENGTHS, 3), spans=with_spans(work=2.0))
+    costs, asked = pipeline(3), replace(problem(SPANNED, 3), spans=with_spans(work=2.0))
     made = plan(asked, costs, Options(slices=5))
     bare, full = (tabulate(made.chunks, of_batch, costs) for of_batch in (replace(asked, spans=()), asked))
     work = [span_work_of(chunk, asked.spans) for chunk in made.chunks]
@@ -86,7 +89,7 @@ def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
     assert [*map(list, full.activation[1:])] == [*map(list, bare.activation[1:])]
     assert lower_bound_us(full) > lower_bound_us(bare)
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us
-    assert work_of(made.chunks, LENGTHS).span_work is None
+    assert work_of(made.chunks, SPANNED).span_work is None
 
 
 def test_replicas_share_the_work_of_spans():
@@ -101,7 +104,7 @@ def test_a_search_of_layouts_gives_a_first_stage_with_spans_fewer_layers():
     profile, placement = analytic_profile(shape_of(load_flags("llama3-8b")), H100), Placement("looped", 4, 1)
 
     def layers(spans):
-        asked = replace(problem(LENGTHS, 4), spans=spans)
+        asked = replace(problem(SPANNED, 4), spans=spans)
         costs_of = lambda layout: profile.costs([count // 2 for count in layout.halves])  # noqa: E731
         return LayerWork.of([asked], costs_of, halves=False).spread(16, placement, WHOLE).halves
 
@@ -119,14 +122,86 @@ def test_what_forces_a_cut_is_refused_with_numbers():
 
 
 def test_a_planner_that_does_not_know_spans_is_refused_where_it_cuts_one():
-    asked = replace(problem(LENGTHS, 4), spans=with_spans())
+    asked = replace(problem(SPANNED, 4), spans=with_spans())
     with pytest.raises(PlanError, match=r"by planner 'seq1f1b' sequence 0 is cut at token .*, inside its span of tokens"):
         plan(asked, pipeline(4), Options(planner="seq1f1b", slices=7))
     assert plan(asked, pipeline(4), Options(planner="1f1b")).chunks
 
 
-def test_allowed_cuts_are_multiples_outside_of_spans():
-    spans = (TokenSpan(3, 9), TokenSpan(9, 12), TokenSpan(16, 20))
-    assert allowed_cuts(24, spans, 1).tolist() == [1, 2, 3, 9, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24]
-    assert allowed_cuts(22, spans, 4).tolist() == [12, 16, 20, 22]
-    assert allowed_cuts(5, (), 2).tolist() == [2, 4, 5]
+PAIRS = tuple(number // 2 for number in range(40))
+
+
+def chunks_of(made: Plan, loss_groups: tuple[int, ...], number: int) -> set[int]:
+    """Chunks with a part of a group."""
+    return {c for c, chunk in enumerate(made.chunks) for s in chunk.segments if loss_groups[s.sequence] == number}
+
+
+def test_short_groups_share_chunks_and_long_ones_stay_together():
+    lengths = (60000, 40000, 20000, 500, *[300] * 36)
+    asked = replace(problem(lengths, 4, 70 * GIB), loss_groups=PAIRS)
+    made = plan(asked, pipeline(4), Options())
+    spread = [number for number in range(20) if len(chunks_of(made, PAIRS, number)) > 1]
+    assert spread == [0, 1]
+    assert len(made.loss_groups) == 2
+    assert [range(group[0], group[-1] + 1) for group in made.loss_groups] == [
+        run for run in slice_groups(made.chunks, PAIRS) if len(run) > 1
+    ]
+    assert max(len(chunk.segments) for chunk in made.chunks) > 2
+
+
+def test_groups_cost_little_where_they_fit_chunks():
+    lengths = web_lengths(40, seed=4, longest=4000)
+    free = plan(problem(lengths, 4), pipeline(4), Options())
+    paired = plan(replace(problem(lengths, 4), loss_groups=PAIRS), pipeline(4), Options())
+    assert paired.predicted.makespan_us < 1.05 * free.predicted.makespan_us
+
+
+def test_one_group_for_each_sequence_changes_nothing_but_what_the_plan_says():
+    asked = problem((60000, *web_lengths(20, seed=2)), 4, 40 * GIB)
+    free = plan(asked, pipeline(4), Options())
+    alone = plan(replace(asked, loss_groups=tuple(range(21))), pipeline(4), Options())
+    assert replace(alone, loss_groups=()) == free
+    assert alone.loss_groups[0] == tuple(c for c, chunk in enumerate(alone.chunks) if chunk.segments[0].sequence == 0)
+
+
+def test_replicas_get_whole_groups():
+    asked = replace(problem(web_lengths(40, seed=3), 2), loss_groups=tuple(reversed(PAIRS)))
+    alone = tuple((replica,) for replica in range(3))
+    costs = pipeline(2)
+    division = divide(asked, costs, alone, lambda shares: max(about_us(share, costs, Options()) for share in shares))
+    assert sorted(at for share in division.shares for at in share) == list(range(40))
+    of = [{asked.loss_groups[at] for at in share} for share in division.shares]
+    assert sum(map(len, of)) == len(set.union(*of)) == 20
+
+
+def test_more_replicas_than_groups_are_refused():
+    asked = replace(problem((5, 6, 7, 8), 2), loss_groups=(0, 0, 0, 1))
+    with pytest.raises(PlanError, match="2 groups of sequences cannot be shared by 3 replicas"):
+        divide(asked, pipeline(2), ((0,), (1,), (2,)), lambda shares: 1.0)
+
+
+def test_as_many_groups_as_sequences_are_needed():
+    with pytest.raises(PlanError, match="loss groups of 1 sequences, and lengths of 2"):
+        plan(replace(problem((5, 6), 2), loss_groups=(0,)), pipeline(2))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=200)
+def test_arranged_tables_have_the_same_chunks_with_every_group_in_one_run(groups: list[int], draw: random.Random):
+    sizes = [draw.randint(1, 3) for _ in groups]
+    runs = [[Chunk((Segment(q, at, at + 1),)) for at in range(size)] for q, size in enumerate(sizes)]
+    draw.shuffle(runs)
+    table = tuple(chunk for run in runs for chunk in run)
+    found = arranged(table, groups)
+    assert sorted(map(repr, found)) == sorted(map(repr, table))
+    for q, size in enumerate(sizes):
+        assert [c.segments[0].start for c in found if c.segments[0].sequence == q] == list(range(size))
+    for group in joint_losses(found, groups):
+        assert group == tuple(range(group[0], group[-1] + 1))
+
+
+@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - set(CORE)))
+def test_other_planners_refuse_losses_over_several_sequences(planner: str):
+    asked = problem((5, 6), 2)
+    with pytest.raises(PlanError, match="orders each sequence by itself, and the batch has losses over several"):
+        plan(replace(asked, loss_groups=(3, 3)), pipeline(2), Options(planner=planner))

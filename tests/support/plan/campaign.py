@@ -19,21 +19,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.plan import (
-    EppError,
-    InfeasibleError,
-    Op,
-    Plan,
-    Recompute,
-    check,
-    check_lockstep,
-    from_json,
-    lower,
-    simulate,
-    to_grid,
-    to_json,
-)
+from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, Recompute, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check import check
 from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options
 from megatron_epp.planner.memory.breakdown import memory_breakdown
