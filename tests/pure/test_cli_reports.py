@@ -62,6 +62,7 @@ def test_show_sets_a_run_beside_its_plan(run):
     measured_run(PLAN, slowdown=2.0).save(Path("run.json"))
     rows = {line.split("  ")[0]: line.split()[-1] for line in run("show plan.json --measured run.json").splitlines() if line}
     assert rows["all F"] == rows["all B"] == "2.000"
+    assert float(rows["makespan"]) == pytest.approx(2.0, rel=2e-3)  # transfers take as planned
 
 
 # ---- comparisons and schedules ---------------------------------------------------------------------------------------
