@@ -162,6 +162,10 @@ REFUSED = [
     (f"{PLANNER}:halves", "'given_planners:halves'", "order has 0 rows for 2 ranks"),
     (f"{PLANNER}:value", "planner given_planners:value is 5", "not a function"),
     (f"{PLANNER}:absent", "planner given_planners:absent", "'absent'", "module:function"),
+    *(
+        (f"{FLAGS} --planner {name}", f"planner {name}: ", "module:function")
+        for name in ("none:gpipe", ":two", "given_planners:")
+    ),
     (f"{FLAGS} --planner unreadable_planners:f", "SyntaxError"),
     (f"{FLAGS} --planner failing_planners:f", "ZeroDivisionError"),
 ]
