@@ -157,6 +157,9 @@ def test_every_answer_that_later_messages_change_is_a_sample_with_its_history_as
     assert sample_texts(encoder, counts=counts) == SPLIT
     assert sample_texts(encoder, [*CHAT, ASK]) == SPLIT
     assert sample_texts(encoder, CHAT[:3], counts=counts) == SPLIT[:1]
+    (first, _), (second, _) = SPLIT
+    marking = ChatEncoder(Template(forgetting, marks=ANSWERS), "{% generation %}")
+    assert sample_texts(marking) == [(first, ["cd"]), (second, ["fgh"])]
     answers = counts.answers
     assert (answers.num_split, answers.num_samples, answers.num_repeated) == (1, 2, len(SPLIT[0][0]))
 
@@ -174,14 +177,6 @@ def test_the_last_answer_alone_can_be_trained():
     assert sample_texts(ChatEncoder(Template(forgetting), "template", turns="last")) == SPLIT[1:]
     assert sample_texts(ChatEncoder(Template(), "template", turns="last")) == [(TEXT, ["fgh."])]
     assert sample_texts(ChatEncoder(Template(marks=ANSWERS), "{% generation %}", turns="last")) == [(TEXT, ["fgh"])]
-
-
-def test_answers_that_a_template_marks_are_samples_of_their_own_too_where_later_messages_change_them():
-    (first, _), (second, _) = SPLIT
-    assert sample_texts(ChatEncoder(Template(forgetting, marks=ANSWERS), "{% generation %}")) == [
-        (first, ["cd"]),
-        (second, ["fgh"]),
-    ]
 
 
 def test_a_thought_that_a_later_message_removes_is_rendered_where_it_is_trained():
@@ -218,12 +213,9 @@ def test_a_stop_token_behind_an_answer_is_trained_with_it_and_told():
     counts = ChatCounts()
     encoder = ChatEncoder(Template(unstopped), "template", **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd^", "fgh"]
-    assert list(counts.answers.warnings()) == [
-        "1 of 2 trained answers end without a stop token, and ^ follows them, which is trained with them: let generation stop "
-        "there",
-        "1 of 2 trained answers end without a stop token (their last tokens: 'fgh'), so the model does not learn to stop: give "
-        "a chat template that ends answers with a special token of the tokenizer, or make its end one",
-    ]
+    followed, endless = counts.answers.warnings()
+    assert followed.startswith("1 of 2 trained answers end without a stop token, and ^ follows them")
+    assert endless.startswith("1 of 2 trained answers end without a stop token (their last tokens: 'fgh')")
     marking, counts = ChatEncoder(Template(marks=ANSWERS), "{% generation %}", **STOPS), ChatCounts()
     assert trained_text(marking, counts=counts) == ["cd.", "fgh."]
     assert counts.answers.behind == {".": 2}
@@ -234,9 +226,7 @@ def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
     encoder = ChatEncoder(Template(unstopped), "template", eod=ord("$"), append_eod=None, **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd^", "fgh$"]
     assert trained_text(encoder, CHAT[:4]) == ["cd^"]
-    assert list(counts.answers.warnings())[1] == (
-        "1 of 2 trained answers are last and end without a stop token: an end-of-document token is added and trained"
-    )
+    assert list(counts.answers.warnings())[1].endswith("an end-of-document token is added and trained")
 
 
 @pytest.mark.parametrize("render", [rendered, lambda messages, prompted: rendered(messages, prompted).replace(".", ".\n")])
@@ -252,10 +242,8 @@ def test_a_header_that_the_template_marks_as_written_by_the_model_is_not_trained
     counts = ChatCounts()
     encoder = ChatEncoder(Template(marks=r"a:\w+\."), "{% generation %}", **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
-    assert list(counts.answers.warnings()) == [
-        "2 of 2 trained answers have their header, or some of it, inside {% generation %}: it is not trained, for generation "
-        "gives it to the model"
-    ]
+    (warning,) = counts.answers.warnings()
+    assert warning.startswith("2 of 2 trained answers have their header, or some of it, inside {% generation %}")
 
 
 @pytest.mark.parametrize(
