@@ -108,10 +108,7 @@ def test_a_wrong_setting_ends_the_import_of_the_frameworks_module(engine: str, m
 
 @pytest.mark.parametrize(
     ("caller", "module"),
-    [
-        ("verl", "verl.workers.engine.megatron.transformer_impl"),
-        ("plugin", "megatron.core.pipeline_parallel.schedules"),
-    ],
+    [("verl", "verl.workers.engine.megatron.transformer_impl"), ("plugin", "megatron.core.pipeline_parallel.schedules")],
 )
 def test_a_caller_names_the_module_that_only_training_processes_import(
     monkeypatch: pytest.MonkeyPatch, caller: str, module: str

@@ -104,12 +104,7 @@ REFUSED = [
     (f"{LISTED} v:4,4", "--layout v:", "2 stages for 2 ranks", "4 stages, two on each"),
     (f"{LISTED} looped:3,3,2", "--layout looped:", "3 stages for 2 ranks", "a multiple"),
     (f"{LISTED} v:2,2,2,1", "7"),
-    (
-        "plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5",
-        "--layout 26.5,25.5",
-        "hybrid model",
-        "whole layers",
-    ),
+    ("plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5", "--layout 26.5,25.5", "hybrid model", "whole layers"),
     # names
     ("", "--help"),
     ("plan", "--lengths", "--help"),

@@ -172,6 +172,7 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
     told = json.loads(run(f"plan --memory {HELD} --memory-gb 0.2 --json"))
     assert (told["refusal"], [rank["rank"] for rank in told["ranks"]]) == ("", [0, 1])
     for rank, peak in zip(told["ranks"], peaks, strict=True):
+        assert sum(rank["static"].values()) == rank["static_bytes"] == static[rank["rank"]]
         assert sum(rank["peak"].values()) == rank["peak_bytes"] == rank["cap_bytes"] - rank["headroom_bytes"] == peak
         assert max(num_bytes for _, num_bytes in rank["live_bytes"]) == peak
     smallest = told["smallest_cap"]["without offload"]

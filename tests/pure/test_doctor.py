@@ -74,15 +74,7 @@ ALLOC, OLD_ALLOC, TF32 = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH
 TE, EXPANDABLE = "transformer-engine", "expandable_segments:True"
 FINDINGS = [
     # what is missing, with what to install
-    (
-        without(TE),
-        SET,
-        "Transformer Engine",
-        WARNING,
-        "not found",
-        "pip install 'megatron-epp[te]'",
-        "--transformer-impl",
-    ),
+    (without(TE), SET, "Transformer Engine", WARNING, "not found", "pip install 'megatron-epp[te]'", "--transformer-impl"),
     (without("flash-attn"), SET, "flash-attn", OK, "not found", "pip install flash-attn --no-build-isolation"),
     (without("flash-attn-3"), SET, "FlashAttention 3", OK, "not found", "github.com/Dao-AILab/flash-attention"),
     (without("apex"), SET, "NVIDIA Apex", WARNING, "not found", "pip install -v --no-build-isolation ."),

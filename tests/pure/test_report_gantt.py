@@ -155,11 +155,8 @@ def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
     labels = [text.get_text() for text in gantt(few).axes[0].texts]
     assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
     assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
-
-
-def test_where_a_rank_has_several_stages_boxes_name_the_stage_too():
-    texts = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
-    assert texts == ["0.0", "3.0", "1.0", "2.0"]
+    several = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
+    assert several == ["0.0", "3.0", "1.0", "2.0"], "of several stages on a rank the stage stands there too"
 
 
 def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
@@ -201,12 +198,9 @@ def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
         drawn, _ = bars(axis, "rank 1 compute")
         np.testing.assert_allclose(drawn, np.array([timeline.start_us[1], timeline.end_us[1]]).T / 1e3)
         assert f"bubble {plan.predicted.bubble_fraction:.1%}" in axis.get_title(loc="left")
-
-
-def test_only_a_plan_that_recomputes_says_so():
-    first, second = side_by_side([("none", sliced_plan(recompute=0)), ("all", sliced_plan(recompute=4))]).axes
-    assert "recompute" not in first.get_title(loc="left")
-    assert "recompute 25.0%" in second.get_title(loc="left")
+    without, recomputing = (axis.get_title(loc="left") for axis in figure.axes)
+    assert "recompute" not in without
+    assert "recompute 25.0%" in recomputing
 
 
 def test_pipelines_are_described_once_or_where_they_differ_in_every_title():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -42,9 +41,6 @@ def main() -> int:
     parser.add_argument("count", type=int, help="damaged files of each")
     parser.add_argument("--first", type=int, default=0, help="number of the first one (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all of them (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="most time of a processor for each format (%(default)s)"
-    )
     parser.add_argument("--messages", action="store_true", help="list the refusals, numbers replaced by 0")
     given = parser.parse_args()
     names = list(every()) if given.formats == "all" else given.formats.split(",")
@@ -73,7 +69,7 @@ def one(name: str, numbers: range, given: argparse.Namespace) -> int:
     limit_memory()
     start_s = time.process_time()
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
-        tally = run(name, form, numbers, given.seed, Path(folder), given.seconds)
+        tally = run(name, form, numbers, given.seed, Path(folder))
     took_s = time.process_time() - start_s
     print(
         f"{name}: {tally.files:,} files, {tally.tried:,} readings: {tally.taken:,} taken, {tally.refused:,} refused, "
