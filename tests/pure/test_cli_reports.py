@@ -175,6 +175,8 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
         assert sum(rank["static"].values()) == rank["static_bytes"] == static[rank["rank"]]
         assert sum(rank["peak"].values()) == rank["peak_bytes"] == rank["cap_bytes"] - rank["headroom_bytes"] == peak
         assert max(num_bytes for _, num_bytes in rank["live_bytes"]) == peak
+        assert rank["peak_action"] in {str(action) for action in made.actions(rank["rank"])}
+        assert (0 <= rank["peak_us"] <= made.predicted.makespan_us, rank["host_peak_bytes"]) == (True, 0)
     smallest = told["smallest_cap"]["without offload"]
     assert 0 < smallest["cap_bytes"] <= max(peaks)
     assert smallest["makespan_us"] > 0

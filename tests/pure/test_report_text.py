@@ -16,6 +16,7 @@ from megatron_epp.report.text import (
     clip,
     format_cap,
     format_us,
+    main_items,
     recompute_in_backward,
     recompute_share,
     summary,
@@ -79,6 +80,7 @@ def test_bubbles_of_the_ranks_average_to_the_plans():
         (clip("abcdef", 4), "abc…"),
         (clip("abcd", 4), "abcd"),
         (clip("abcdef", None), "abcdef"),
+        (main_items({"few": 1, "most": 4, "least": 0, "some": 2}), "4.00 B most, 2.00 B some, 1.00 B few"),
     ],
 )
 def test_numbers_read_well(text, expected):
