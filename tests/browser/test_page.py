@@ -46,12 +46,14 @@ class Page:
     def __init__(self, driver):
         self.driver = driver
 
-    def open(self, path, scheme="light"):
+    def show(self, folder, *plans, scheme="light"):
+        """Open the page of plans, which is written into a folder."""
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
         for log in ("browser", "performance"):
             self.driver.get_log(log)  # what was written so far is of other pages
-        self.driver.get(path.as_uri())
+        save_page(plans, folder / "page.html")
+        self.driver.get((folder / "page.html").as_uri())
         self.wait("return document.querySelectorAll('#chunks tbody tr').length > 0")
 
     def ask(self, script, *arguments):
@@ -113,8 +115,7 @@ def plan():
 @pytest.fixture
 def page(browser, plan, tmp_path):
     """The page of a plan, a run of it, and another plan of the batch."""
-    save_page([Shown("one", plan, measured_run(plan, 1.5)), Shown("two", sliced_plan(3, 3, 4))], tmp_path / "page.html")
-    browser.open(tmp_path / "page.html")
+    browser.show(tmp_path, Shown("one", plan, measured_run(plan, 1.5)), Shown("two", sliced_plan(3, 3, 4)))
     return browser
 
 
@@ -142,7 +143,7 @@ def test_the_browser_counts_the_simulators_memory_and_times(page, plan):
     assert max(ends) == pytest.approx(timeline.makespan_us, abs=2e-3)
 
 
-def test_the_pointer_tells_what_a_box_is(page, plan):
+def test_the_pointer_tells_what_a_box_is_and_what_an_idle_rank_waits_for(page, plan):
     step = plan.ranks[1][2]
     page.move_to(0, 1, middle(plan, 1, 2))
     shown = page.text("#tooltip")
@@ -151,9 +152,6 @@ def test_the_pointer_tells_what_a_box_is(page, plan):
     assert "1.50 times as planned" in shown
     page.move_to(1, 1, 1.5 * middle(plan, 1, 2))
     assert page.text("#tooltip").startswith(f"{step.action}: forward"), "a run has its own boxes"
-
-
-def test_the_pointer_tells_what_an_idle_rank_waits_for(page, plan):
     page.move_to(0, 2, 100.0)
     shown = page.text("#tooltip")
     assert shown.startswith("rank 2 is idle")
@@ -256,8 +254,7 @@ def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan,
     page.press("t")
     dark = page.ask(surface)
     assert dark != light
-    save_page([Shown("one", plan)], tmp_path / "dark.html")
-    browser.open(tmp_path / "dark.html", scheme="dark")
+    browser.show(tmp_path, Shown("one", plan), scheme="dark")
     assert browser.ask(surface) == dark
     browser.click("#theme")
     assert browser.ask(surface) == light
@@ -266,8 +263,7 @@ def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan,
 def test_a_slow_run_shares_the_time_axis_of_its_plan_and_a_far_slower_one_has_its_own_and_says_so(browser, plan, tmp_path):
     ends = "epp.panes.map((pane) => epp.scaleOf(pane).x(pane.makespanUs))"
     for slowdown, is_equal in ((6.0, False), (15.0, True)):
-        save_page([Shown("one", plan, measured_run(plan, slowdown))], tmp_path / "run.html")
-        browser.open(tmp_path / "run.html")
+        browser.show(tmp_path, Shown("one", plan, measured_run(plan, slowdown)))
         planned, measured = browser.ask(ends)
         assert (planned == pytest.approx(measured)) is is_equal
         assert browser.driver.find_element("id", "own-scale").get_attribute("aria-pressed") == str(is_equal).lower()
@@ -279,8 +275,7 @@ def test_a_slow_run_shares_the_time_axis_of_its_plan_and_a_far_slower_one_has_it
 
 def test_a_note_with_markup_is_shown_as_text(browser, tmp_path):
     bad = "</script><img src=x onerror=document.title='broken'>"
-    save_page([Shown(bad, replace(sliced_plan(), notes=(bad,)))], tmp_path / "bad.html")
-    browser.open(tmp_path / "bad.html")
+    browser.show(tmp_path, Shown(bad, replace(sliced_plan(), notes=(bad,))))
     assert bad in browser.text("#details")
     assert browser.ask("document.querySelectorAll('img').length") == 0
     assert browser.ask("document.title").startswith("megatron-epp: ")
@@ -288,8 +283,7 @@ def test_a_note_with_markup_is_shown_as_text(browser, tmp_path):
 
 def test_many_narrow_boxes_are_drawn_as_shares_and_found_again_by_zooming(browser, tmp_path):
     plan = sliced_plan(num_ranks=8, slices=100, batched=400)
-    save_page([Shown("many", plan)], tmp_path / "many.html")
-    browser.open(tmp_path / "many.html")
+    browser.show(tmp_path, Shown("many", plan))
     step, at = plan.ranks[3][250], middle(plan, 3, 250)
     browser.move_to(0, 3, at, click=True)
     assert browser.ask("epp.state.selected !== null")
@@ -302,8 +296,7 @@ def test_many_narrow_boxes_are_drawn_as_shares_and_found_again_by_zooming(browse
 def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(browser, tmp_path):
     plan = sliced_plan(num_ranks=2, slices=4, batched=12)
     for shown in (Shown("one", plan), Shown("one", plan, measured_run(plan, 1.5))):
-        save_page([shown], tmp_path / "few.html")
-        browser.open(tmp_path / "few.html")
+        browser.show(tmp_path, shown)
         filled, available = browser.ask(
             "[[...document.querySelectorAll('.pane')].reduce((sum, pane) => sum + pane.offsetHeight, 0),"
             " document.getElementById('panes').clientHeight]"
@@ -313,8 +306,7 @@ def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(br
 
 
 def test_a_row_of_the_table_shows_whole_numbers_and_breaks_between_slices_only(browser, tmp_path):
-    save_page([Shown("long", sliced_plan(num_ranks=4, slices=12, batched=12, tokens=16_000))], tmp_path / "long.html")
-    browser.open(tmp_path / "long.html")
+    browser.show(tmp_path, Shown("long", sliced_plan(num_ranks=4, slices=12, batched=12, tokens=16_000)))
     times = browser.ask("[...document.querySelectorAll('#chunks td:nth-child(4)')].map((cell) => cell.textContent)")
     assert max(map(len, times)) == len("288.00 ms")
     cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"

@@ -7,6 +7,9 @@ import sys
 import pytest
 import torch
 
+from megatron_epp.runtime.tools.kernel_proofs import prove
+from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 SCRIPT = """
@@ -41,9 +44,23 @@ def order(connections: int) -> str:
     return done.stdout.strip()
 
 
-def test_with_one_hardware_queue_nothing_starts_before_what_was_issued_ahead_of_it():
-    assert order(1) == "behind"
+@pytest.mark.parametrize(("connections", "wanted"), [(1, "behind"), (32, "overlapped")])
+def test_with_one_hardware_queue_nothing_starts_before_what_was_issued_ahead_and_with_many_streams_overlap(connections, wanted):
+    assert order(connections) == wanted
 
 
-def test_with_many_hardware_queues_streams_overlap():
-    assert order(32) == "overlapped"
+# ---- what `megatron-epp first-run` checks: kernels, and plans of messages over NCCL ------------------------------------
+
+
+def test_the_chosen_kernel_of_every_type_holds_against_attention_in_fp64():
+    proofs = list(prove("cuda", 128, 8, 2, 1024))
+    assert [one.dtype for one in proofs if one.is_chosen] == ["bfloat16", "float16", "float32"]
+    assert [one for one in proofs if one.is_chosen and not one.holds] == []
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_plans_of_messages_end_and_every_value_arrives_as_it_was_sent(pipelines, need_room):
+    ranks = max(2, torch.cuda.device_count() // pipelines)
+    need_room(ranks * pipelines)
+    runs = check_queues(queue_plans(ranks), width=16384, gpus=True, limit_s=60.0, pipelines=pipelines)
+    assert [run.num_wrong for run in runs] == [0, 0, 0]

@@ -76,25 +76,22 @@ def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
     assert why_slower(QUESTION, spread, BEST) == "about 1.02x the time"
 
 
-def test_the_text_tells_the_question_and_counts_the_configurations():
+def test_the_text_counts_the_configurations_and_names_what_does_not_fit():
     others = [entry(Configuration(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
     unfit = Misfit("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
     slower = [entry(Configuration(1, 2, 2, 1), bubble_us=800.0)]
     text = words(as_text(advice([BEST, *others], slower, [Misfit("TP 4", "too wide"), unfit]), 5, everything=False))
-    assert "4 devices of nodes-of-two, nodes of 2, at most 8.00 GiB each." in text
-    assert "A batch of 3 sequences, 10 tokens, of up to 4 tokens; one of 4 fits too." in text
-    assert "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit." in text
-    assert "1 other is as good within 2%." in text
-    assert "Slower: TP 1 CP 2 PP 2 DP 1: 1.80x the time: the bubble" in text
-    assert "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB" in text
-    assert "Ruled out: TP 4: too wide" in text
-    assert "1F1B, packed or padded, fits in no configuration" in text
+    for fact in (
+        "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit.",
+        "1 other is as good within 2%.",
+        "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB",
+        "Ruled out: TP 4: too wide",
+        "1F1B, packed or padded, fits in no configuration",
+    ):
+        assert fact in text
 
 
 def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():
-    assert "What these are worth to a training that has them is not subtracted." in words(
-        as_text(advice(), 1, everything=False)
-    )
     assert not {"EP", "VPP"} & set(as_text(advice(), 1, everything=False).split())
     both = entry(Configuration(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
     header = next(line for line in as_text(advice([both]), 1, everything=False).splitlines() if line.startswith("TP"))
@@ -124,14 +121,11 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
     assert words_of_it in text
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
     assert given.plain_is_as_good == is_as_good
+    alone = Plain(Configuration(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, step_us)
+    without_pipeline = words(as_text(advice(plain=alone), 1, everything=False))
     assert "gradient accumulation" not in text
-
-
-def test_plain_1f1b_without_a_pipeline_is_called_gradient_accumulation():
-    plain = Plain(Configuration(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, 2000.0)
-    text = words(as_text(advice(plain=plain), 1, everything=False))
-    assert "plain 1F1B, padded to the context, is at its best" in text
-    assert "Without a pipeline that is plain gradient accumulation." in text
+    assert "plain 1F1B, padded to the context, is at its best" in without_pipeline
+    assert "Without a pipeline that is plain gradient accumulation." in without_pipeline
 
 
 def test_json_has_the_same_figures():

@@ -26,22 +26,14 @@ from megatron_epp.planner import UNLIMITED_BYTES, plan
 from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {
-    "num_layers": 8,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 8,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "vocab_size": 8192,
-    "swiglu": True,
-    "bf16": True,
-}
+    "num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 8, "vocab_size": 8192,
+    "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "bf16": True,
+}  # fmt: skip
 NODES_OF_TWO = Cluster("nodes-of-two", H100, None, 2)
 CONTEXT = 32768
 SKEWED = (CONTEXT, *web_lengths(7, 1, CONTEXT))
 SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
-
-
+ADVISE = ["advise", *SMALL, "--lengths", "900,300,4000", "--global-batch-size", "8"]
 SMALL_FLAGS = MODEL | {"hidden_size": 512, "ffn_hidden_size": 1024, "vocab_size": 4096}
 
 
@@ -106,11 +98,6 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
     named = {one.config for one in short.refused}
     assert {one.config for one in tight.refused} <= named
     assert not named & {entry.config for entry in (*short.best, *short.slower)}
-
-
-def test_equal_questions_get_equal_advice():
-    asked = question(SKEWED[:4], cap_bytes=9 << 30, devices=2, fixed={"pipeline": 2, "context": 1})
-    assert as_json(advise(asked)) == as_json(advise(asked))
 
 
 def test_of_equal_lengths_plain_1f1b_is_as_good_and_of_skewed_ones_in_a_pipeline_elastic_plans_pay():
@@ -216,9 +203,10 @@ def test_a_configuration_says_its_flags():
 
 def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,300,4000", "--global-batch-size", "8"]
+    command = [*ADVISE, "--devices", "2", "--offload", "on", "--split-weight"]
     assert main([*command, "-o", str(recipe)]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.replace("\\", "").split())
+    assert "--epp-offload on --epp-split-weight-gradient" in printed, "plans are made with what training is to do"
     assert main([*command, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"][0]["layout"]
     settings = load_settings([recipe])
@@ -261,7 +249,7 @@ def profile_of(path, tensor=1, hidden=512):
 
 
 def test_measured_costs_take_the_place_of_formulas_for_the_sizes_that_were_measured(tmp_path, capsys):
-    command = ["advise", *SMALL, "--devices", "4", "--lengths", "900,300,4000", "--global-batch-size", "8", "--json"]
+    command = [*ADVISE, "--devices", "4", "--json"]
     costs = ["--costs", profile_of(tmp_path / "one.json"), "--costs", profile_of(tmp_path / "two.json", tensor=2)]
     found = []
     for more in ([], costs):
@@ -276,13 +264,8 @@ def test_measured_costs_take_the_place_of_formulas_for_the_sizes_that_were_measu
     assert "other TP, CP or EP" in {one["name"] for one in rows["refused"]}
 
 
-def test_plans_are_made_with_what_training_is_to_do(capsys):
-    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,300,4000", "--global-batch-size", "8"]
-    assert main([*command, "--offload", "on", "--split-weight"]) == 0
-    printed = capsys.readouterr().out
-    assert "--epp-offload on --epp-split-weight-gradient" in " ".join(printed.replace("\\", "").split())
-    experts = ["--experts", "2", "--expert-parallel", "2"]
-    assert main([*command, "--offload", "on", *experts]) == 0
+def test_replicas_that_share_experts_are_planned_together_with_offload(capsys):
+    assert main([*ADVISE, "--devices", "2", "--offload", "on", "--experts", "2", "--expert-parallel", "2"]) == 0
     assert "--epp-offload on" in capsys.readouterr().out
 
 

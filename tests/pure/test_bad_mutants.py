@@ -93,4 +93,4 @@ def test_the_command_prints_what_became_of_the_files(tmp_path: Path):
     command = [sys.executable, "-m", "tests.support.fuzz", "mask", "20", "--messages"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("mask: 20 files, 20 readings: ")
-    assert " 0 faults; slowest " in done.stdout
+    assert " 0 faults\n" in done.stdout

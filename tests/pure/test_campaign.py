@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -77,18 +73,3 @@ def test_a_cap_that_does_not_do_is_a_fault():
     assert list(campaign.faults_of_refusal(case, error)) == []
     error.least_cap_bytes -= 100_000
     assert any("does not do" in fault for fault in campaign.faults_of_refusal(case, error))
-
-
-def test_ranges_of_the_log_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    tried: list[int] = []
-
-    def run(first: int, last: int) -> Counter[str]:
-        tried.append(first)
-        return Counter(tried=last - first, planned=last - first)
-
-    monkeypatch.setattr(campaign, "run", run)
-    monkeypatch.setattr(sys, "argv", ["campaign", "0", "250", "--log", str(tmp_path / "log.jsonl")])
-    assert (campaign.main(), campaign.main()) == (0, 0)
-    assert tried == [0, 100, 200]
-    assert [json.loads(line)["tried"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [100, 100, 50]
-    assert capsys.readouterr().out.count("250 tried, 250 planned, 0 refused, 0 faults") == 2

@@ -104,12 +104,7 @@ REFUSED = [
     (f"{LISTED} v:4,4", "--layout v:", "2 stages for 2 ranks", "4 stages, two on each"),
     (f"{LISTED} looped:3,3,2", "--layout looped:", "3 stages for 2 ranks", "a multiple"),
     (f"{LISTED} v:2,2,2,1", "7"),
-    (
-        "plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5",
-        "--layout 26.5,25.5",
-        "hybrid model",
-        "whole layers",
-    ),
+    ("plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5", "--layout 26.5,25.5", "hybrid model", "whole layers"),
     # names
     ("", "--help"),
     ("plan", "--lengths", "--help"),
@@ -162,6 +157,10 @@ REFUSED = [
     (f"{PLANNER}:halves", "'given_planners:halves'", "order has 0 rows for 2 ranks"),
     (f"{PLANNER}:value", "planner given_planners:value is 5", "not a function"),
     (f"{PLANNER}:absent", "planner given_planners:absent", "'absent'", "module:function"),
+    *(
+        (f"{FLAGS} --planner {name}", f"planner {name}: ", "module:function")
+        for name in ("none:gpipe", ":two", "given_planners:")
+    ),
     (f"{FLAGS} --planner unreadable_planners:f", "SyntaxError"),
     (f"{FLAGS} --planner failing_planners:f", "ZeroDivisionError"),
 ]

@@ -62,6 +62,7 @@ def test_show_sets_a_run_beside_its_plan(run):
     measured_run(PLAN, slowdown=2.0).save(Path("run.json"))
     rows = {line.split("  ")[0]: line.split()[-1] for line in run("show plan.json --measured run.json").splitlines() if line}
     assert rows["all F"] == rows["all B"] == "2.000"
+    assert float(rows["makespan"]) == pytest.approx(2.0, rel=2e-3)  # transfers take as planned
 
 
 # ---- comparisons and schedules ---------------------------------------------------------------------------------------
@@ -171,8 +172,11 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
     told = json.loads(run(f"plan --memory {HELD} --memory-gb 0.2 --json"))
     assert (told["refusal"], [rank["rank"] for rank in told["ranks"]]) == ("", [0, 1])
     for rank, peak in zip(told["ranks"], peaks, strict=True):
+        assert sum(rank["static"].values()) == rank["static_bytes"] == static[rank["rank"]]
         assert sum(rank["peak"].values()) == rank["peak_bytes"] == rank["cap_bytes"] - rank["headroom_bytes"] == peak
         assert max(num_bytes for _, num_bytes in rank["live_bytes"]) == peak
+        assert rank["peak_action"] in {str(action) for action in made.actions(rank["rank"])}
+        assert (0 <= rank["peak_us"] <= made.predicted.makespan_us, rank["host_peak_bytes"]) == (True, 0)
     smallest = told["smallest_cap"]["without offload"]
     assert 0 < smallest["cap_bytes"] <= max(peaks)
     assert smallest["makespan_us"] > 0

@@ -49,13 +49,10 @@ def test_fields_that_a_template_ignores_are_counted_by_name_and_answers_without_
     assert fields.present == {"content": 3, "reasoning_content": 2, "tool_calls": 1, "name": 1, "weight": 1}
     assert fields.lost == {"reasoning_content": 2, "tool_calls": 1, "name": 1, "weight": 1}
     assert (fields.num_empty, fields.num_null) == (1, 0)
-    assert list(fields.warnings(["assistant"])) == [
-        "the chat template leaves out fields that messages have: name in 1 of 1, reasoning_content in 2 of 2, tool_calls in 1 "
-        "of 1, weight in 1 of 1; no token tells what they say. Give a chat template that renders them, or put "
-        "them into the content",
-        "1 messages of assistant are trained as empty ones: the chat template renders nothing of them but what it puts around "
-        "every message. Leave them out, or give a template that renders their fields",
-    ]
+    assert counted(content, roles=("user", "tool")).num_empty == 0, "they are not trained"
+    of_fields, of_answers = fields.warnings(["assistant"])
+    assert "name in 1 of 1, reasoning_content in 2 of 2, tool_calls in 1 of 1, weight in 1 of 1;" in of_fields
+    assert of_answers.startswith("1 messages of assistant are trained as empty ones")
 
 
 def test_fields_that_it_renders_are_not():
@@ -95,10 +92,6 @@ def test_answers_without_text_are_counted_and_null_as_content_where_it_becomes_t
     assert sum("null as content" in warning for warning in fields.warnings(["assistant"])) == num_null
 
 
-def test_only_the_roles_that_are_trained_have_empty_answers():
-    assert counted(content, roles=("user", "tool")).num_empty == 0
-
-
 @pytest.mark.parametrize(("shows", "lost"), [(True, {}), (False, {TOOLS: 1})])
 def test_tools_that_are_not_rendered_are_counted(shows, lost):
     fields, rendering = Fields(), Rendering(content)
@@ -118,10 +111,8 @@ def test_a_plain_content_that_is_not_rendered_is_lost_and_one_that_is_changed_is
 def test_fields_that_are_printed_as_python_writes_them_are_counted_and_json_is_not():
     fields = counted(lambda one, _: str(one))
     assert fields.printed == {"tool_calls": 1}
-    assert list(fields.warnings(["assistant"])) == [
-        "the chat template prints fields as Python writes them: tool_calls in 1 of 1; no model has read such text. Give a chat "
-        "template that prints them by `tojson`, or put text into the fields"
-    ]
+    (warning,) = fields.warnings(["assistant"])
+    assert "as Python writes them: tool_calls in 1 of 1" in warning
     assert not counted(everything).printed
 
 
@@ -156,8 +147,8 @@ def test_texts_of_parts_are_joined_for_templates_that_would_print_the_list_or_fa
     assert contents[0] == "a bc"
     assert contents[2] == "f"
     assert fields.num_joined in (1, 2)
-    warning = "messages have a list of parts as content, and the chat template takes text alone: their texts are joined"
-    assert list(fields.warnings(["user"])) == [f"{fields.num_joined} {warning}"]
+    (warning,) = fields.warnings(["user"])
+    assert warning.startswith(f"{fields.num_joined} messages have a list of parts as content")
     with pytest.raises(EppError, match="message 2 has a part of type image_url, and the chat template takes text alone"):
         texts_of(body, "f", [PARTS[0], PICTURE])
 
@@ -165,9 +156,8 @@ def test_texts_of_parts_are_joined_for_templates_that_would_print_the_list_or_fa
 def test_templates_that_take_parts_get_them_and_what_is_no_text_is_told():
     contents, fields = texts_of(of_parts, [*PARTS, PICTURE], "f")
     assert contents == [[*PARTS, PICTURE], "f"]
-    assert list(fields.warnings(["user"])) == [
-        "contents have parts that are no text (1 of type image_url): the tokens are what the chat template writes for them"
-    ]
+    (warning,) = fields.warnings(["user"])
+    assert "parts that are no text (1 of type image_url)" in warning
 
 
 def test_conversations_without_further_fields_are_rendered_once_and_others_a_few_times():

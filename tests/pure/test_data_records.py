@@ -103,30 +103,25 @@ def archive(kind):
 
 
 BINARY = {
-    "zip": (
-        lambda: archive("zip"),
-        "a ZIP archive, as .docx, .xlsx, .epub, .npz and checkpoints of torch are, not text in UTF-8: unpack",
-    ),
-    "tar": (lambda: archive("w"), "a tar archive, not text in UTF-8: unpack it first"),
-    "tar.gz": (lambda: archive("w:gz"), "a tar archive, not text in UTF-8: unpack it first"),
-    "pdf": (lambda: b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF, not text in UTF-8: extract its text first"),
-    "arrow": (lambda: b"ARROW1\0\0" + bytes(9), "an Arrow table, not text in UTF-8: write it as Parquet or JSONL"),
-    "UTF-16": (lambda: "{}".encode("utf-16"), "text in UTF-16, not text in UTF-8: convert it first: iconv -f UTF-16 -t UTF-8"),
-    "picture": (lambda: b"\x89PNG\r\n\x1a\n\0", "a PNG picture, not text in UTF-8: only text can be prepared"),
-    "pointer": (
-        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
-        "a pointer to a file of Git LFS, not the file: fetch it with `git lfs pull`",
-    ),
+    "zip": (archive("zip"), "a ZIP archive, as .docx", "unpack"),
+    "tar": (archive("w"), "a tar archive", "unpack it first"),
+    "tar.gz": (archive("w:gz"), "a tar archive", "unpack it first"),
+    "pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF", "extract its text first"),
+    "arrow": (b"ARROW1\0\0" + bytes(9), "an Arrow table", "write it as Parquet or JSONL"),
+    "UTF-16": ("{}".encode("utf-16"), "text in UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8"),
+    "picture": (b"\x89PNG\r\n\x1a\n\0", "a PNG picture", "only text can be prepared"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a pointer to a file", "git lfs pull"),
 }
 
 
 @pytest.mark.parametrize("kind", BINARY)
 def test_what_is_binary_is_refused_by_what_it_is(tmp_path, kind):
-    content, says = BINARY[kind]
-    path = written(tmp_path / "in.jsonl", content())
+    content, what, remedy = BINARY[kind]
+    path = written(tmp_path / "in.jsonl", content)
     with pytest.raises(EppError) as refused:
         read(path)
-    assert str(refused.value).startswith(f"{path} is {says}")
+    assert str(refused.value).startswith(f"{path} is {what}")
+    assert remedy in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["%PDF-1.7 begins a PDF", "BZh9 is no archive", "PK\x03\x04 in text", "GIF89a"])

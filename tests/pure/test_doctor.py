@@ -51,11 +51,10 @@ def machine(monkeypatch):
     return make
 
 
-FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1"} | {
-    "liger-kernel": "0.8.5",
-    "flash-attn-3": "3.0.0",
-    "numba": "0.68.1",
-}
+FULL = {
+    "torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1", "liger-kernel": "0.8.5",
+    "flash-attn-3": "3.0.0", "numba": "0.68.1",
+}  # fmt: skip
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
@@ -71,13 +70,8 @@ def without(name):
     return {key: value for key, value in FULL.items() if key != name}
 
 
-TE, ALLOC, OLD_ALLOC, TF32 = (
-    "transformer-engine",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-EXPANDABLE = "expandable_segments:True"
+ALLOC, OLD_ALLOC, TF32 = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+TE, EXPANDABLE = "transformer-engine", "expandable_segments:True"
 FINDINGS = [
     # what is missing, with what to install
     (without(TE), SET, "Transformer Engine", WARNING, "not found", "pip install 'megatron-epp[te]'", "--transformer-impl"),
@@ -182,7 +176,9 @@ def test_a_profile_fits_where_it_was_measured(monkeypatch, machine_name, source,
     assert ("megatron-epp profile" in found.todo) == (status == WARNING)
 
 
-def test_a_profile_that_cannot_be_read_is_a_problem(tmp_path):
+def test_a_profile_that_cannot_be_read_is_a_problem_but_not_of_the_machine(tmp_path):
     (found,) = cli_doctor._profile(str(tmp_path / "none.json"), None, False)
     assert found.status == PROBLEM
     assert "none.json" in found.found
+    for torch, told in ((OK, "training can run here, but not with"), (PROBLEM, "training cannot run here: 2 problem(s)")):
+        assert cli_doctor.text([Finding("torch", torch, "2.13.0"), found]).splitlines()[-1].startswith(told)

@@ -1,4 +1,4 @@
-"""The command of a run, and what is saved next to it."""
+"""The command of a run, what is saved next to it, and the variables that it sets."""
 
 import json
 import os
@@ -12,13 +12,14 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
-from megatron_epp.launch.yaml_settings import SettingsError
+from megatron_epp.launch.environment_variables import environment_to_set, exports
+from megatron_epp.launch.yaml_settings import SettingsError, load_settings
 
-
-def refused(**launch: object) -> str:
-    with pytest.raises(SettingsError) as error:
-        Launch.of({"launch": launch})
-    return str(error.value)
+NAMES = ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"]
+"""No folders in `runs`."""
+VARIABLES = ["X=1; touch PWNED; export Y", "2ND", "A B", "A\nB", "", "Ä", "A-B", 1]
+"""No names that a shell takes for those of variables."""
+VALUE = "launch.environment.A_KEY must be text without a NUL character, or a number"
 
 
 def option(command: list[str], name: str) -> str:
@@ -54,35 +55,29 @@ def test_every_node_has_a_log_of_its_own_unless_all_is_printed(tmp_path):
     assert log_of(Launch(full_log=True), tmp_path) is None
 
 
-def test_mistakes_are_named():
-    assert "launch.node is unknown; did you mean 'nodes'?" in refused(node=2)
-    assert "launch.nodes is 'two'; it must be of type int" in refused(nodes="two")
-    assert "node_rank is 2; it must be from 0 to 1 for launch.nodes 2" in refused(nodes=2, node_rank=2)
-    assert "launch.nodes is 0; it must be 1 or more" in refused(nodes=0)
-    assert "launch.master_port is 70000; it must be 1 or more, up to 65535" in refused(master_port=70000)
-    assert "launch.torchrun is '\"a'; its quotes must be closed" in refused(torchrun='"a')
-    assert "launch.full_log is 1; it must be of type bool" in refused(full_log=1)
-    assert "there is no file nowhere.py" in refused(script="nowhere.py")
-    assert "launch.master_addr is '--standalone'; it must be the name or the address" in refused(master_addr="--standalone")
-
-
-@pytest.mark.parametrize("name", ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"])
-def test_a_name_of_a_run_is_that_of_a_folder_in_runs(name):
-    message = refused(name=name)
-    assert message.startswith(f"launch.name is {name!r}; it must")
-    assert len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["X=1; touch PWNED; export Y", "2ND", "A B", "A\nB", "", "Ä", "A-B", 1])
-def test_a_variable_has_a_name_that_a_shell_takes_for_one(name):
-    message = refused(environment={name: 1})
-    assert message.startswith(f"launch.environment: {name!r} is not a name of a variable")
-    assert len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("value", ["a\0b", ["a"], {"a": 1}])
-def test_a_variable_has_a_value_that_an_environment_can_hold_and_a_refusal_does_not_tell_it(value):
-    assert refused(environment={"A_KEY": value}) == "launch.environment.A_KEY must be text without a NUL character, or a number"
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"node": 2}, "launch.node is unknown; did you mean 'nodes'?"),
+        ({"nodes": "two"}, "launch.nodes is 'two'; it must be of type int"),
+        ({"nodes": 2, "node_rank": 2}, "node_rank is 2; it must be from 0 to 1 for launch.nodes 2"),
+        ({"nodes": 0}, "launch.nodes is 0; it must be 1 or more"),
+        ({"master_port": 70000}, "launch.master_port is 70000; it must be 1 or more, up to 65535"),
+        ({"torchrun": '"a'}, "launch.torchrun is '\"a'; its quotes must be closed"),
+        ({"full_log": 1}, "launch.full_log is 1; it must be of type bool"),
+        ({"script": "nowhere.py"}, "there is no file nowhere.py"),
+        ({"master_addr": "--standalone"}, "launch.master_addr is '--standalone'; it must be the name or the address"),
+        *(({"name": name}, f"launch.name is {name!r}; it must") for name in NAMES),
+        *(({"environment": {name: 1}}, f"launch.environment: {name!r} is not a name of a variable") for name in VARIABLES),
+        *(({"environment": {"A_KEY": value}}, VALUE) for value in ["a\0b", ["a"], {"a": 1}]),
+    ],
+)
+def test_mistakes_are_named_in_one_line(launch, words):
+    with pytest.raises(SettingsError) as error:
+        Launch.of({"launch": launch})
+    assert words in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
 def test_the_saved_command_runs_again_as_it_is(tmp_path):
@@ -158,3 +153,105 @@ def test_settings_are_saved_where_the_run_saves():
 
 def test_a_replica_has_as_many_ranks_as_its_parallel_sizes_multiply_to():
     assert world_of({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}) == 8
+
+
+# ---- variables: references to the environment stay references in all that is saved and shown -------------------------
+
+SECRET = 'hunter2-"$x'
+REFERENCES = ["${EPP_TEST_SOURCE}", "${EPP_TEST_SOURCE:other}", "${oc.env:EPP_TEST_SOURCE}", "${oc.env:EPP_TEST_SOURCE,other}"]
+
+
+@pytest.fixture(autouse=True)
+def _source(monkeypatch):
+    monkeypatch.setenv("EPP_TEST_SOURCE", SECRET)
+    for name in ("EPP_TEST_UNSET", "EPP_TEST_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def loaded(tmp_path, values, *overrides):
+    """The section as it comes out of a file that includes another, and overrides."""
+    (tmp_path / "under.yaml").write_text(yaml.safe_dump({"launch": {"environment": values}, "megatron": {"save": "runs/a"}}))
+    (tmp_path / "over.yaml").write_text("include: under.yaml\nlaunch: {environment: {EPP_TEST_PLAIN: 1}}")
+    settings = load_settings([tmp_path / "over.yaml"], overrides)
+    return settings, Launch.of(settings).environment
+
+
+def run_saved(folder, *drop):
+    """The saved command, where some variables are not set."""
+    words = [word for name in drop for word in ("-u", name)]
+    return subprocess.run(["env", *words, "bash", folder / "command.sh"], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_a_value_from_the_environment_is_saved_as_where_it_came_from(reference, tmp_path):
+    settings, values = loaded(tmp_path, {"EPP_TEST_API_KEY": f"Bearer {reference}"})
+    assert environment_to_set(values) == {"EPP_TEST_API_KEY": f"Bearer {SECRET}", "EPP_TEST_PLAIN": "1"}
+    save_run(tmp_path / "run", settings, ["sh", "-c", 'echo "$EPP_TEST_API_KEY"'], values)
+    saved = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    assert not [name for name, text in saved.items() if "hunter2" in text]
+    assert f"Bearer {reference}" in saved["settings.yaml"]
+    assert run_saved(tmp_path / "run").stdout == f"Bearer {SECRET}\n"
+    assert load_settings([tmp_path / "run" / "settings.yaml"]) == settings
+    alone = run_saved(tmp_path / "run", "EPP_TEST_SOURCE")
+    assert alone.returncode != 0
+    assert "EPP_TEST_SOURCE: is not set, and EPP_TEST_API_KEY takes its value" in alone.stderr
+    assert alone.stdout == ""
+    assert "hunter2" not in "".join(exports(values, masked=True))
+
+
+def test_a_variable_that_is_handed_on_must_be_there_again(tmp_path):
+    settings, values = loaded(tmp_path, {"EPP_TEST_SOURCE": "${EPP_TEST_SOURCE}"})
+    assert environment_to_set(values) == {"EPP_TEST_PLAIN": "1"}
+    save_run(tmp_path / "run", settings, ["true"], values)
+    assert "hunter2" not in (tmp_path / "run" / "settings.yaml").read_text()
+    assert run_saved(tmp_path / "run").returncode == 0
+    assert "EPP_TEST_SOURCE: is not set" in run_saved(tmp_path / "run", "EPP_TEST_SOURCE").stderr
+
+
+def test_a_secret_that_is_given_is_masked_where_it_is_shown_and_runs_where_it_is_saved(tmp_path):
+    settings, values = loaded(tmp_path, {"EPP_TEST_API_KEY": SECRET, "OMP_OTHER": "shown"})
+    shown = exports(values, masked=True)
+    assert shown == ["export EPP_TEST_API_KEY='***'", "export EPP_TEST_PLAIN=1", "export OMP_OTHER=shown"]
+    save_run(tmp_path / "run", settings, ["sh", "-c", 'echo "$EPP_TEST_API_KEY"'], values)
+    assert run_saved(tmp_path / "run").stdout == f"{SECRET}\n"
+
+
+def test_what_the_environment_has_wins():
+    values = {"EPP_TEST_SOURCE": "theirs", "EPP_TEST_OTHER": 1}
+    assert environment_to_set(values) == {"EPP_TEST_OTHER": "1"}
+    assert exports(values) == ["export EPP_TEST_OTHER=1"]
+
+
+@pytest.mark.parametrize("value", [None, "${EPP_TEST_UNSET:null}", "${oc.env:EPP_TEST_UNSET,null}"])
+def test_null_leaves_a_variable_out(value, tmp_path):
+    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": value})
+    assert environment_to_set(values) == {"EPP_TEST_PLAIN": "1"}
+    assert exports(values) == ["export EPP_TEST_PLAIN=1"]
+
+
+def test_text_is_taken_as_it_is_and_not_as_a_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPP_TEST_SOURCE", "0123_4")
+    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": "${EPP_TEST_SOURCE}", "EPP_TEST_B": "${EPP_TEST_UNSET:1e3}"})
+    assert environment_to_set(values) == {"EPP_TEST_API_KEY": "0123_4", "EPP_TEST_B": "1e3", "EPP_TEST_PLAIN": "1"}
+
+
+def test_other_settings_can_be_part_of_a_value_beside_a_reference(tmp_path):
+    settings, values = loaded(tmp_path, {"EPP_TEST_DIR": "${megatron.save}/${EPP_TEST_SOURCE}"})
+    assert settings["launch"]["environment"]["EPP_TEST_DIR"] == "runs/a/${EPP_TEST_SOURCE}"
+    assert environment_to_set(values)["EPP_TEST_DIR"] == f"runs/a/{SECRET}"
+
+
+def test_an_override_keeps_references_too(tmp_path):
+    settings, values = loaded(tmp_path, {}, "launch.environment={EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}'}")
+    assert settings["launch"]["environment"]["EPP_TEST_API_KEY"] == "${EPP_TEST_SOURCE}"
+    assert environment_to_set(values)["EPP_TEST_API_KEY"] == SECRET
+
+
+@pytest.mark.parametrize("reference", ["${EPP_TEST_UNSET}", "${oc.env:EPP_TEST_UNSET}"])
+def test_a_variable_that_is_not_set_is_named_with_what_would_do(reference):
+    with pytest.raises(SettingsError) as error:
+        environment_to_set({"EPP_TEST_API_KEY": reference})
+    assert str(error.value) == (
+        "launch.environment.EPP_TEST_API_KEY: EPP_TEST_UNSET is not set: export it, or give a default as "
+        "${EPP_TEST_UNSET:default}"
+    )

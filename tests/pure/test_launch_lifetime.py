@@ -59,26 +59,27 @@ def python(program, stderr=None, **variables):
     return subprocess.Popen(command, env=os.environ | variables, stdout=pipe, stderr=stderr, text=True)
 
 
-@pytest.mark.parametrize("state", ["runs", "is stopped"])
-@pytest.mark.parametrize(("how", "variables"), [("end_with_parent", {}), ("end_with_launcher", {"TORCHELASTIC_RUN_ID": "a"})])
-def test_a_process_ends_when_its_parent_is_killed(state, how, variables):
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize(
+    ("how", "variables", "outlives"),
+    [
+        ("end_with_parent", {}, False),
+        ("end_with_launcher", {"TORCHELASTIC_RUN_ID": "a"}, False),
+        ("end_with_launcher", {}, True),  # no torchrun has started it
+    ],
+)
+def test_a_process_ends_when_its_parent_is_killed(is_stopped, how, variables, outlives, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     parent = python(PARENT.format(child=CHILD.format(how=how)), **variables)
     child = int(parent.stdout.readline())
-    if state == "is stopped":
+    if is_stopped:
         os.kill(child, signal.SIGSTOP)
     parent.kill()
     parent.wait()
+    if outlives:
+        assert not has_ended(child)
+        os.kill(child, signal.SIGKILL)
     wait_until(lambda: has_ended(child), f"process {child} has ended")
-
-
-def test_a_process_that_no_torchrun_started_outlives_its_parent(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    parent = python(PARENT.format(child=CHILD.format(how="end_with_launcher")))
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    assert not has_ended(child)
-    os.kill(child, signal.SIGKILL)
 
 
 def test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once(folder):

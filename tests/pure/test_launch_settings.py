@@ -21,14 +21,6 @@ def write(tmp_path: Path):
     return write_file
 
 
-def refused(*arguments: object) -> str:
-    with pytest.raises(EppError) as error:
-        load_settings(*arguments)  # type: ignore[arg-type]
-    message = str(error.value)
-    assert len(message.splitlines()) <= 2
-    return message
-
-
 def test_later_files_win_over_earlier_ones_and_overrides_over_all(write):
     one = write("one.yaml", "megatron: {num_layers: 4, lr: 1.0e-3}\nepp: {slices: 2}")
     two = write("two.yaml", "megatron: {num_layers: 8}")
@@ -44,11 +36,6 @@ def test_a_file_wins_over_what_it_includes_from_beside_it(write):
     write("parts/sizes.yaml", "megatron: {hidden_size: 1, num_layers: 3, lr: 1}")
     top = write("top.yaml", "include: [parts/model.yaml]\nmegatron: {lr: 2}")
     assert load_settings([top])["megatron"] == {"hidden_size": 64, "num_layers": 3, "lr": 2}
-
-
-def test_shipped_files_are_found_by_name(write):
-    top = write("top.yaml", "include: [models/llama3-8b]")
-    assert load_settings([top])["megatron"]["num_layers"] == 32
 
 
 def test_null_unsets(write):
@@ -69,47 +56,28 @@ def test_variables_come_from_the_environment_with_the_type_they_read_as(write, m
     assert settings["megatron"]["save"] == "runs/a"
 
 
-def test_a_variable_without_a_value_or_default_is_named(write, monkeypatch):
-    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
-    message = refused([write("top.yaml", "megatron: {save: '${EPP_TEST_UNSET}'}")])
-    assert "${EPP_TEST_UNSET} is not set: export it" in message
-
-
-def test_files_that_include_each_other_are_refused_with_the_circle(write):
-    a = write("a.yaml", "include: b.yaml")
-    write("b.yaml", "include: [a.yaml]")
-    message = refused([a])
-    assert "in a circle" in message
-    assert message.count("a.yaml") == 2
-    assert "b.yaml" in message
-
-
-def test_a_missing_file_is_named_with_who_includes_it_and_what_is_shipped(write):
-    top = write("top.yaml", "include: [nothere.yaml]")
-    message = refused([top])
-    assert "no file nothere.yaml, which" in message
-    assert "recipes/tiny-cpu" in message
-
-
-def test_a_misspelt_section_is_refused_with_the_nearest(write):
-    assert "unknown section 'megatrom'; did you mean 'megatron'?" in refused([write("top.yaml", "megatrom: {lr: 1}")])
-    assert "unknown section 'eppp'; did you mean 'epp'?" in refused([write("ok.yaml", "epp: {}")], ["eppp.slices=2"])
-
-
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "overrides", "facts"),
     [
-        ("megatron: [1, 2", "is not YAML"),
-        ("just text", "holds no `name: value` pairs"),
-        ("megatron: 3", "must hold names with values"),
+        ("just text", [], ["holds no `name: value` pairs"]),
+        ("megatron: 3", [], ["must hold names with values"]),
+        ("megatrom: {lr: 1}", [], ["unknown section 'megatrom'; did you mean 'megatron'?"]),
+        ("epp: {}", ["eppp.slices=2"], ["unknown section 'eppp'; did you mean 'epp'?"]),
+        ("epp: {}", ["lr"], ["key=value"]),
+        ("include: [nothere.yaml]", [], ["no file nothere.yaml, which", "recipes/tiny-cpu"]),
+        ("include: circle.yaml", [], ["in a circle", "circle.yaml", "top.yaml"]),
+        ("megatron: {save: '${EPP_TEST_UNSET}'}", [], ["${EPP_TEST_UNSET} is not set: export it"]),
     ],
 )
-def test_a_file_that_is_something_else_is_refused(write, text, words):
-    assert words in refused([write("top.yaml", text)])
-
-
-def test_an_override_needs_a_value(write):
-    assert "key=value" in refused([write("top.yaml", "epp: {}")], ["lr"])
+def test_what_cannot_be_is_refused_by_name_with_what_would_do(write, monkeypatch, text, overrides, facts):
+    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
+    write("circle.yaml", "include: top.yaml")
+    top = write("top.yaml", text)
+    with pytest.raises(EppError) as error:
+        load_settings([top], overrides)
+    message = str(error.value)
+    assert [fact for fact in facts if fact not in message] == []
+    assert len(message.splitlines()) <= 2
 
 
 # ---- settings as flags of the training script ------------------------------------------------------------------------
@@ -126,58 +94,48 @@ for switch in ("--swiglu", "--epp", "--epp-split-weight-gradient"):
     PARSER.add_argument(switch, action="store_true")
 
 
-def flags_refused(**settings: object) -> str:
+OURS = {"slices": 2, "split_weight_gradient": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({}, ""),
+        ({"megatron": {"num_layers": 4, "swiglu": True, "fast_path": False}}, "--num-layers 4 --swiglu --no-fast-path"),
+        ({"megatron": {"data_path": ["a", "b"]}}, "--data-path a b"),
+        ({"megatron": {"num_layers": None, "swiglu": False, "data_path": "a"}}, "--data-path a"),
+        ({"epp": {}}, "--epp"),
+        ({"epp": OURS}, "--epp --epp-slices 2 --epp-split-weight-gradient"),
+        ({"epp": OURS | {"enabled": False}}, ""),
+        # words that YAML reads as true and false
+        ({"epp": {"offload": True}}, "--epp --epp-offload on"),
+        ({"epp": {"offload": "on"}}, "--epp --epp-offload on"),
+        ({"epp": {"offload": False}}, "--epp --epp-offload off"),
+        # values that look like flags
+        ({"megatron": {"num_layers": "--swiglu"}}, "--num-layers=--swiglu"),
+        ({"megatron": {"num_layers": -1}}, "--num-layers=-1"),
+        ({"megatron": {"data_path": [-1, "-.5", "a"]}}, "--data-path -1 -.5 a"),
+    ],
+)
+def test_settings_are_flags(settings, flags):
+    assert argv_of(settings, PARSER) == flags.split()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"megatron": {"num_layer": 4}}, "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"),
+        ({"epp": {"slice": 2}}, "did you mean 'slices'?"),
+        ({"megatron": {"swiglu": 1}}, "is a switch: give true or false"),
+        ({"megatron": {"num_layers": [1, 2]}}, "takes one value"),
+        ({"megatron": {"num_layers": True}}, "takes one value"),
+        ({"megatron": {"data_path": {"a": 1}}}, "or a list of them"),
+        ({"megatron": {"betas": [0.9]}}, "takes 2 values"),
+        ({"megatron": {"data_path": ["a", "--swiglu"]}}, "must not begin with -"),
+        ({"megatron": {"num_layers": "4\0"}}, "no command line can hold a NUL character"),
+    ],
+)
+def test_a_key_or_a_value_that_is_none_of_its_flag_is_refused(settings, words):
     with pytest.raises(SettingsError) as error:
         argv_of(settings, PARSER)
-    return str(error.value)
-
-
-def test_values_lists_switches_and_null():
-    megatron = {"num_layers": 4, "swiglu": True, "fast_path": False, "data_path": ["a", "b"]}
-    assert argv_of({"megatron": megatron}, PARSER) == [
-        "--num-layers",
-        "4",
-        "--swiglu",
-        "--no-fast-path",
-        "--data-path",
-        "a",
-        "b",
-    ]
-    assert argv_of({"megatron": {"num_layers": None, "swiglu": False, "data_path": "a"}}, PARSER) == ["--data-path", "a"]
-
-
-def test_on_and_off_are_words_where_a_flag_takes_them_though_yaml_reads_them_as_true_and_false():
-    for value, word in ((True, "on"), ("on", "on"), (False, "off")):
-        assert argv_of({"epp": {"offload": value}}, PARSER) == ["--epp", "--epp-offload", word]
-
-
-def test_an_epp_section_switches_elastic_plans_on_unless_it_says_otherwise():
-    assert argv_of({"epp": {}}, PARSER) == ["--epp"]
-    ours = {"slices": 2, "split_weight_gradient": True}
-    assert argv_of({"epp": ours}, PARSER) == ["--epp", "--epp-slices", "2", "--epp-split-weight-gradient"]
-    assert argv_of({"epp": ours | {"enabled": False}}, PARSER) == []
-    assert argv_of({}, PARSER) == []
-
-
-def test_an_unknown_key_is_refused_with_the_nearest():
-    assert (
-        flags_refused(megatron={"num_layer": 4})
-        == "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"
-    )
-    assert "did you mean 'slices'?" in flags_refused(epp={"slice": 2})
-
-
-def test_a_value_that_does_not_go_with_its_flag_is_refused():
-    assert "is a switch: give true or false" in flags_refused(megatron={"swiglu": 1})
-    assert "takes one value" in flags_refused(megatron={"num_layers": [1, 2]})
-    assert "takes one value" in flags_refused(megatron={"num_layers": True})
-    assert "or a list of them" in flags_refused(megatron={"data_path": {"a": 1}})
-    assert "takes 2 values" in flags_refused(megatron={"betas": [0.9]})
-
-
-def test_a_value_is_not_read_as_a_flag():
-    assert argv_of({"megatron": {"num_layers": "--swiglu"}}, PARSER) == ["--num-layers=--swiglu"]
-    assert argv_of({"megatron": {"num_layers": -1}}, PARSER) == ["--num-layers=-1"]
-    assert argv_of({"megatron": {"data_path": [-1, "-.5", "a"]}}, PARSER) == ["--data-path", "-1", "-.5", "a"]
-    assert "must not begin with -" in flags_refused(megatron={"data_path": ["a", "--swiglu"]})
-    assert "no command line can hold a NUL character" in flags_refused(megatron={"num_layers": "4\0"})
+    assert words in str(error.value)

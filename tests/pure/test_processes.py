@@ -58,50 +58,42 @@ def test_that_ends_its_process():
 def test_behind():
     pass
 """
+ENDING = """
+import atexit, os
+
+def test_passes():
+    atexit.register(os._exit, 4)
+"""
+"""It ends its process behind the last test."""
 
 
 def run(folder: Path, *arguments: str, **files: str) -> str:
     """Run files of tests, each with a process of its own, and return what pytest prints."""
     for name, text in {"conftest": CONFTEST, **files}.items():
         (folder / f"{name}.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-raq",
-        "--disable-warnings",
-        f"--rootdir={folder}",
-        *arguments,
-        folder,
-    ]
-    return subprocess.run(map(str, command), cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    command = [sys.executable, *["-m", "pytest", "-p", "no:cacheprovider", "-raq", "--disable-warnings"], f"--rootdir={folder}"]
+    return subprocess.run([*command, *arguments, folder], cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
-def test_a_file_sees_nothing_of_another_and_its_tests_share_what_they_set_up(tmp_path: Path):
-    output = run(tmp_path, test_first=STATEFUL, test_second=STATEFUL, test_third=STATEFUL)
-    assert "9 passed" in output
-
-
-def test_what_fails_is_told_as_by_pytest_and_a_process_that_ends_fails_all_tests_without_a_result(tmp_path: Path):
+def test_files_see_nothing_of_each_other_and_what_fails_or_ends_its_process_is_told(tmp_path: Path):
+    stateful = {f"test_stateful_{number}": STATEFUL for number in range(3)}
     output = run(
-        tmp_path, "--junitxml", str(tmp_path / "results.xml"), test_dying=DYING, test_failing=FAILING, test_stateful=STATEFUL
+        tmp_path,
+        "--junitxml",
+        f"{tmp_path}/results.xml",
+        test_dying=DYING,
+        test_ending=ENDING,
+        test_failing=FAILING,
+        **stateful,
     )
-    assert re.search(r"3 failed, 5 passed, 1 skipped,.* 1 error in", output)
+    assert re.search(r"3 failed, 12 passed, 1 skipped,.* 2 errors in", output)
     assert "said by the test" in output
     assert "closed behind the last test" in output
     assert "a reason" in output
     assert re.findall(r"FAILED \S*test_dying.py::(\w+)", output) == ["test_that_ends_its_process", "test_behind"]
-    assert len(re.findall("^no result: the process of the file's tests ended with exit code 3", output, re.MULTILINE)) == 2
-    assert (tmp_path / "results.xml").read_text().count("<testcase") == 9
-
-
-def test_a_process_that_ends_behind_its_last_test_is_an_error(tmp_path: Path):
-    ending = "import atexit, os\n\ndef test_passes():\n    atexit.register(os._exit, 4)\n"
-    output = run(tmp_path, test_ending=ending)
-    assert re.search(r"1 passed,.* 1 error in", output)
-    assert "ended with exit code 4" in output
+    no_result = re.findall("^no result: the process of the file's tests ended with exit code (.)", output, re.MULTILINE)
+    assert sorted(no_result) == ["3", "3", "4"]
+    assert (tmp_path / "results.xml").read_text().count("<testcase") == 17
 
 
 def test_with_x_the_first_failure_ends_all(tmp_path: Path):

@@ -7,13 +7,14 @@ import matplotlib.colors
 import numpy as np
 import pytest
 
+from megatron_epp.cli.main import main
 from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.gantt import Shades, gantt, item_colours, text_colour, tint
+from megatron_epp.report.gantt import Shades, gantt, item_colours, side_by_side, text_colour, tint
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
@@ -154,11 +155,8 @@ def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
     labels = [text.get_text() for text in gantt(few).axes[0].texts]
     assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
     assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
-
-
-def test_where_a_rank_has_several_stages_boxes_name_the_stage_too():
-    texts = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
-    assert texts == ["0.0", "3.0", "1.0", "2.0"]
+    several = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
+    assert several == ["0.0", "3.0", "1.0", "2.0"], "of several stages on a rank the stage stands there too"
 
 
 def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
@@ -185,3 +183,61 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EppError, match=r"megatron-epp\[viz\]"):
         gantt(sliced_plan())
+
+
+# ---- plans of one batch below each other -----------------------------------------------------------------------------
+
+
+def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
+    short, long = sliced_plan(recompute=0), sliced_plan(recompute=4)
+    figure = side_by_side([("short", short), ("long", long)])
+    assert [axis.get_title(loc="left").split(":")[0] for axis in figure.axes] == ["short", "long"]
+    assert {axis.get_xlim() for axis in figure.axes} == {(0.0, long.predicted.makespan_us / 1e3)}
+    for axis, plan in zip(figure.axes, (short, long), strict=True):
+        timeline = simulate(plan)
+        drawn, _ = bars(axis, "rank 1 compute")
+        np.testing.assert_allclose(drawn, np.array([timeline.start_us[1], timeline.end_us[1]]).T / 1e3)
+        assert f"bubble {plan.predicted.bubble_fraction:.1%}" in axis.get_title(loc="left")
+    without, recomputing = (axis.get_title(loc="left") for axis in figure.axes)
+    assert "recompute" not in without
+    assert "recompute 25.0%" in recomputing
+
+
+def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
+    equal_stages = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
+    assert "2 stages on 2 ranks" in equal_stages.get_suptitle()
+    differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
+    assert "stages" not in differing.get_suptitle()
+    titles = [axis.get_title(loc="left") for axis in differing.axes]
+    assert [title.split(", ")[-1] for title in titles] == ["2 stages on 2 ranks", "4 stages on 2 ranks"]
+
+
+def test_the_legend_names_the_operations_of_all_plans():
+    figure = side_by_side([("one", sliced_plan(recompute=0)), ("two", sliced_plan(recompute=1)), ("v", v_shaped_plan())])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name.partition(",")[0] for name in names[:4]] == ["forward", "forward", "backward", "backward"]
+    assert "recompute inside a backward" in names
+    alone = side_by_side([("one", sliced_plan(recompute=0))])
+    assert "recompute inside a backward" not in [text.get_text() for text in alone.legends[0].get_texts()]
+
+
+def test_the_time_axis_of_a_long_iteration_is_in_seconds():
+    figure = side_by_side([("long", sliced_plan(tokens=4_000_000))])
+    figure.canvas.draw()
+    assert figure.axes[-1].get_xlabel().startswith("s since")
+    last = figure.axes[-1].get_xticklabels()[-1]
+    assert float(last.get_text()) * 1e3 == pytest.approx(last.get_position()[0])
+
+
+def test_nothing_to_draw_is_told():
+    with pytest.raises(PlanError, match="no planner found one"):
+        side_by_side([])
+
+
+def test_compare_draws_the_plans_that_there_are(tmp_path, capsys):
+    picture = tmp_path / "compared.png"
+    argv = ["compare", "--lengths", "900,50", "--planner", "greedy", "--planner", "1f1b", "--stages", "2", "-o", str(picture)]
+    assert main(argv) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--lengths", "70"]) == 2
+    assert "give --lengths once" in capsys.readouterr().err

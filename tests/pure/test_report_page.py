@@ -14,9 +14,13 @@ from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.page.data import Shown, plan_columns
+from megatron_epp.planner import plan as plan_batch
+from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.report.gantt import memory_picture
+from megatron_epp.report.page.data import Shown, item_columns, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
 from megatron_epp.report.text import recompute_in_backward
+from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
@@ -34,8 +38,9 @@ def actions_of(columns):
 
 
 @pytest.mark.parametrize("plan", [sliced_plan(num_ranks=3, slices=3), v_shaped_plan(), with_offload(sliced_plan(), 0)])
-def test_boxes_are_the_simulators(plan):
-    timeline, columns = simulate(plan), plan_columns(Shown("p", plan))["planned"]
+def test_boxes_are_the_simulators_and_chunks_the_plans(plan):
+    timeline, shown = simulate(plan), plan_columns(Shown("p", plan))
+    columns, chunks = shown["planned"], shown["chunks"]
     steps = [step for table in (plan.ranks, plan.copies) for row in table for step in row]
     starts = [time_us for table in (timeline.start_us, timeline.copy_start_us) for row in table for time_us in row]
     assert actions_of(columns) == [step.action for step in steps]
@@ -45,6 +50,8 @@ def test_boxes_are_the_simulators(plan):
     assert columns["free"] == [step.free_bytes for step in steps]
     assert columns["makespan_us"] == timeline.makespan_us
     assert columns["lanes"] == [len(row) for row in plan.ranks] + [len(row) for row in plan.copies or ((),) * plan.num_ranks]
+    assert chunks["segments"] == [[n for segment in chunk.segments for n in segment] for chunk in plan.chunks]
+    assert chunks["kind"] == [chunk.kind(plan.lengths) for chunk in plan.chunks]
 
 
 def test_memory_is_the_simulators_on_ranks_with_copies_and_without():
@@ -91,13 +98,6 @@ def test_a_run_is_joined_with_its_plan():
         assert measured["time_us"][box] == pytest.approx(2 * planned["time_us"][measured["planned"][box]])
     assert measured["lanes"] == [len(events) for events in run.ranks] + [0] * 4
     assert measured["critical"], "a run has a critical path of its own"
-
-
-def test_chunks_have_their_segments_and_kinds():
-    plan = sliced_plan()
-    chunks = plan_columns(Shown("p", plan))["chunks"]
-    assert chunks["segments"] == [[n for segment in chunk.segments for n in segment] for chunk in plan.chunks]
-    assert chunks["kind"] == [chunk.kind(plan.lengths) for chunk in plan.chunks]
 
 
 def test_no_text_ends_the_script_in_which_it_stands():
@@ -159,3 +159,35 @@ def test_compare_and_memory_write_pages(tmp_path, capsys):
     assert ".html" in capsys.readouterr().err
     assert main(["memory", "--lengths", "900", *SMALL, "-o", str(tmp_path / "memory.png")]) == 2
     assert "--memory-out draws its memory" in capsys.readouterr().err
+
+
+# ---- memory by items, on a page and as a picture ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def breakdown():
+    costs, asked = pipeline(2), problem((8192, 700, 300), 2, 64 << 30)
+    return memory_breakdown(plan_batch(asked, costs), costs)
+
+
+def test_the_areas_of_a_rank_are_stacked_up_to_its_live_bytes(breakdown):
+    picture = memory_picture(breakdown)
+    assert [axis.get_ylabel() for axis in picture.axes] == ["rank 0\nGiB", "rank 1\nGiB"]
+    assert "planned memory of 3 sequences in" in picture.axes[0].get_title(loc="left")
+    for rank, axis in enumerate(picture.axes):
+        highest = max(path.vertices[:, 1].max() for areas in axis.collections for path in areas.get_paths())
+        assert highest * 2**30 == pytest.approx(breakdown.timeline.peak_bytes[rank], rel=1e-6)
+        last = max(path.vertices[:, 0].max() for areas in axis.collections for path in areas.get_paths())
+        assert last * 1e3 == pytest.approx(breakdown.timeline.makespan_us)
+    assert picture.axes[0].get_xlim() == pytest.approx((0.0, breakdown.timeline.makespan_us / 1e3))
+    (legend,) = picture.legends
+    assert [entry.get_text() for entry in legend.get_texts()] == list(breakdown.items)
+
+
+def test_the_items_of_a_page_add_up_to_the_live_bytes(breakdown):
+    columns = item_columns(breakdown)
+    assert columns["names"] == list(breakdown.items)
+    for rank, row in enumerate(columns["ranks"]):
+        changes = list(zip(*[iter(row["changes"])] * 3, strict=True))
+        sums = [sum(delta for moment, _, delta in changes if moment <= at) for at in range(len(row["time_us"]))]
+        assert sums == [num_bytes for _, num_bytes in breakdown.timeline.live_bytes(rank)]

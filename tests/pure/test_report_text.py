@@ -1,50 +1,27 @@
-"""Plans as text and in tables."""
+"""Plans as text and in tables; measured runs, which pass where they are as near to the reference as Megatron's own."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.plan import UNLIMITED_BYTES
-from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import format_bytes
+from megatron_epp.report.measured import Event, Measured
 from megatron_epp.report.text import (
-    against,
     bubble_fraction,
     clip,
-    comparison,
     format_cap,
     format_us,
+    main_items,
     recompute_in_backward,
     recompute_share,
     summary,
 )
 from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, with_offload
-
-SMALL = """\
-6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
-makespan 19.54 ms (33.6% above the lower bound), bubble 25.2%, recompute 7.7%, peak 4.42 MiB of 16.00 MiB
-recompute takes 2.25 ms of all ranks' time: 8 full of 32 layer passes
-
-chunk  kind     tokens  segments
-    0  split     1,000  0[0:1000]
-    1  hybrid    1,500  0[1000:2000] 1
-    2  batched   1,000  2 3
-    3  batched   1,000  4 5
-
-rank  stages      busy  bubble  peak MiB        cap  recompute layers
-   0       0  14.62 ms   25.2%      4.42  16.00 MiB              4/16
-   1       1  14.62 ms   25.2%      3.44  16.00 MiB              4/16
-
-rank 0 | 0F0 0F1 0F2 0B1 0F3 0B0 0B2 0B3
-rank 1 | 1F0 1F1 1B1 1F2 1B0 1F3 1B2 1B3"""
-
-
-def test_a_small_plan_prints_whole():
-    plan = sliced_plan()
-    first, rest = summary(plan).split("\n", 1)
-    assert first == f"plan {digest(plan)[:12]}: planner greedy, costs analytic, 2 stages on 2 ranks, 8 layers"
-    assert rest == SMALL
 
 
 def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks_where_there_are_limits():
@@ -57,10 +34,6 @@ def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks_where_there_are_lim
     text = summary(plan, width=None, max_chunks=None)
     assert "…" not in text
     assert all(str(step.action) in text.split() for steps in plan.ranks for step in steps)
-
-
-def test_the_planners_notes_are_printed():
-    assert "note: dropped nothing" in summary(replace(sliced_plan(), notes=("dropped nothing",)))
 
 
 def test_a_rank_with_more_work_than_the_others_is_named_with_what_to_do():
@@ -93,29 +66,6 @@ def test_bubbles_of_the_ranks_average_to_the_plans():
     assert sum(shares) / 4 == pytest.approx(plan.predicted.bubble_fraction)
 
 
-def test_plans_compare_in_one_table_with_the_best_at_one():
-    lean, full = sliced_plan(recompute=0), sliced_plan(recompute=4)
-    lines = comparison([("lean", lean), ("full", full)]).splitlines()
-    ratio = full.predicted.makespan_us / lean.predicted.makespan_us
-    assert lines[0].split() == ["plan", "makespan", "x", "best", "bubble", "peak", "cap", "recompute", "chunks"]
-    assert lines[1].split()[:5] == [
-        "lean",
-        f"{lean.predicted.makespan_us / 1e3:.2f}",
-        "ms",
-        "1.000",
-        f"{lean.predicted.bubble_fraction:.1%}",
-    ]
-    assert lines[2].split()[3] == f"{ratio:.3f}"
-    assert lines[1].split()[-2:] == ["0.0%", "4"]
-    assert lines[2].split()[-2:] == ["25.0%", "4"]
-
-
-def test_a_run_twice_as_slow_shows_as_such():
-    plan = sliced_plan(num_ranks=1)
-    rows = {line.split("  ")[0]: line.split()[-1] for line in against(plan, measured_run(plan, slowdown=2.0)).splitlines()}
-    assert rows["makespan"] == rows["all F"] == rows["all B"] == "2.000"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -130,7 +80,55 @@ def test_a_run_twice_as_slow_shows_as_such():
         (clip("abcdef", 4), "abc…"),
         (clip("abcd", 4), "abcd"),
         (clip("abcdef", None), "abcdef"),
+        (main_items({"few": 1, "most": 4, "least": 0, "some": 2}), "4.00 B most, 2.00 B some, 1.00 B few"),
     ],
 )
 def test_numbers_read_well(text, expected):
     assert text == expected
+
+
+# ---- measured runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_measurement_survives_its_file_with_its_processor_times_where_there_are_some(tmp_path):
+    measured = measured_run(sliced_plan())
+    measured.save(tmp_path / "run.json")
+    assert Measured.load(tmp_path / "run.json") == measured
+    first, *rest = measured.ranks[0]
+    measured = Measured(measured.plan_digest, ((first._replace(cpu_us=7.5), *rest), *measured.ranks[1:]))
+    measured.save(tmp_path / "run.json")
+    loaded = Measured.load(tmp_path / "run.json")
+    assert loaded == measured
+    assert [event.cpu_us for event in loaded.ranks[0]] == [7.5, *[None] * len(rest)]
+
+
+def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
+    action = Action.parse
+    measured = Measured(
+        "d", ((Event(action("0F0"), 0.0, 30.0), Event(action("0SEND_F0"), 30.0, 40.0)), (Event(action("1F0"), 40.0, 100.0),))
+    )
+    assert measured.makespan_us == 100.0
+    assert measured.bubble_fraction == pytest.approx(1 - (30 + 60) / 200), "messages are not compute"
+
+
+def test_a_run_at_the_planned_speed_has_the_planned_bubble():
+    plan = sliced_plan(num_ranks=4)
+    measured, timeline = measured_run(plan, slowdown=1.0), simulate(plan)
+    assert measured.makespan_us == timeline.makespan_us
+    assert measured.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+
+
+# ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------
+
+
+def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
+    near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
+    assert near.theirs == pytest.approx(1e-3)
+    assert near.allowed == pytest.approx(2e-3)
+    assert near.holds
+    assert not deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0081], floor=1e-6).holds
+    assert deviation([2.0], [2.0], [2.00001], floor=1e-5).holds
+    assert not deviation([2.0], [2.0], [2.0001], floor=1e-5).holds
+    found = deviation([2.0, 2.0], [2.0, 2.0], [2.0, math.nan], floor=1.0)
+    assert math.isinf(found.ours)
+    assert not found.holds

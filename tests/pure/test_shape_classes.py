@@ -37,10 +37,7 @@ def test_calls_of_a_class_have_one_plan(library):
 )
 def test_classes_are_powers_of_two_from_a_least_one(count, segments, tokens):
     assert (segment_class(count), token_class(count)) == (segments, tokens)
-
-
-def test_classes_of_many_tokens_are_multiples_of_32768():
-    assert [token_class(n) for n in (65537, 98304, 98305)] == [98304, 98304, 131072]
+    assert [token_class(n) for n in (65537, 98304, 98305)] == [98304, 98304, 131072], "of many, multiples of 32768"
 
 
 def test_the_smallest_chunk_of_a_class_is_in_it_and_no_larger_than_its_calls():

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -129,10 +129,8 @@ class Cluster:
                     process.wait()
 
 
-def wait_for(happened: object, limit_s: float, what: str, tell: object = str) -> None:
+def wait_for(happened: Callable[[], bool], limit_s: float, what: str, tell: Callable[[], str] = str) -> None:
     """Look again and again until it has happened. Raises AssertionError with what `tell` returns."""
-    assert callable(happened)
-    assert callable(tell)
     end_s = time.monotonic() + limit_s
     while not happened():
         assert time.monotonic() < end_s, f"after {limit_s:.0f} s it is not so that {what}: {tell()}"

@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.support.plan.bad_files import signed
-
 Damage = Callable[[bytes, random.Random], bytes]
 """Function from the content of a sound file to damaged content."""
 
@@ -20,35 +18,9 @@ NASTY_VALUES = (
 """Values of JSON that replace others."""
 NASTY_TEXTS = (
     *(b"9" * 5000, b"[" * 5000, b"{" * 300, b"- " * 300, b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x1b[2J"),
-    *(
-        b"1e999",
-        b"-1",
-        b"0",
-        b"NaN",
-        b"\xc2\xb2",
-        b"\xd9\xa3",
-        b"1" * 20,
-        b"0x10",
-        b"&a [*a]",
-        b"&a ",
-        b"*a",
-        b"<<: *a",
-        b"${x}",
-    ),
-    *(
-        b"\n\n",
-        b"\r\n",
-        b"\t",
-        b"\xe2\x80\xa8",
-        b"\\ud800",
-        b'"',
-        b"'",
-        b"---\n",
-        b"!!python/object:os.system",
-        b"{%",
-        b"{{",
-        b"%}",
-    ),
+    *(b"1e999", b"-1", b"0", b"NaN", b"\xc2\xb2", b"\xd9\xa3", b"1" * 20, b"0x10"),
+    *(b"&a [*a]", b"&a ", b"*a", b"<<: *a", b"${x}", b"\n\n", b"\r\n", b"\t", b"\xe2\x80\xa8", b"\\ud800"),
+    *(b'"', b"'", b"---\n", b"!!python/object:os.system", b"{%", b"{{", b"%}"),
 )
 """Texts that are put between others."""
 NASTY_LETTERS = b"{}[]:,&*-!|>'\"#%@`\\$ \n\t09exy~?\x00\x1b\xb2\xff();FBIW."
@@ -70,11 +42,6 @@ def json_damage(*, finish: Callable[[Any], str] = json.dumps, optional: Sequence
         return (finish if draw.random() < 0.9 else json.dumps)(document).encode()
 
     return damage
-
-
-def plan_damage(*optional: str) -> Damage:
-    """Return damage to a plan, mostly with a digest that fits what comes out."""
-    return json_damage(finish=signed, optional=optional)
 
 
 def lines_damage(content: bytes, draw: random.Random) -> bytes:

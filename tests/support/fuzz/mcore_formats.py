@@ -29,15 +29,7 @@ from megatron_epp.mcore.training import layout_search as layout
 from megatron_epp.mcore.training.checkpoints import TRACKER, settle_folder
 from megatron_epp.mcore.training.nccl_settings import link_settings, user_settings
 from tests.support.fuzz import formats
-from tests.support.fuzz.damage import (
-    Damage,
-    binary_damage,
-    byte_fields,
-    index_fields,
-    json_damage,
-    lines_damage,
-    text_damage,
-)
+from tests.support.fuzz.damage import Damage, binary_damage, byte_fields, index_fields, json_damage, lines_damage, text_damage
 from tests.support.fuzz.formats import ALL, NUM_TOKENS, RECORD, keys, named
 from tests.support.fuzz.judge import Fault, Format, Reader, logged
 
