@@ -1,10 +1,13 @@
 """Variable-length attention against dense attention in float64, segment by segment."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
+from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradient
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
@@ -20,6 +23,7 @@ CHUNKS = {
     "one token": ([(0, 0, 1)], 1),
     "one token after a prefix": ([(0, 300, 301)], 1),
     "one token after another": ([(0, 1, 2), (1, 0, 1), (2, 0, 1)], 4),
+    "several blocks of a window, padded": ([(0, 300, 460), (1, 0, 1), (2, 0, 9)], 172),
 }
 
 
@@ -28,29 +32,37 @@ def table_of(name):
     return SegmentTable.build(Chunk(tuple(Segment(*s) for s in segments)), padded_tokens)
 
 
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "window", "has_sinks"),
+    [(4, 4, None, False), (4, 2, None, True), (3, 1, None, False), (3, 1, 1, False), (4, 2, 7, True), (4, 4, 200, False)],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, query_heads, kv_heads):
-    table = table_of(name)
+def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, query_heads, kv_heads, window, has_sinks):
+    table = replace(table_of(name), window=window)
     torch.manual_seed(0)
     q, grad = (torch.randn(table.num_tokens, query_heads, 8).to(dtype) for _ in range(2))
     k, v = (torch.randn(table.key_starts[-1], kv_heads, 8).to(dtype) for _ in range(2))
+    sinks = torch.randn(query_heads).to(dtype)
     out, saved = EXACT_ATTENTION.forward(q, k, v, table, SCALE)
-    grads = EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, SCALE)
-    assert [x.dtype for x in (out, *grads)] == [dtype] * 4
+    if has_sinks:
+        add_sinks(out, EXACT_ATTENTION.log_sums(saved), sinks)
+    results = [out, *EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, SCALE)]
+    assert [x.dtype for x in results] == [dtype] * 4
+    if has_sinks:
+        results.append(sinks_gradient(grad, out, EXACT_ATTENTION.log_sums(saved), sinks))
 
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     parts = []
     for i in range(len(table.segments)):
         queries, keys = slice(*table.query_starts[i : i + 2]), slice(*table.key_starts[i : i + 2])
-        parts.append(dense_attention(exact[0][queries], exact[1][keys], exact[2][keys], SCALE))
+        of_segment = exact[0][queries], exact[1][keys], exact[2][keys]
+        parts.append(dense_attention(*of_segment, SCALE, window, exact[3] if has_sinks else None))
     expected = torch.cat(parts)
     expected.backward(grad.double())
-    of_values = exact[
-        2
-    ].grad.norm()  # of one token the other gradients are zero: what rounding leaves is small next to this one
-    for actual, wanted in zip((out, *grads), (expected, *(x.grad for x in exact)), strict=True):
+    # Of one token the other gradients are zero: what rounding leaves is small next to that of values.
+    of_values = exact[2].grad.norm()
+    for actual, wanted in zip(results, (expected, *(x.grad for x in exact)), strict=False):
         floor = 1e-2 if wanted.any() else of_values
         assert relative_difference(actual, wanted, floor) < tolerance
 

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.core import chunk_attention
-from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
-from megatron_epp.runtime.attention.kernels.base import add_sinks, backward_by_heads, sinks_gradient
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
@@ -109,43 +107,3 @@ def test_offsets_within_a_window_need_no_other_copy_from_the_host() -> None:
         assert within.key_starts[1] == min(11, window) + 9
         torch.testing.assert_close(within._on_device[device], offsets_of(within), rtol=0, atol=0)
         assert table.cu_seqlens(device)[1].tolist() == [0, 20, 24, 25, 27]
-
-
-@pytest.mark.parametrize("window", [None, 1, 7, 200])
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 4e-6), (torch.bfloat16, 3e-2)])
-def test_exact_attention_equals_dense_attention(
-    dtype: torch.dtype, tolerance: float, has_sinks: bool, window: int | None
-) -> None:
-    torch.manual_seed(0)
-    chunk = Chunk((Segment(0, 300, 460), Segment(1, 0, 1), Segment(2, 0, 9)))
-    table = replace(SegmentTable.build(chunk, chunk.num_tokens + 2), window=window)
-    q, grad = (double(table.num_tokens, HEADS, WIDTH).to(dtype) for _ in range(2))
-    k, v = (double(table.key_starts[-1], KV_HEADS, WIDTH).to(dtype) for _ in range(2))
-    sinks = double(HEADS).to(dtype)
-    out, saved = EXACT_ATTENTION.forward(q, k, v, table, SCALE)
-    if has_sinks:
-        add_sinks(out, EXACT_ATTENTION.log_sums(saved), sinks)
-    groups: list[tuple[Tensor, Tensor]] = []
-
-    def take(dk: Tensor, dv: Tensor, heads: slice | None) -> tuple[Tensor, Tensor]:
-        groups.append((dk, dv))
-        return dk[: len(q)], dv[: len(q)]
-
-    dq, *_ = backward_by_heads(EXACT_ATTENTION, grad, q, k, v, out, saved, table, SCALE, take, count=1)
-    results = [out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))]
-    if has_sinks:
-        results.append(sinks_gradient(grad, out, EXACT_ATTENTION.log_sums(saved), sinks))
-
-    exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
-    ends = [*zip(table.query_starts, table.query_starts[1:], table.key_starts, table.key_starts[1:], strict=False)]
-    expected = torch.cat(
-        [
-            dense_attention(exact[0][a:b], exact[1][c:d], exact[2][c:d], SCALE, window, exact[3] if has_sinks else None)
-            for a, b, c, d in ends
-        ]
-    )
-    expected.backward(grad.double())
-    for result, reference in zip(results, [expected, *(x.grad for x in exact)], strict=False):
-        assert reference is not None
-        assert (result.double() - reference).norm() <= tolerance * reference.norm()
