@@ -180,12 +180,6 @@ def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted_and_with_copies
     same_gradients(plan, offloading_kv(offloading(plan, 0.7)), reentrant=reentrant)
 
 
-def test_a_run_without_host_memory_is_refused_by_the_flag():
-    plan = offloading_kv(one_rank())
-    with pytest.raises(RunError, match="add --epp-offload"):
-        Executor(plan, 0, {})
-
-
 @spread_by_default(3, case=CASES, kv_heads=(4, 2), when=(None, *HOSTS), mode=RECOMPUTE, fp32_gradients=("off", "on"))
 def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
     together, apart = (layer_in_bf16(case, layers=2, kv_heads=kv_heads) for _ in range(2))
