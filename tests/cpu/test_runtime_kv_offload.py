@@ -13,7 +13,6 @@ from megatron_epp.runtime.attention.host_store import PieceReader
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
-from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
