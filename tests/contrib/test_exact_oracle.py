@@ -6,18 +6,16 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from megatron_epp.contrib.exact.oracle import TOLERANCE, oracle
-from megatron_epp.cost import BlockCosts, Costs, LinearTime, PipelineCosts, Static
-from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost import Costs, LinearTime, PipelineCosts, Static
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.planner import Decisions, Options, Problem, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
@@ -102,60 +100,6 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
     return found
 
 
-def with_features(costs: PipelineCosts, seed: int) -> PipelineCosts:
-    """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
-    draw = random.Random(seed)
-
-    def larger[T: (BlockCosts, KVBytes)](one: T) -> T:
-        sizes = {field.name: getattr(one, field.name) for field in fields(one) if "bytes" in field.name}
-        return replace(one, **{name: size * 10**6 for name, size in sizes.items() if size is not None})
-
-    stages = []
-    for stage in costs.stages:
-        weight = stage.layers.backward.scaled(draw.uniform(0.2, 0.6))
-        own = stage.changed(LAYER, weight=weight, weight_bytes_per_token=draw.randint(1, 8), kv=larger(stage.kv))
-        stages.append(replace(own, blocks=tuple(map(larger, own.blocks))))
-    link = {"host_latency_us": draw.uniform(0.05, 0.5), "host_us_per_byte": draw.uniform(2e-9, 5e-8), "offloadable_share": 0.9}
-    return replace(costs, stages=tuple(stages), **link)
-
-
-class Changes:
-    """Small changes of decisions at random: places of actions, recompute, weight gradients of their own."""
-
-    def __init__(self, options: Options, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.kinds = [self._swap, self._swap, self._swap_everywhere, self._recompute]
-        self.kinds += [self._weight] * 2 * options.split_weight
-
-    def of(self, made: Decisions) -> Decisions:
-        self.order = [list(row) for row in made.order]
-        self.recompute_steps = [list(row) for row in made.recompute_steps]
-        for _ in range(self.draw.choice((1, 1, 2, 3))):
-            self.draw.choice(self.kinds)(self.draw.randrange(len(self.order)), self.draw.randrange(len(made.chunks)))
-        return replace(made, order=tuple(map(tuple, self.order)), recompute_steps=self.recompute_steps)
-
-    def _swap(self, rank: int, _: int) -> None:
-        row = self.order[rank]
-        at = self.draw.randrange(len(row) - 1)
-        row[at], row[at + 1] = row[at + 1], row[at]
-
-    def _swap_everywhere(self, _: int, chunk: int) -> None:
-        op, other = self.draw.choice((Op.F, Op.B)), self.draw.randrange(len(self.recompute_steps[0]))
-        trade = {chunk: other, other: chunk}
-        for row in self.order:
-            row[:] = [a._replace(chunk=trade[a.chunk]) if a.op is op and a.chunk in trade else a for a in row]
-
-    def _recompute(self, rank: int, chunk: int) -> None:
-        self.recompute_steps[rank][chunk] ^= 1
-
-    def _weight(self, rank: int, chunk: int) -> None:
-        row, weight = self.order[rank], Action(Op.W, rank, chunk)
-        if weight in row:
-            row.remove(weight)
-        if self.draw.random() < 0.7:
-            row.insert(self.draw.randint(0, len(row)), weight)
-
-
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
 
 
@@ -198,33 +142,6 @@ def test_a_cap_below_what_ranks_hold_throughout_is_refused():
     cap = max(tabulate(chunks, asked, costs).static) - 1
     with pytest.raises(InfeasibleError, match=str(cap)):
         oracle(chunks, replace(asked, cap_bytes=(cap, cap)), costs, Options(), time_limit_s=20)
-
-
-@some_by_default("seed", [1, 2, 7], 1)
-@pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
-def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
-    chunks, asked, costs = tiny_case(seed)
-    costs = with_features(costs, seed)
-    tables = tabulate(chunks, asked, costs)
-    order = elastic_1f1b(chunks, 2, False)
-    most = max(peaks_bytes(order, tables, [[0] * len(chunks)] * 2))
-    cap = max(least_peaks(order, tables)) * 2 // 3 + most // 3
-    asked = replace(asked, cap_bytes=(cap, cap))
-    found = oracle(chunks, asked, costs, options)
-    assert found.optimal
-    assert found.decisions is not None
-    without = oracle(chunks, asked, costs, Options())
-    assert found.makespan_us <= without.makespan_us
-    assert build_plan(asked, costs, options, found.decisions).predicted.makespan_us == found.makespan_us
-    changes, sound = Changes(options, seed), 0
-    for _ in range(400):
-        try:
-            made = build_plan(asked, costs, options, changes.of(found.decisions))
-        except PlanError:
-            continue
-        sound += 1
-        assert made.predicted.makespan_us >= found.bound_us * (1 - 3e-5)
-    assert sound
 
 
 def test_weight_gradients_are_split_off_where_it_is_worth_it():

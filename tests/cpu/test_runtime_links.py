@@ -63,12 +63,6 @@ def strided_and_released(rank, links):
     return [receive.wait().tolist() for receive in (first, second)]
 
 
-def groups(rank, links):
-    """Ranks of each communicator."""
-    made = links.activations, links.gradients, links.figures, *links.control.levels
-    return links.ranks, [torch.distributed.get_process_group_ranks(group) for group in made]
-
-
 def each_way(rank, links):
     """Send activations both ways; return which communicators are one, and the message that each rank gets from the other."""
     made = Links.create(links.ranks, links.ranks, Groups(), LOOPED)
@@ -82,12 +76,14 @@ def each_way(rank, links):
 
 
 def made(rank, links, several_stages):
-    """Arguments that each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
+    """Ranks, backend and options that each group is made with, and its time limit in seconds; options are counted."""
     numbers, made = count(), []
 
     def create(ranks, timeout, backend, pg_options):
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        made.append((backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()))
+        made.append(
+            (tuple(ranks), backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        )
         return group
 
     groups = Groups(timedelta(seconds=77), create)
@@ -180,18 +176,16 @@ def test_strides_are_no_matter_and_the_sender_may_drop_its_tensor_at_once(ranks)
     assert whole == torch.arange(1000.0).tolist()
 
 
-def test_every_communicator_spans_the_pipeline(ranks):
-    assert ranks.run(groups) == [((0, 1), [[0, 1]] * 4)] * 2
-
-
 def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
     assert ranks.run(each_way) == [(4, [1.0, 11.0]), (4, [0.0, 10.0])]
 
 
 @pytest.mark.parametrize("several_stages", [False, True])
-def test_every_group_has_the_time_limit_and_those_of_messages_have_options_of_their_own(ranks, several_stages):
+def test_every_group_spans_the_pipeline_with_the_time_limit_and_those_of_messages_have_options_of_their_own(
+    ranks, several_stages
+):
     num_links = 4 if several_stages else 2
-    expected = [(None, f"options {i}", 77.0) for i in range(num_links)] + [("gloo", None, 77.0)] * 2
+    expected = [((0, 1), None, f"options {i}", 77.0) for i in range(num_links)] + [((0, 1), "gloo", None, 77.0)] * 2
     assert ranks.run(made, several_stages) == [expected] * 2
 
 
