@@ -14,8 +14,7 @@ from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
-from tests.support.runtime.pipeline_runs import run_plan
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
 from tests.support.runtime.runtime_plans import by_hand, offloading_kv, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 

@@ -16,7 +16,7 @@ from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, 
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
-from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import run_plan
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
 from tests.support.runtime.runtime_plans import (
     by_hand,

@@ -15,8 +15,7 @@ from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.failing_buffers import failing
-from tests.support.runtime.pipeline_runs import run_plan
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, one_rank_split, planned, two_ranks
 

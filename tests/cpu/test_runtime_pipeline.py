@@ -7,8 +7,7 @@ import torch
 
 from megatron_epp.plan import Op
 from tests.support.runtime.dense_attention import relative_difference
-from tests.support.runtime.pipeline_runs import run_plan
-from tests.support.runtime.plain_stage import whole_run
+from tests.support.runtime.plain_stage import run_plan, whole_run
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import (
     looped,
