@@ -14,8 +14,8 @@ from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
-from tests.support.runtime.runtime_plans import by_hand, offloading_kv, one_rank, one_rank_split, one_rank_two_stages, two_ranks
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.runtime_plans import by_hand, offloading_kv, one_rank, one_rank_two_stages, two_ranks
 
 
 def stages_of(plan, kind=PlainStage):
@@ -36,12 +36,6 @@ def faulty(plan, fault):
     stages = stages_of(plan, FaultyStage)
     stages[0].fault = fault
     return stages
-
-
-def test_actions_run_in_the_order_of_the_plan():
-    plan = one_rank_split()
-    calls = run_plan(0, None, plan)[0].calls
-    assert [call for call in calls if call not in ("last", "reduce")] == [str(action)[1:] for action in plan.actions(0)]
 
 
 ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"

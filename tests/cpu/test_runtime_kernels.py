@@ -113,6 +113,17 @@ def test_offsets_that_were_uploaded_are_not_copied_again():
     assert all(each.data_ptr() % 16 == 0 for each in (queries, keys))
 
 
+def test_offsets_within_a_window_need_no_other_copy_from_the_host():
+    table, device = table_of("hybrid"), torch.device("cpu")
+    table.cu_seqlens(device)
+    for window in (3, 11, 40):
+        within = table.within(window)
+        assert within is table.within(window)
+        assert within.key_starts[1] == min(11, window) + 9
+        torch.testing.assert_close(within._on_device[device], offsets_of(within), rtol=0, atol=0)
+        assert table.cu_seqlens(device)[1].tolist() == [0, 20, 24, 25]
+
+
 def test_strided_queries_keys_and_values_are_read_rightly():
     table = table_of("packed")
     torch.manual_seed(0)

@@ -19,20 +19,6 @@ from megatron_epp.runtime.links.objects import Groups
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
-
-def cross_talk(rank, links):
-    """Rank 0 sends four activations and four gradients, interleaved; rank 1 receives them in another interleaving."""
-    if rank == 0:
-        for i in range(4):
-            links.send(torch.full((2, 3), float(i)), peer=1, gradient=False)
-            links.send(torch.full((5,), 10.0 + i, dtype=torch.float64), peer=1, gradient=True)
-        links.finish_sends()
-        return None
-    gradients = [links.post_receive((5,), torch.float64, torch.device("cpu"), 0, gradient=True) for _ in range(4)]
-    activations = [links.post_receive((2, 3), torch.float32, torch.device("cpu"), 0, gradient=False) for _ in range(4)]
-    return [[receive.wait().tolist() for receive in kind] for kind in (activations, gradients)]
-
-
 LOOPED = directions((0, 1, 0, 1))
 """Directions of messages where two ranks have two stages each."""
 
@@ -158,16 +144,6 @@ def without_slots(rank, links):
 def ranks(tmp_path_factory):
     with Ranks(2, tmp_path_factory.mktemp("ranks")) as job:
         yield job
-
-
-def test_activations_and_gradients_keep_their_order_and_do_not_mix(ranks):
-    _, (activations, gradients) = ranks.run(cross_talk)
-    assert activations == [[[float(i)] * 3] * 2 for i in range(4)]
-    assert gradients == [[10.0 + i] * 5 for i in range(4)]
-
-
-def test_both_ranks_may_send_before_they_receive(ranks):
-    assert ranks.run(both_ways) == [1.0, 0.0]
 
 
 def test_strides_are_no_matter_and_the_sender_may_drop_its_tensor_at_once(ranks):

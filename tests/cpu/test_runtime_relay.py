@@ -11,15 +11,15 @@ from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.dense_attention import relative_difference
-from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLayer, slices
+from tests.support.runtime.relay_chunks import ALL_BUT_ATTENTION, CHANNELS, KV_HEADS, QUERY_HEADS, ChunkedLayer, slices
 
 
 def assert_equals_whole_sequences(layer):
     for expected, actual in zip(layer.whole(), layer.chunked(), strict=True):
         for wanted, got in zip(expected[1:], actual, strict=True):
             assert relative_difference(got, wanted) < 1e-12
-    if layer.expansion is not None:
-        assert relative_difference(layer.expansion.grad, layer.expansion_gradient) < 1e-12
+    for weight, gradient in ((layer.expansion, layer.expansion_gradient), (layer.sinks, layer.sinks_gradient)):
+        assert weight is None or relative_difference(weight.grad, gradient) < 1e-12
 
 
 @st.composite
@@ -55,27 +55,31 @@ def backward_orders(draw, chunks):
 @given(st.data())
 def test_any_segmentation_gives_the_outputs_and_gradients_of_whole_sequences(data):
     lengths, chunks, multiple = data.draw(segmentations())
-    layer = ChunkedLayer(lengths, chunks, multiple, layers=2)
+    window, has_sinks = data.draw(st.sampled_from([None, 1, 4, 11])), data.draw(st.booleans())
+    layer = ChunkedLayer(lengths, chunks, multiple, layers=2, window=window, has_sinks=has_sinks)
     outputs = [whole[0] for whole in layer.whole()]
+    # What slices of windows hand on is kept for Megatron's recompute, which is reentrant.
+    modes = ["kept", "recomputed, reentrant", ALL_BUT_ATTENTION] + ["recomputed"] * (window is None)
     for c, segments in enumerate(chunks):
-        out = layer.forward(c, data.draw(st.sampled_from(sorted(RECOMPUTE))))
+        out = layer.forward(c, data.draw(st.sampled_from(modes)))
         rows = torch.cat([outputs[sequence][start:end] for sequence, start, end in segments])
         assert relative_difference(out[: len(rows)], rows) < 1e-12
-    assert layer.kv_cache.num_bytes == layer.cache_bytes()
+    assert window or layer.kv_cache.num_bytes == layer.cache_bytes()
     for c in data.draw(backward_orders(chunks)):
         layer.backward(c)
     assert_equals_whole_sequences(layer)
     assert layer.kv_cache.num_bytes == 0
 
 
-def test_without_backward_the_last_slice_frees_the_cache():
-    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
-    seen = []
+@pytest.mark.parametrize("window", [None, 3])
+def test_without_backward_the_last_slice_frees_the_cache_and_a_slice_hands_on_no_more_rows_than_its_window(window):
+    layer, seen = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True, window=window), []
     with torch.no_grad():
         for c in range(3):
             layer.forward(c)
             seen.append(layer.kv_cache.num_bytes)
-    assert seen == [layer.cache_bytes(), layer.cache_bytes(), 0]
+    kept = layer.cache_bytes() if window is None else 2 * window * layer.layers * KV_HEADS * CHANNELS * 8
+    assert seen == [kept, kept, 0]
     layer.kv_cache.assert_empty()
 
 
