@@ -1,4 +1,4 @@
-"""The oracle against every order and recompute of tiny cases, and against the greedy planner on small ones."""
+"""The oracle against every order and recompute of tiny cases, the greedy planner on small ones, and formulas of optima."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
-from megatron_epp.contrib.exact.oracle import TOLERANCE, oracle
-from megatron_epp.cost import BlockCosts, Costs, LinearTime, PipelineCosts, Static
-from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.contrib.exact.oracle import TOLERANCE, Proven, oracle
+from megatron_epp.cost import Costs, LinearTime, PipelineCosts, Static
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.planner import Decisions, Options, Problem, plan
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
@@ -25,6 +23,7 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import Tables, tabulate
+from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
@@ -102,60 +101,6 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
     return found
 
 
-def with_features(costs: PipelineCosts, seed: int) -> PipelineCosts:
-    """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
-    draw = random.Random(seed)
-
-    def larger[T: (BlockCosts, KVBytes)](one: T) -> T:
-        sizes = {field.name: getattr(one, field.name) for field in fields(one) if "bytes" in field.name}
-        return replace(one, **{name: size * 10**6 for name, size in sizes.items() if size is not None})
-
-    stages = []
-    for stage in costs.stages:
-        weight = stage.layers.backward.scaled(draw.uniform(0.2, 0.6))
-        own = stage.changed(LAYER, weight=weight, weight_bytes_per_token=draw.randint(1, 8), kv=larger(stage.kv))
-        stages.append(replace(own, blocks=tuple(map(larger, own.blocks))))
-    link = {"host_latency_us": draw.uniform(0.05, 0.5), "host_us_per_byte": draw.uniform(2e-9, 5e-8), "offloadable_share": 0.9}
-    return replace(costs, stages=tuple(stages), **link)
-
-
-class Changes:
-    """Small changes of decisions at random: places of actions, recompute, weight gradients of their own."""
-
-    def __init__(self, options: Options, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.kinds = [self._swap, self._swap, self._swap_everywhere, self._recompute]
-        self.kinds += [self._weight] * 2 * options.split_weight
-
-    def of(self, made: Decisions) -> Decisions:
-        self.order = [list(row) for row in made.order]
-        self.recompute_steps = [list(row) for row in made.recompute_steps]
-        for _ in range(self.draw.choice((1, 1, 2, 3))):
-            self.draw.choice(self.kinds)(self.draw.randrange(len(self.order)), self.draw.randrange(len(made.chunks)))
-        return replace(made, order=tuple(map(tuple, self.order)), recompute_steps=self.recompute_steps)
-
-    def _swap(self, rank: int, _: int) -> None:
-        row = self.order[rank]
-        at = self.draw.randrange(len(row) - 1)
-        row[at], row[at + 1] = row[at + 1], row[at]
-
-    def _swap_everywhere(self, _: int, chunk: int) -> None:
-        op, other = self.draw.choice((Op.F, Op.B)), self.draw.randrange(len(self.recompute_steps[0]))
-        trade = {chunk: other, other: chunk}
-        for row in self.order:
-            row[:] = [a._replace(chunk=trade[a.chunk]) if a.op is op and a.chunk in trade else a for a in row]
-
-    def _recompute(self, rank: int, chunk: int) -> None:
-        self.recompute_steps[rank][chunk] ^= 1
-
-    def _weight(self, rank: int, chunk: int) -> None:
-        row, weight = self.order[rank], Action(Op.W, rank, chunk)
-        if weight in row:
-            row.remove(weight)
-        if self.draw.random() < 0.7:
-            row.insert(self.draw.randint(0, len(row)), weight)
-
-
 pytest.importorskip("ortools", reason="the oracle needs OR-tools: pip install 'megatron-epp[milp]'")
 
 
@@ -198,33 +143,6 @@ def test_a_cap_below_what_ranks_hold_throughout_is_refused():
     cap = max(tabulate(chunks, asked, costs).static) - 1
     with pytest.raises(InfeasibleError, match=str(cap)):
         oracle(chunks, replace(asked, cap_bytes=(cap, cap)), costs, Options(), time_limit_s=20)
-
-
-@some_by_default("seed", [1, 2, 7], 1)
-@pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
-def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
-    chunks, asked, costs = tiny_case(seed)
-    costs = with_features(costs, seed)
-    tables = tabulate(chunks, asked, costs)
-    order = elastic_1f1b(chunks, 2, False)
-    most = max(peaks_bytes(order, tables, [[0] * len(chunks)] * 2))
-    cap = max(least_peaks(order, tables)) * 2 // 3 + most // 3
-    asked = replace(asked, cap_bytes=(cap, cap))
-    found = oracle(chunks, asked, costs, options)
-    assert found.optimal
-    assert found.decisions is not None
-    without = oracle(chunks, asked, costs, Options())
-    assert found.makespan_us <= without.makespan_us
-    assert build_plan(asked, costs, options, found.decisions).predicted.makespan_us == found.makespan_us
-    changes, sound = Changes(options, seed), 0
-    for _ in range(400):
-        try:
-            made = build_plan(asked, costs, options, changes.of(found.decisions))
-        except PlanError:
-            continue
-        sound += 1
-        assert made.predicted.makespan_us >= found.bound_us * (1 - 3e-5)
-    assert sound
 
 
 def test_weight_gradients_are_split_off_where_it_is_worth_it():
@@ -276,3 +194,80 @@ def test_what_it_does_not_know_it_refuses():
     chunks = plan(problem((100, 100), 2), pipeline(2)).chunks
     with pytest.raises(PlanError, match="oracle"):
         oracle(chunks, problem((100, 100), 2, forward_only=True), pipeline(2), Options())
+
+
+# Equal microbatches with unit costs, whose optimum is a formula: F, B and W take one unit each on a rank.
+
+
+def best(unit: Unit, microbatches: float, options: Options) -> Proven:
+    """Solve under a cap of so many microbatches, and compare the plan with what the solver says of it."""
+    capped = replace(unit.problem, cap_bytes=(int(microbatches * TOKENS),) * unit.problem.num_ranks)
+    start = for_table(unit.chunks, capped, unit.costs, options)
+    found = oracle(unit.chunks, capped, unit.costs, options, start=start, time_limit_s=60)
+    assert found.optimal
+    assert found.decisions is not None
+    made = build_plan(capped, unit.costs, options, found.decisions)
+    assert check(made) == []
+    assert made.predicted.makespan_us == found.makespan_us <= start.makespan_us(capped, unit.costs)
+    assert found.bound_us == pytest.approx(found.makespan_us)
+    return found
+
+
+def waits(unit: Unit, found: Proven) -> float:
+    """Idle time of a rank, in units."""
+    return found.makespan_us / TOKENS - 3 * unit.microbatches
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 4), (4, 5)])
+def test_whole_backwards_wait_as_1f1b_whatever_the_memory(p: int, m: int):
+    """The bubble of 1F1B is (p - 1)(F + B), and with the memory of p microbatches or with more no order has less."""
+    unit = Unit("1f1b-sliced", p, m)
+    assert [waits(unit, best(unit, cap, Options())) for cap in (p, m + 1)] == [3 * (p - 1)] * 2
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 4), (4, 6)])
+def test_split_weight_gradients_wait_as_zb_h1_with_the_memory_of_1f1b(p: int, m: int):
+    """The bubble of ZB-H1 is (p - 1)(F + B - W); a rank's W fill all but the way of the first forward."""
+    unit = Unit("zb-h1", p, m)
+    assert waits(unit, best(unit, p, WEIGHTS)) == p - 1 == unit.waits(unit.of_paper())
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min", "dualpipe-v", "interleaved", "hanayo"])
+def test_no_order_of_several_stages_per_rank_is_faster_with_its_memory(name: str):
+    unit = Unit(name, 2, 4)
+    theirs = unit.of_paper()
+    found = best(unit, unit.peak_bytes(theirs) / TOKENS, replace(WEIGHTS, split_weight=unit.splits_weight))
+    assert waits(unit, found) <= unit.waits(theirs)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 3)])
+def test_memory_for_one_microbatch_runs_one_after_the_other(p: int, m: int):
+    """Rank 0 keeps a microbatch from its forward to its weight gradient, 2 p + 1 units later."""
+    unit = Unit("zb-h1", p, m)
+    assert best(unit, 1, WEIGHTS).makespan_us / TOKENS == m * (2 * p + 1)
+
+
+def johnson(jobs: list[tuple[int, int]]) -> int:
+    """Least makespan of two machines in a flow shop (Johnson, 1954)."""
+    first = sorted((job for job in jobs if job[0] < job[1]), key=lambda job: job[0])
+    last = sorted((job for job in jobs if job[0] >= job[1]), key=lambda job: -job[1])
+    ends = 0, 0
+    for on_one, on_two in (*first, *last):
+        ends = ends[0] + on_one, max(ends[0] + on_one, ends[1]) + on_two
+    return ends[1]
+
+
+@pytest.mark.parametrize("lengths", [(12, 3, 15, 8), (2, 9, 30, 11, 10)])
+def test_forwards_alone_are_a_flow_shop_of_two_machines(lengths: tuple[int, ...]):
+    """The first stage takes a unit of time per token, the second ten for any chunk; backwards take none."""
+    none = LinearTime(0.0, 0.0)
+    sizes = {f"{name}_per_token": 0.0 for name in ("layer_bytes", "recomputed_layer_bytes", "kv_bytes")}
+    stages = tuple(
+        stage_of(num_layers=1, forward=line, backward=none, **sizes) for line in (LinearTime(0.0, 1.0), LinearTime(10.0, 0.0))
+    )
+    costs = PipelineCosts("flow shop", stages, hidden_bytes_per_token=0.0)
+    asked = Problem(lengths, (0, 1), (UNLIMITED_BYTES,) * 2)
+    chunks = tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
+    found = oracle(chunks, asked, costs, Options())
+    assert found.optimal
+    assert found.makespan_us == johnson([(length, 10) for length in lengths])

@@ -78,19 +78,25 @@ def random_batch(rng):
     return lengths, chunks
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("mode", ["kept", "recomputed, reentrant"])
-def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window):
-    warm, rng, batches = KernelWarmUp((replace(HEADS, window=window),), LONGEST), random.Random(0), []
+def run_batches(library, autograd_thread, heads, mode="kept", **options):
+    """Run random batches, in which no plan is built; return the numbers of those that were built before each."""
+    warm, rng, built = KernelWarmUp((heads,), LONGEST), random.Random(0), []
     for _ in range(20):
-        layer = ChunkedLayer(*random_batch(rng), window=window)
-        batches.append(warm.before(chunk_layouts(layer.plan), repeats=mode != "kept"))
+        layer = ChunkedLayer(*random_batch(rng), **options)
+        built.append(warm.before(chunk_layouts(layer.plan), repeats=mode != "kept"))
         known = set(library.built)
         for chunk in range(len(layer.contexts)):
             layer.forward(chunk, mode)
         for chunk in reversed(range(len(layer.contexts))):
             autograd_thread.submit(layer.backward, chunk).result()
         assert library.built == known
+    return built
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mode", ["kept", "recomputed, reentrant"])
+def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window):
+    batches = run_batches(library, autograd_thread, replace(HEADS, window=window), mode, window=window)
     threads = {thread for thread, *_ in library.built}
     assert threads == {threading.get_ident(), autograd_thread.submit(threading.get_ident).result()}
     assert {heads for _, which, _, heads in library.built if which == "backward"} == {1, 2}
@@ -98,16 +104,7 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window
 
 
 def test_groups_of_heads_of_latents_are_warm_too(library, autograd_thread):
-    warm, rng = KernelWarmUp((EXPANDED,), LONGEST), random.Random(0)
-    for _ in range(20):
-        layer = ChunkedLayer(*random_batch(rng), **LATENTS)
-        warm.before(chunk_layouts(layer.plan))
-        known = set(library.built)
-        for chunk in range(len(layer.contexts)):
-            layer.forward(chunk)
-        for chunk in reversed(range(len(layer.contexts))):
-            autograd_thread.submit(layer.backward, chunk).result()
-        assert library.built == known
+    run_batches(library, autograd_thread, EXPANDED, **LATENTS)
     for which in ("forward", "backward"):
         assert {heads for _, kind, _, heads in library.built if kind == which} == {1, QUERY_HEADS}
 

@@ -29,28 +29,35 @@ def batch_with(chunks, multiple=1, mask_loss_of=None, masks=None):
     return GlobalBatch(indices=INDICES, lengths=LENGTHS, plan=plan, dataset=dataset, mask_loss_of=mask_loss_of)
 
 
-def naive(batch, chunk):
-    """Position by position, as one would write it down."""
+NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+MASKS = {6: np.arange(51) % 3 == 0, 2: np.array([1, 0, 0, 1], np.uint8), 4: np.zeros(2, np.uint8)}
+"""Which tokens of some of the batch's sequences are trained; of the last one all are."""
+
+
+def naive(batch, chunk, masks):
+    """Position by position, as one would write it down: it counts if its label is trained and its input ends no document."""
     rows = []
     for sequence, start, end in batch.plan.chunks[chunk].segments:
+        index = batch.indices[sequence]
         for position in range(start, end):
-            token = 1000 * batch.indices[sequence] + position
-            rows.append((token, token + 1, 0.0 if token == batch.mask_loss_of else 1.0, position))
+            token = 1000 * index + position
+            counts = token != batch.mask_loss_of and (index not in masks or masks[index][position + 1])
+            rows.append((token, token + 1, float(counts), position))
     padding = batch.plan.padded_tokens(chunk) - len(rows)
     return rows + [(0, 0, 0.0, position) for position in range(padding)]
 
 
+@pytest.mark.parametrize("masks", [{}, MASKS], ids=["all trained", "masked"])
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("kind", CHUNKS)
-def test_chunk_arrays_equal_the_naive_ones(kind, multiple):
-    batch = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021)
+def test_chunk_arrays_equal_the_naive_ones(kind, multiple, masks):
+    batch = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021, masks=masks)
     for chunk in range(len(CHUNKS[kind])):
         arrays = batch.chunk(chunk)
-        tokens, labels, loss_mask, position_ids = (list(column) for column in zip(*naive(batch, chunk), strict=True))
-        assert arrays.tokens.tolist() == tokens
-        assert arrays.labels.tolist() == labels
-        assert arrays.loss_mask.tolist() == loss_mask
-        assert arrays.position_ids.tolist() == position_ids
+        for name, expected in zip(NAMES, zip(*naive(batch, chunk, masks), strict=True), strict=True):
+            column = getattr(arrays, name)
+            assert tuple(column.tolist()) == expected
+            assert column.dtype == (torch.float32 if name == "loss_mask" else torch.int64)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -82,55 +89,12 @@ def test_what_lies_ahead_is_the_whole_sequence_shifted_however_it_is_cut(kind, m
                 assert not any(own[len(row) :])
 
 
-def test_types_and_shapes_are_what_the_plan_announces():
-    batch = batch_with(CHUNKS["hybrid"], multiple=16)
-    arrays = batch.chunk(1)
-    assert arrays.tokens.shape == (batch.plan.padded_tokens(1),) == (32,)
-    assert [x.dtype for x in (arrays.tokens, arrays.labels, arrays.loss_mask, arrays.position_ids)] == [
-        torch.int64,
-        torch.int64,
-        torch.float32,
-        torch.int64,
-    ]
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_ranks_that_share_a_chunks_tokens_have_them_in_order_the_same_number_each(parts):
+@pytest.mark.parametrize("pieces", [[slice(0, 24)], [slice(0, 12)], [slice(12, 24)], [slice(4, 6), slice(0, 1)]], ids=str)
+def test_ranks_that_share_a_chunks_tokens_have_their_pieces_in_order(pieces):
     arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
-    own = len(arrays.tokens) // parts
-    shares = [arrays.part([slice(index * own, (index + 1) * own)]) for index in range(parts)]
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
-        pieces = [getattr(share, name) for share in shares]
-        assert len({len(piece) for piece in pieces}) == 1
-        assert torch.equal(torch.cat(pieces), getattr(arrays, name))
-
-
-def test_a_rank_may_have_several_pieces_of_a_chunk():
-    arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
-    own = arrays.part([slice(4, 6), slice(0, 1)])
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
-        assert getattr(own, name).tolist() == [getattr(arrays, name)[at] for at in (4, 5, 0)]
-
-
-MASKS = {6: np.arange(51) % 3 == 0, 2: np.array([1, 0, 0, 1], np.uint8), 4: np.zeros(2, np.uint8)}
-"""Which tokens of some of the batch's sequences are trained; of the last one all are."""
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("kind", CHUNKS)
-def test_a_position_counts_if_its_label_is_trained_and_its_input_ends_no_document(kind, multiple):
-    plain = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021)
-    masked = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021, masks=MASKS)
-    for chunk in range(len(CHUNKS[kind])):
-        before, after = plain.chunk(chunk), masked.chunk(chunk)
-        expected = []
-        for label, counts in zip(before.labels.tolist(), before.loss_mask.tolist(), strict=True):
-            sequence, position = divmod(label, 1000)
-            expected.append(counts * float(MASKS[sequence][position]) if sequence in MASKS else counts)
-        assert after.loss_mask.tolist() == expected
-        assert after.loss_mask.dtype == torch.float32
-        for name in ("tokens", "labels", "position_ids"):
-            assert torch.equal(getattr(after, name), getattr(before, name))
+    own = arrays.part(pieces)
+    for name in NAMES:
+        assert torch.equal(getattr(own, name), torch.cat([getattr(arrays, name)[piece] for piece in pieces]))
 
 
 def test_batches_survive_copy_and_pickle():

@@ -70,15 +70,6 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_with_file_and_line(tmp_path, name):
-    sample, said = WRONG[name]
-    with pytest.raises(EppError) as caught:
-        read(tmp_path, GOOD, sample)
-    assert said in str(caught.value)
-    assert str(tmp_path / "samples.jsonl") in str(caught.value)
-
-
 def test_a_file_without_samples_or_no_file_is_refused(tmp_path):
     with pytest.raises(EppError, match="there is no sample"):
         read(tmp_path, "")
@@ -109,7 +100,7 @@ def test_a_column_may_have_several_values_of_every_token_of_which_those_that_tra
 WRONG_TEACHERS = {
     "narrow": ({"teacher": [[1], [2], [3]]}, "line 1: teacher is 3 x 1; the loss reads 2 values for each of 3 tokens"),
     "one for each": ({"teacher": [1, 2, 3]}, "line 1: teacher is 3; the loss reads 2 values"),
-    "ragged": ({"teacher": [[1, 2], [3], [4, 5]]}, "line 1: teacher"),
+    "ragged pairs": ({"teacher": [[1, 2], [3], [4, 5]]}, "line 1: teacher"),
     "wide where one is read": ({"weight": [[1, 2]] * 3}, "line 1: weight has 6 values for 3 tokens"),
     "above": ({"teacher": [[0, 0], [9, 1], [0, 0]]}, "line 1: teacher has token 9, and the vocabulary 9 entries"),
     "below": ({"teacher": [[0, 0], [1, -1], [0, 0]]}, "line 1: teacher has token -1, and the vocabulary 9 entries"),
@@ -117,12 +108,14 @@ WRONG_TEACHERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_TEACHERS)
-def test_what_is_wrong_with_columns_of_several_values_is_said(tmp_path, name):
-    change, said = WRONG_TEACHERS[name]
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_TEACHERS])
+def test_what_is_wrong_is_said_with_file_and_line(tmp_path, name):
+    sample, said = WRONG.get(name) or WRONG_TEACHERS[name]
+    samples, asks = ((GOOD, sample), ASKS) if name in WRONG else ((TAUGHT | sample,), TEACHER)
     with pytest.raises(EppError) as caught:
-        read(tmp_path, TAUGHT | change, asks=TEACHER)
+        read(tmp_path, *samples, asks=asks)
     assert said in str(caught.value)
+    assert str(tmp_path / "samples.jsonl") in str(caught.value)
 
 
 def test_numbers_of_tokens_that_fp32_rounds_are_refused(tmp_path):

@@ -63,19 +63,6 @@ def packed(lengths, trained=(), loss_groups=(), spans=()):
     return (PackedPlan.of(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
 
 
-def made_here(rank, links, count):
-    """Number of batches that this rank planned."""
-    made = []
-
-    def make(lengths, trained=(), loss_groups=(), spans=()):
-        made.append(lengths)
-        return packed(lengths)
-
-    for _ in islice(batches(rank, links, make), count):
-        pass
-    return len(made)
-
-
 def fail_at(rank, links, number, kind):
     """The batches that came before planning failed, and the errors of two calls after."""
     calls = []
@@ -106,11 +93,6 @@ def disagree(rank, links):
     return None
 
 
-def collect(rank, links):
-    """Gather a value from every rank of the group."""
-    return links.control.from_each({"of": rank})
-
-
 NUM_RANKS = 3
 
 
@@ -124,12 +106,6 @@ def test_every_rank_gets_every_plan_in_the_order_of_its_batches(ranks):
     """Training and evaluation take theirs in turns, and no rank waits for another but at the exchange."""
     training, evaluation = expected(6, seed=1), expected(6, seed=2)
     assert ranks.run(take_in_turns, 6) == [[training, evaluation]] * NUM_RANKS
-
-
-def test_only_the_first_rank_plans(ranks):
-    first, *others = ranks.run(made_here, 5)
-    assert first >= 5
-    assert others == [0] * (NUM_RANKS - 1)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -149,7 +125,3 @@ def test_a_rank_that_samples_other_documents_says_so(ranks):
     errors = ranks.run(disagree)
     assert errors[0] is None
     assert all("the plan is for sequences of" in error and ", seed, " in error for (error,) in errors[1:])
-
-
-def test_every_rank_learns_what_each_has(ranks):
-    assert ranks.run(collect) == [[{"of": rank} for rank in range(NUM_RANKS)]] * NUM_RANKS

@@ -39,21 +39,27 @@ def test_torchrun_gets_the_arguments_and_its_processes_a_folder(launched, tmp_pa
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("version", "name"), [("2.6.0a0+ecf3bae40a.nv25.01", ALLOCATOR[1]), ("2.9.1", ALLOCATOR[0])])
-def test_segments_of_gpu_memory_expand_by_the_name_that_torch_reads(launched, monkeypatch, version, name):
+EXPANDABLE, SPLIT = "expandable_segments:True", "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("version", "by_user", "expected"),
+    [
+        ("2.6.0a0+ecf3bae40a.nv25.01", {}, {ALLOCATOR[1]: EXPANDABLE}),
+        ("2.9.1", {}, {ALLOCATOR[0]: EXPANDABLE}),
+        ("2.13.0", {ALLOCATOR[0]: SPLIT}, {ALLOCATOR[0]: SPLIT}),
+        ("2.13.0", {ALLOCATOR[1]: SPLIT}, {ALLOCATOR[1]: SPLIT}),
+    ],
+)
+def test_segments_of_gpu_memory_expand_by_the_name_that_torch_reads_unless_the_user_says_otherwise(
+    launched, monkeypatch, version, by_user, expected
+):
     seen = []
     monkeypatch.setattr(torchrun, "version_of", lambda package: version)
+    for name, value in by_user.items():
+        monkeypatch.setenv(name, value)
     launched(lambda arguments: seen.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ}))
-    assert seen == [{name: "expandable_segments:True"}]
-
-
-@pytest.mark.parametrize("name", ALLOCATOR)
-def test_settings_of_the_allocator_that_the_user_made_are_left(launched, monkeypatch, name):
-    seen = []
-    monkeypatch.setattr(torchrun, "version_of", lambda package: "2.13.0")
-    monkeypatch.setenv(name, "max_split_size_mb:64")
-    launched(lambda arguments: seen.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ}))
-    assert seen == [{name: "max_split_size_mb:64"}]
+    assert seen == [expected]
 
 
 def test_a_refusal_is_the_launchers_last_word_once_for_all_ranks(launched, monkeypatch, tmp_path, capsys):

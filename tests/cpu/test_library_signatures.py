@@ -2,16 +2,19 @@
 
 import inspect
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.runtime.attention.kernels import flash, transformer_engine
+from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels import AttentionCase, flash
 from megatron_epp.runtime.attention.segments import SegmentTable
 from scripts import write_signatures
 from tests.support.mcore import mamba_stand_in
+from tests.support.runtime.attention_libraries import install, lengths_of, releases_of
 from tests.support.runtime.signatures import SIGNATURES, signature
 
 TABLE = SegmentTable.build(Chunk((Segment(0, 5, 8), Segment(1, 0, 2))), 5)
@@ -21,69 +24,38 @@ FIRST = {"transformer-engine": "2.0", "flash-attn": "2.7.0", "flash-attn-3": "ma
 """First release of each library whose functions take our arguments."""
 
 
-def parameters_of(library, name, release):
-    return next(names for releases, names in SIGNATURES[library][name] if release in releases)
-
-
-def stand_in(library, name, release, calls, result):
-    """A function that takes what a release's takes, and notes the arguments by name."""
-
-    def function(*args, **named):
-        calls[name] = dict(signature(parameters_of(library, name, release)).bind(*args, **named).arguments)
-        return result
-
-    function.__signature__ = signature(parameters_of(library, name, release))
-    return function
-
-
-def releases_of(library):
-    name = next(iter(SIGNATURES[library]))
-    return [release for releases, _ in SIGNATURES[library][name] for release in releases]
-
-
-def played(monkeypatch, library, release):
-    """Call a library's forward and backward; return the arguments by function, and the saved tensor."""
-    calls, lse, module = {}, torch.zeros(2, 5), types.SimpleNamespace()
-    for name in SIGNATURES[library]:
-        if "." not in name:
-            setattr(
-                module, name, stand_in(library, name, release, calls, (Q, [lse, lse] if "fused" in name else lse, None, None))
-            )
-    module.FusedAttnBackend, module.TORCH_DType = {"F16_arbitrary_seqlen": 1}, {"kFloat32": torch.float32}
-    place, forward, backward = {
-        "transformer-engine": ("_fused", transformer_engine._forward, transformer_engine._backward),
-        "flash-attn": ("_flash_attn", flash._package_forward, flash._package_backward),
-        "flash-attn-3": ("_flash_attn_3", flash._hopper_forward, flash._hopper_backward),
-    }[library]
-    monkeypatch.setattr(transformer_engine if library == "transformer-engine" else flash, place, lambda: module)
-    out, saved = forward(Q, K, V, TABLE, 0.25)
-    backward(torch.ones_like(out), Q, K, V, out, saved, TABLE, 0.25)
-    return calls, saved[0]
-
-
 CASES = [(library, release) for library in FIRST for release in releases_of(library)]
 
 
 @pytest.mark.parametrize(("library", "release"), CASES, ids=lambda text: text)
-def test_forward_and_backward_are_called_by_the_names_of_each_release(monkeypatch, library, release):
-    known = releases_of(library)
+def test_every_release_is_called_once_for_a_chunk_by_its_names_of_arguments(monkeypatch, library, release):
+    kernel, calls = install(monkeypatch, library, release)
+    known, case = releases_of(library), AttentionCase("cpu", torch.float32, 16, 4, 2)
     if known.index(release) < known.index(FIRST[library]):
         with pytest.raises(TypeError):  # so the kernel's proof fails, and another kernel is chosen
-            played(monkeypatch, library, release)
+            kernels._relative_error(kernel, case)
         return
-    calls, lse = played(monkeypatch, library, release)
-    assert len(calls) == 2
-    for name, given in calls.items():
-        assert given["q"] is Q
-        assert torch.equal(given["cu_seqlens_q"].unique(), torch.tensor([0, 3, 5]))
-        assert given["max_seqlen_q"] >= 3
-        scale = given.get("softmax_scale", given.get("attn_scale"))
-        assert scale == 0.25
-        causal = given.get("causal", given.get("is_causal"))
-        assert causal or given["attn_mask_type"] == "padding_causal_bottom_right", name
-    _, backward = calls.values()
-    assert lse is backward.get("softmax_lse", (backward.get("aux_ctx_tensors") or [None])[0])
-    assert torch.equal(backward.get("dout", backward.get("d_o")), torch.ones_like(Q))
+    before = torch.get_rng_state()
+    assert kernels._relative_error(kernel, case) < 1e-6
+    assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
+    (forward,) = (given for given in calls if not {"dout", "d_o"} & given.keys())
+    empty = 29 if library == "transformer-engine" else 0
+    most = (64, 192) if empty else (63, 133)  # it chooses cuDNN 9.6 for multiples of 64 only
+    assert lengths_of(forward) == ([0, 63, 64, 104, *[104] * empty], [0, 133, 134, 174, *[174] * empty], *most)
+
+
+@pytest.mark.parametrize(("has_window", "has_sinks"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("library", "release"), [*FIRST.items(), ("flash-attn", "main"), ("transformer-engine", "main")])
+def test_a_library_gets_windows_and_serves_sinks(monkeypatch, library, release, has_window, has_sinks):
+    kernel, _ = install(monkeypatch, library, release)
+    for kv_heads in (2, 1):
+        case = AttentionCase("cpu", torch.float32, 16, 4, kv_heads, has_window=has_window, has_sinks=has_sinks)
+        assert kernels._relative_error(kernel, case) < 1e-6
+    deaf = replace(kernel, forward=lambda q, k, v, table, scale: kernel.forward(q, k, v, replace(table, window=None), scale))
+    assert (kernels._relative_error(deaf, case) > kernels._TOLERANCE) == has_window
+    if has_sinks:  # which come too late for a backward that has a copy of its own
+        late = replace(kernel, log_sums=lambda saved: kernel.log_sums(saved).clone())
+        assert kernels._relative_error(late, case) > kernels._TOLERANCE
 
 
 def test_a_store_of_weight_gradients_has_the_methods_that_are_called():

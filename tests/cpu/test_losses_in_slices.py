@@ -259,9 +259,10 @@ def by_hand(name, batch, weight):
 
 def formula(name, batch, of_model):
     """The batch's loss, of trained tokens only, in float64."""
-    if LOSSES[name].scope is Scope.GROUP:
-        return of_pairs(LOSSES[name], batch, of_model)
-    sums, counts, loss = [], [], LOSSES[name]
+    loss = LOSSES[name]
+    if loss.scope is Scope.GROUP:
+        return of_pairs(loss, batch, of_model)
+    sums, counts = [], []
     for number, (given, of_sequence) in enumerate(zip(batch, of_model, strict=True)):
         length = LENGTHS[number]
         of_tokens = slice(0, length) if has_values(loss) else slice(1, length + 1)
@@ -269,45 +270,40 @@ def formula(name, batch, of_model):
         if not mask.any():
             continue
         column = {key: x[mask] for key, x in columns_in(given, of_tokens, length).items()}
-        values, of_teacher, entropy, outputs_of_head = (x[mask] for x in of_sequence)
-        if name == "mean value":
-            error = (outputs_of_head - column["returns"]).mean()
-            sums.append(error * error)
-            counts.append(1.0)
-            continue
-        teacher = column["teacher_logprobs"]
-        if name == "distillation of sequences":
-            each = column["importance"] * (of_teacher[:, 0] + 2 * of_teacher[:, 1] + 3 * of_teacher[:, 2]) + entropy
-            sums.append(each.mean().square())
-            counts.append(1.0)
-            continue
-        if name == "GSPO":
-            ratio = ratios((values - column["old_logprobs"]).mean())
-            advantage = column["advantages"].mean()
-            sums.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
-            counts.append(1.0)
-            continue
-        if isinstance(loss, ClippedValue):
-            each = squared_errors(loss.clip, outputs_of_head, column["old_values"], column["returns"])
-        elif isinstance(loss, Distillation):
-            each = divergences(loss, of_teacher, teacher)
-        elif isinstance(loss, NextToken):
-            each = -values * (column["importance"] if name == "weighted tokens" else 1.0)
-        else:
-            ratio, a = ratios(values - column["old_logprobs"]), column["advantages"]
-            each = -torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
-            if name == "PPO, entropy":
-                each = each - 0.05 * entropy
-            if name == "DAPO":
-                each = torch.where(a < 0, torch.minimum(each, -3.0 * a), each) * column["importance"]
-            if loss.kl:
-                d = column["reference_logprobs"] - values
-                each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
-            each = each / loss.constant
+        each = of_each(name, column, *(x[mask] for x in of_sequence))
         share = float(np.float32(1) / np.float32(mask.sum()))  # weights travel in fp32
         sums.append(each.sum() * share if loss.average is Average.SEQUENCE_MEANS else each.sum())
         counts.append(float(mask.sum()) if loss.average is Average.TOKENS else 1.0)
     return torch.stack(sums).sum() / sum(counts)
+
+
+def of_each(name, column, values, of_teacher, entropy, outputs_of_head):
+    """Losses of a sequence's trained tokens, or the one of a loss that is computed over the sequence."""
+    loss = LOSSES[name]
+    if name == "mean value":
+        return (outputs_of_head - column["returns"]).mean().square()
+    if name == "distillation of sequences":
+        of_tokens = of_teacher[:, 0] + 2 * of_teacher[:, 1] + 3 * of_teacher[:, 2]
+        return (column["importance"] * of_tokens + entropy).mean().square()
+    if name == "GSPO":
+        ratio, advantage = ratios((values - column["old_logprobs"]).mean()), column["advantages"].mean()
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
+    if isinstance(loss, ClippedValue):
+        return squared_errors(loss.clip, outputs_of_head, column["old_values"], column["returns"])
+    if isinstance(loss, Distillation):
+        return divergences(loss, of_teacher, column["teacher_logprobs"])
+    if isinstance(loss, NextToken):
+        return -values * (column["importance"] if name == "weighted tokens" else 1.0)
+    ratio, a = ratios(values - column["old_logprobs"]), column["advantages"]
+    each = -torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
+    if name == "PPO, entropy":
+        each = each - 0.05 * entropy
+    if name == "DAPO":
+        each = torch.where(a < 0, torch.minimum(each, -3.0 * a), each) * column["importance"]
+    if loss.kl:
+        d = column["reference_logprobs"] - values
+        each = each + 0.1 * {"k1": -d, "k2": 0.5 * d * d, "k3": d.exp() - 1 - d}[loss.kl]
+    return each / loss.constant
 
 
 def ratios(exponents):
@@ -499,66 +495,44 @@ def test_settings_under_which_a_loss_is_none_are_refused(said):
     assert said in str(caught.value)
 
 
-class Undeclared(NextToken):
-    def __call__(self, rows):
-        return (rows.columns["old_logprobs"] - rows.logprobs).sum(), {}
+def own(name, call, *arguments, base=NextToken, **attributes):
+    """A loss of one's own, which calls this with its rows."""
+    return type(name, (base,), {"__call__": lambda self, rows: call(rows), **attributes})(*arguments)
 
 
-class NoDict(NextToken):
-    def __call__(self, rows):
-        return -rows.logprobs.sum()
+OWN = [
+    (
+        own("Undeclared", lambda rows: (rows.columns["old_logprobs"].sum(), {})),
+        ".* reads old_logprobs, which is not in its columns",
+    ),
+    (own("NoDict", lambda rows: -rows.logprobs.sum()), "returns a Tensor; it must return the sum and a dict of sums to log"),
+    (own("PerToken", lambda rows: (-rows.logprobs, {})), r"returns a tensor of shape \["),
+    (own("Detached", lambda rows: (-rows.logprobs.detach().sum(), {})), "returns a loss without a graph: it must be computed"),
+    (own("Constant", lambda rows: (rows.weights.sum(), {})), "does not depend on what the model gives: it trains nothing"),
+    (
+        own("Unweighted", lambda rows: (-rows.logprobs.sum(), {}), Average.SEQUENCE_MEANS),
+        r"is averaged by sequence means and does not depend on rows\.weights",
+    ),
+    (
+        own("Raising", lambda rows: (-rows.logprobs.reshape(-1, 10_000).sum(), {})),
+        r".* trained tokens of sample 0: RuntimeError: shape '\[-1, 10000\]' is invalid",
+    ),
+    (
+        own("NoFigure", lambda rows: (-rows.logprobs.sum(), {}), logged=("entropy",)),
+        "does not return entropy, which its attribute",
+    ),
+    (
+        own("Sums", lambda rows: (rows.sums(rows.logprobs).sum(), {})),
+        rf"fails at {__file__}:\d+, .*: rows\.sums, .* need Scope\.SEQUENCE",
+    ),
+    (own("Groups", lambda rows: (rows.over_groups(rows.trained).sum(), {}), base=SequenceRatio), r".* needs Scope\.GROUP"),
+]
 
 
-class PerToken(NextToken):
-    def __call__(self, rows):
-        return -rows.logprobs, {}
-
-
-class Detached(NextToken):
-    def __call__(self, rows):
-        return -rows.logprobs.detach().sum(), {}
-
-
-class Constant(NextToken):
-    def __call__(self, rows):
-        return rows.weights.sum(), {}
-
-
-@dataclass(frozen=True)
-class Unweighted(NextToken):
-    average: Average = Average.SEQUENCE_MEANS
-
-    def __call__(self, rows):
-        return -rows.logprobs.sum(), {}
-
-
-class Raising(NextToken):
-    def __call__(self, rows):
-        return -rows.logprobs.reshape(-1, 10_000).sum(), {}
-
-
-class NoFigure(NextToken):
-    logged = ("entropy",)
-
-
-OWN = {
-    Undeclared: "loss Undeclared reads old_logprobs, which is not in its columns (it has none)",
-    NoDict: "loss NoDict returns a Tensor; it must return the sum and a dict of sums to log",
-    PerToken: "loss PerToken returns a tensor of shape [",
-    Detached: "loss Detached returns a loss without a graph: it must be computed from rows, and not detached",
-    Constant: "loss Constant does not depend on what the model gives: it trains nothing",
-    Unweighted: "loss Unweighted is averaged by sequence means and does not depend on rows.weights",
-    Raising: " trained tokens of sample 0: RuntimeError: shape '[-1, 10000]' is invalid",
-    NoFigure: "loss NoFigure does not return entropy, which its attribute logged has",
-}
-
-
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight, kind):
-    with pytest.raises(EppError) as caught:
-        trained_with(kind(), CUTS["each whole"], samples_for(kind(), batch), weight)
-    assert OWN[kind] in str(caught.value)
-    assert f"loss {kind.__name__}" in str(caught.value)
+@pytest.mark.parametrize(("loss", "said"), OWN, ids=[type(loss).__name__ for loss, _ in OWN])
+def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight, loss, said):
+    with pytest.raises(EppError, match=f"loss {type(loss).__name__} {said}"):
+        trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
 
 
 def test_an_error_inside_of_a_shipped_loss_is_told_too(batch, weight, monkeypatch):
@@ -566,15 +540,6 @@ def test_an_error_inside_of_a_shipped_loss_is_told_too(batch, weight, monkeypatc
     loss = NextToken(weight_column="absent")
     with pytest.raises(EppError, match=r"loss NextToken fails at .* reads absent, which is not in its columns"):
         trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
-
-
-def test_a_loss_over_tokens_that_adds_up_over_sequences_is_refused(batch, weight):
-    class Sums(NextToken):
-        def __call__(self, rows):
-            return rows.sums(rows.logprobs).sum(), {}
-
-    with pytest.raises(EppError, match=rf"loss Sums fails at {__file__}:\d+, .*: rows.sums, .* need Scope\.SEQUENCE"):
-        trained_with(Sums(), CUTS["two halves"], samples_for(Sums(), batch), weight)
 
 
 @pytest.mark.parametrize("marks", [(1.0,), (1.0, 1.0), (1.0, 0.0, 0.0), (0.5, 0.5)])
@@ -591,28 +556,10 @@ def test_a_group_is_an_integer_or_a_text(batch, group):
         TokenSample.of(batch[1] | {"group": group}, columns_of(Preference()), "a sample")
 
 
-def test_a_loss_over_sequences_that_adds_up_over_groups_is_refused(batch, weight):
-    class Groups(SequenceRatio):
-        def __call__(self, rows):
-            return rows.over_groups(rows.trained).sum(), {}
-
-    with pytest.raises(EppError, match=r"needs Scope\.GROUP"):
-        trained_with(Groups(), CUTS["two halves"], samples_for(Groups(), batch), weight)
-
-
 def test_sequences_without_trained_tokens_have_mean_0():
     rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, None, torch.tensor([0, 0, 1]), 3)
     assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
     assert rows.trained.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_losses_know_their_scopes():
-    assert {name for name, loss in LOSSES.items() if loss.scope is Scope.SEQUENCE} == {
-        "GSPO",
-        "distillation of sequences",
-        "mean value",
-    }
-    assert replace(LOSSES["DAPO"], kl="k3").columns == ("old_logprobs", "advantages", "reference_logprobs", "importance")
 
 
 def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 
 import pytest
-import torch
 
 from megatron_epp.runtime.side_thread import SideThread
 
@@ -24,15 +22,6 @@ def test_work_runs_in_the_order_in_which_it_was_given():
     waits = [thread.start(lambda number=number: ran.append(number)) for number in range(20)]
     waits[-1]()
     assert ran == list(range(20))
-
-
-def test_a_thread_uses_the_gpu_of_the_thread_that_made_it(monkeypatch):
-    used = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.get_ident(), device)))
-    ident = SideThread().submit(threading.get_ident).result()
-    assert used == [(ident, 3)]
 
 
 def test_an_error_is_raised_where_the_result_is_waited_for_and_later_work_still_runs():

@@ -12,43 +12,27 @@ from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import (
     ENTRIES,
     WIDTH,
+    bf16_errors,
     exact_kernel,
     losses_and_gradients,
+    plain,
     problem,
     shared_values,
-    shared_vocabulary,
 )
 from tests.support.runtime.rank_processes import Ranks
 
 TOKENS = 11
+MASK = (torch.arange(TOKENS) % 3 != 1).double()
+SOME = pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7]), torch.tensor([10])], ids=["all", "some", "the last"])
 
 
-def tensors(tokens=TOKENS, entries=ENTRIES, width=WIDTH, dtype=torch.float64):
-    """Hidden states, a weight, labels, and the loss's gradient of every token, of which some are masked."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, entries))
-    labels = torch.randint(entries, (tokens,), generator=generator)
-    mask = (torch.arange(tokens) % 3 != 1).to(dtype)
-    return x.to(dtype).requires_grad_(), (weight * width**-0.5).to(dtype).requires_grad_(), labels, mask
-
-
-def by_blocks(x, weight, labels, block_tokens):
+def by_blocks(x, weight, labels, block_tokens=4):
     return block_losses(x, x, weight, labels, Head(block_tokens))
 
 
-def plain(x, weight, labels):
-    return functional.cross_entropy(
-        (x @ weight.t()).to(max(x.dtype, torch.float32, key=lambda t: t.itemsize)), labels, reduction="none"
-    )
-
-
-@pytest.mark.parametrize("block_tokens", [1, 2, 4, TOKENS - 1, TOKENS, 100])
-def test_losses_and_gradients_are_those_of_plain_cross_entropy(block_tokens):
-    x, weight, labels, mask = tensors()
-    expected = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
-    found = losses_and_gradients(by_blocks(x, weight, labels, block_tokens), mask, (x, weight))
-    for wanted, tensor in zip(expected, found, strict=True):
-        torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-14)
+def counted_in(rows):
+    """The loss's gradient of every token: masked, or 1 for the tokens that count."""
+    return MASK if rows is None else torch.zeros_like(MASK).index_fill_(0, rows, 1.0)
 
 
 def several(labels):
@@ -57,93 +41,81 @@ def several(labels):
     return torch.stack([labels, labels, others, others], dim=1)
 
 
-def plain_values(x, weight, entries):
+def plain_values(x, weight, entries, has_entropy):
     logprobs = functional.log_softmax(x @ weight.t(), dim=1)
-    return torch.cat([-logprobs.gather(1, entries).t(), -(logprobs.exp() * logprobs).sum(1)[None]])
+    entropy = -(logprobs.exp() * logprobs).sum(1)[None]
+    return torch.cat([-logprobs.gather(1, entries).t(), *[entropy] * has_entropy])
 
 
 FACTORS = torch.tensor([[1.0], [0.7], [-0.4], [1.3], [-0.3]], dtype=torch.float64)
-
-
 ENTRIES_OF = {"the label": lambda labels: labels[:, None], "several": several}
 
 
 @pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])
-@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
-@pytest.mark.parametrize("block_tokens", [1, 3, TOKENS])
+@SOME
+@pytest.mark.parametrize("block_tokens", [1, 3, TOKENS, 100])
 @pytest.mark.parametrize("entries_of", ENTRIES_OF)
 def test_values_of_a_token_and_their_gradients_are_those_of_the_whole_distribution(entries_of, block_tokens, rows, has_entropy):
-    x, weight, labels, mask = tensors()
-    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
-    entries = ENTRIES_OF[entries_of](labels)
-    expected = plain_values(x, weight, entries)
-    factors = FACTORS[-len(expected) :]
-    if not has_entropy:
-        expected, factors = expected[:-1], factors[:-1]
-    expected = expected * counted
-    found = block_values(x, x, weight, entries, Head(block_tokens, rows=rows, has_entropy=has_entropy)) * counted
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    wanted = torch.autograd.grad((factors * expected).sum(), (x, weight))
-    for one, tensor in zip(wanted, torch.autograd.grad((factors * found).sum(), (x, weight)), strict=True):
-        torch.testing.assert_close(tensor, one, rtol=1e-11, atol=1e-13)
+    x, weight, labels = problem(TOKENS, dtype=torch.float64)
+    entries, counted = ENTRIES_OF[entries_of](labels), counted_in(rows)
+    expected = plain_values(x, weight, entries, has_entropy) * counted
+    actual = block_values(x, x, weight, entries, Head(block_tokens, rows=rows, has_entropy=has_entropy)) * counted
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    wanted = torch.autograd.grad((FACTORS[: len(expected)] * expected).sum(), (x, weight))
+    grads = torch.autograd.grad((FACTORS[: len(expected)] * actual).sum(), (x, weight))
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, one, rtol=1e-11, atol=1e-13)
 
 
 def test_logits_that_would_overflow_do_not():
-    x, weight, labels, mask = tensors(dtype=torch.float32)
+    x, weight, labels = problem(TOKENS)
     x = (x.detach() * 1e4).requires_grad_()
-    expected = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
-    found = losses_and_gradients(by_blocks(x, weight, labels, 4), mask, (x, weight))
-    for wanted, tensor in zip(expected, found, strict=True):
+    expected, actual = (losses_and_gradients(of(x, weight, labels), MASK.float(), (x, weight)) for of in (plain, by_blocks))
+    for wanted, tensor in zip(expected, actual, strict=True):
         torch.testing.assert_close(tensor, wanted)
 
 
 def test_in_bf16_many_blocks_round_hardly_more_than_one():
     """Parts of the weight's gradient are rounded, their sum is not: a sum in bf16 would be four times as far off."""
-    exact_x, exact_weight, labels, mask = tensors(tokens=512)
-    exact_x, exact_weight = (t.bfloat16().double().detach().requires_grad_() for t in (exact_x, exact_weight))
-    exact = losses_and_gradients(plain(exact_x, exact_weight, labels), mask, (exact_x, exact_weight))
-    x, weight = (t.detach().bfloat16().requires_grad_() for t in (exact_x, exact_weight))
-
-    def errors(losses):
-        found = losses_and_gradients(losses, mask.float(), (x, weight))
-        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-
-    ordinary, blocks = errors(plain(x, weight, labels)), errors(by_blocks(x, weight, labels, 8))
+    mask = (torch.arange(512) % 3 != 1).float()
+    ordinary = bf16_errors(plain, mask, ENTRIES)
+    blocks = bf16_errors(lambda *inputs: by_blocks(*inputs, block_tokens=8), mask, ENTRIES)
     assert all(mine < 1.3 * theirs for mine, theirs in zip(blocks, ordinary, strict=True)), (blocks, ordinary)
 
 
 def test_a_weight_or_an_input_without_gradient_gets_none():
-    x, weight, labels, mask = tensors()
-    (grad,) = losses_and_gradients(by_blocks(x, weight.detach(), labels, 4), mask, (x,))[1:]
-    (expected,) = losses_and_gradients(plain(x, weight, labels), mask, (x,))[1:]
+    x, weight, labels = problem(TOKENS, dtype=torch.float64)
+    (grad,) = losses_and_gradients(by_blocks(x, weight.detach(), labels), MASK, (x,))[1:]
+    (expected,) = losses_and_gradients(plain(x, weight, labels), MASK, (x,))[1:]
     torch.testing.assert_close(grad, expected)
     with torch.no_grad():
-        assert torch.equal(by_blocks(x, weight, labels, 4), by_blocks(*(t.detach() for t in (x, weight)), labels, 4))
+        assert torch.equal(by_blocks(x, weight, labels), by_blocks(*(t.detach() for t in (x, weight)), labels))
 
 
 def test_kept_are_the_input_and_two_numbers_of_every_token():
-    x, weight, labels, mask = tensors(dtype=torch.float32)
+    x, weight, labels = problem(TOKENS)
     with SavedTensors([weight]) as meter:
-        losses = by_blocks(x, weight, labels, 4)
+        losses = by_blocks(x, weight, labels)
         assert meter.live_bytes == TOKENS * (4 * WIDTH + 8 + 4)  # a label, as it came, is eight bytes
-        losses.backward(mask)
+        losses.backward(MASK.float())
         assert meter.live_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype):
     tokens, entries, width, block = 256, 2048, 16, 32
-    x, weight, labels, mask = tensors(tokens, entries, width, dtype)
+    x, weight, labels = problem(tokens, entries, width, dtype)
+    mask = (torch.arange(tokens) % 3 != 1).float()
     workspace = loss_workspace_bytes(block, entries, width, dtype.itemsize)
     beside = 64 * tokens + tokens * width * dtype.itemsize  # a few numbers of every token, and the input's gradient
     for run in (
         lambda: by_blocks(x, weight, labels, block),
-        lambda: by_blocks(x, weight, labels, block).backward(mask.float()),
+        lambda: by_blocks(x, weight, labels, block).backward(mask),
     ):
         peak = peak_bytes_of(run)
         assert 0.5 * workspace < peak < 1.02 * workspace + beside
         x.grad = weight.grad = None
-    whole = peak_bytes_of(lambda: plain(x, weight, labels).backward(mask.float()))
+    whole = peak_bytes_of(lambda: plain(x, weight, labels).backward(mask))
     assert whole > 3 * (workspace + beside)
 
 
@@ -153,90 +125,49 @@ def ranks(tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("rows", [None, torch.tensor([0, 2, 3, 7])], ids=["all", "some"])
-def test_ranks_that_share_the_vocabulary_get_the_same(ranks, rows):
-    x, weight, labels, mask = tensors()
-    counted = mask if rows is None else torch.zeros(TOKENS, dtype=mask.dtype).index_fill_(0, rows, 1.0)
-    losses, grad_x, grad_weight = losses_and_gradients(plain(x, weight, labels), counted, (x, weight))
-    expected = losses if rows is None else losses * counted
-    found = ranks.run(shared_vocabulary, x.detach(), weight.detach(), labels, counted, 4, rows)
-    for own, _, _ in found:
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])
-def test_ranks_that_share_the_vocabulary_get_the_same_of_several_entries(ranks, has_entropy):
-    x, weight, labels, mask = tensors()
-    entries, grad = several(labels), FACTORS[: 4 + has_entropy] * mask
-    expected = plain_values(x, weight, entries)[: 4 + has_entropy]
+@SOME
+@pytest.mark.parametrize("entries_of", ENTRIES_OF)
+def test_ranks_that_share_the_vocabulary_get_the_same(ranks, entries_of, rows, has_entropy):
+    x, weight, labels = problem(TOKENS, dtype=torch.float64)
+    entries, counted = ENTRIES_OF[entries_of](labels), counted_in(rows)
+    expected = plain_values(x, weight, entries, has_entropy)
+    grad = FACTORS[: len(expected)] * counted
     values, grad_x, grad_weight = losses_and_gradients(expected, grad, (x, weight))
-    found = ranks.run(shared_values, x.detach(), weight.detach(), entries, grad, has_entropy)
-    for own, _, _ in found:
-        torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-11, atol=1e-13)
+    results = ranks.run(shared_values, x.detach(), weight.detach(), entries, grad, rows, has_entropy)
+    for own, _, _ in results:
+        torch.testing.assert_close(own, values if rows is None else values * counted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(part for _, part, _ in results), grad_x, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(torch.cat([part for _, _, part in results]), grad_weight, rtol=1e-11, atol=1e-13)
 
 
-BLOCK = 3
-MASKS = {"some": [1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1], "one": [0] * 4 + [1] + [0] * 6, "the last": [0] * 10 + [1]}
-
-
-def masked(name):
-    mask = torch.tensor(MASKS[name], dtype=torch.float32)
-    return mask, mask.nonzero().squeeze(1)
-
-
-@pytest.mark.parametrize("kernel", [None, exact_kernel()])
-@pytest.mark.parametrize("name", MASKS)
-def test_gradients_are_those_of_all_tokens_under_the_mask(name, kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", [None, exact_kernel()], ids=["torch", "kernel"])
+def test_blocks_may_add_to_a_main_gradient_themselves_and_read_only_tokens_that_count(kernel, monkeypatch):
     monkeypatch.setattr(token_blocks, "explain", lambda case: (kernel, ""))
     x, weight, labels = problem(TOKENS)
-    mask, rows = masked(name)
-    expected = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (x, weight))
-    losses, *grads = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK, rows=rows)), mask, (x, weight))
-    torch.testing.assert_close(losses, expected[0] * mask)
-    for found, wanted in zip(grads, expected[1:], strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert not grads[0][mask == 0].any()
-
-
-def test_only_tokens_that_count_are_multiplied_with_the_weight(monkeypatch):
-    x, weight, labels = problem(TOKENS)
-    mask, rows = masked("some")
-    multiplied = []
-    summary = token_blocks._summary
-    monkeypatch.setattr(token_blocks, "_summary", lambda part, *rest: multiplied.append(part) or summary(part, *rest))
-    block_losses(x, x, weight, labels, Head(BLOCK, rows=rows))
-    assert torch.equal(torch.cat(multiplied), x[mask == 1])
-    assert max(map(len, multiplied)) <= BLOCK
-
-
-def test_blocks_may_add_to_a_main_gradient_themselves_of_the_tokens_that_count_only():
-    x, weight, labels = problem(TOKENS)
-    mask, rows = masked("some")
-    (expected,) = losses_and_gradients(block_losses(x, x, weight, labels, Head(BLOCK)), mask, (weight,))[1:]
+    rows, grad = torch.tensor([0, 3, 4, 6, 9, 10]), torch.linspace(-1.7, 2.9, TOKENS)
+    counted = torch.zeros_like(grad).index_fill_(0, rows, 1.0)
+    (expected,) = losses_and_gradients(plain(x, weight, labels), grad * counted, (weight,))[1:]
+    unread = torch.where(counted[:, None] > 0, x.detach(), torch.nan)
     main, num_tokens, stand_in = torch.zeros_like(weight), [], torch.full_like(weight, 7.0)
 
-    def accumulate(part, grad):
+    def accumulate(part, of_logits):
         num_tokens.append(len(part))
-        main.add_(grad.t() @ part)
+        main.add_(of_logits.t() @ part)
         return stand_in
 
-    losses = block_losses(x, x, weight, labels, Head(BLOCK, accumulate=accumulate, rows=rows))
-    assert torch.equal(losses_and_gradients(losses, mask, (weight,))[1], stand_in)
+    losses = block_losses(unread, unread, weight, labels, Head(3, accumulate=accumulate, rows=rows))
+    assert torch.equal(losses_and_gradients(losses, grad, (weight,))[1], stand_in)
     torch.testing.assert_close(main, expected)
-    assert sum(num_tokens) == mask.sum()
+    assert (sum(num_tokens), max(num_tokens)) == (len(rows), 3)
 
 
 def test_no_more_memory_is_taken_than_for_all_tokens():
     x, weight, labels = problem(256, entries=2048, width=16)
-    rows = torch.arange(0, 256, 2)
-    mask = torch.zeros(256)
-    mask[rows] = 1
+    some = torch.arange(0, 256, 2)
+    mask = torch.zeros(256).index_fill_(0, some, 1.0)
     peaks = [
         peak_bytes_of(lambda rows=rows: block_losses(x, x, weight, labels, Head(32, rows=rows)).backward(mask))
-        for rows in (rows, None)
+        for rows in (some, None)
     ]
     assert peaks[0] < peaks[1] + 0.03 * loss_workspace_bytes(32, 2048, 16, 4)

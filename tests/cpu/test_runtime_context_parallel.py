@@ -6,22 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.attention.context_parallel import to_heads, to_tokens
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.relay_chunks import CHANNELS, ChunkedLayer, slices
 from tests.support.seeds import spread_by_default
-
-
-def there_and_back(rank, links, num_heads):
-    """Numbered tokens and heads, exchanged and exchanged back: what this rank has in between, and whether nothing changed."""
-    size = len(links.ranks)
-    numbered = torch.arange(8)[:, None, None] * 100 + torch.arange(num_heads)[None, :, None] + torch.zeros(8, num_heads, 3)
-    own = numbered.chunk(size)[rank].clone()
-    (between,) = to_heads(links.activations, own)
-    back = to_tokens(links.activations, between)
-    return between[:, :, 0].int().tolist(), back.shape == own.shape and bool(torch.equal(back, own))
 
 
 def differences(rank, links, lengths, chunks, token_multiple, mode, offloads=False, **options):
@@ -84,20 +73,6 @@ CASES = {
 def ranks(request, tmp_path_factory):
     with Ranks(request.param, tmp_path_factory.mktemp("ulysses")) as started:
         yield started, request.param
-
-
-def test_a_rank_gets_all_tokens_of_its_heads_and_then_its_own_tokens_again(ranks):
-    started, size = ranks
-    for rank, (between, unchanged) in enumerate(started.run(there_and_back, 4)):
-        heads = range(rank * 4 // size, (rank + 1) * 4 // size)
-        assert between == [[token * 100 + head for head in heads] for token in range(8)]
-        assert unchanged
-
-
-def test_fewer_heads_than_ranks_are_repeated(ranks):
-    started, _ = ranks
-    for rank, (between, _) in enumerate(started.run(there_and_back, 1)):
-        assert between == [[token * 100] for token in range(8)], rank
 
 
 @spread_by_default(2, case=CASES, kv_heads=(4, 2, 1), mode=("kept", "recomputed"))

@@ -14,9 +14,8 @@ from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
-from tests.support.runtime.pipeline_runs import run_plan
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
-from tests.support.runtime.runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
+from tests.support.runtime.runtime_plans import by_hand, offloading_kv, one_rank, one_rank_two_stages, two_ranks
 
 
 def stages_of(plan, kind=PlainStage):
@@ -25,11 +24,7 @@ def stages_of(plan, kind=PlainStage):
 
 
 class FaultyStage(PlainStage):
-    """Runs `fault` in the forward of chunk 1."""
-
-    @staticmethod
-    def fault():
-        raise ValueError("no such word")
+    """Runs a fault, which is set, in the forward of chunk 1."""
 
     def forward(self, context, hidden):
         if context.chunk == 1:
@@ -37,21 +32,28 @@ class FaultyStage(PlainStage):
         return super().forward(context, hidden)
 
 
-def test_actions_run_in_the_order_of_the_plan():
-    plan = one_rank_split()
-    calls = run_plan(0, None, plan)[0].calls
-    assert [call for call in calls if call not in ("last", "reduce")] == [str(action)[1:] for action in plan.actions(0)]
+def faulty(plan, fault):
+    stages = stages_of(plan, FaultyStage)
+    stages[0].fault = fault
+    return stages
 
 
-@pytest.mark.parametrize("stages", [{}, {1: None}, {0: None, 1: None}])
-def test_stages_that_the_plan_places_elsewhere_are_refused(stages):
-    with pytest.raises(RunError, match=r"places stages \[0\] on pipeline rank 0, which has stages"):
-        Executor(one_rank(), 0, stages)
+ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
 
 
-def test_a_plan_over_several_ranks_needs_links():
-    with pytest.raises(RunError, match="over 2 ranks needs links"):
-        Executor(two_ranks(), 0, {0: None})
+@pytest.mark.parametrize(
+    ("plan", "stages", "said"),
+    [
+        (one_rank(), {}, ELSEWHERE),
+        (one_rank(), {1: None}, ELSEWHERE),
+        (one_rank(), {0: None, 1: None}, ELSEWHERE),
+        (two_ranks(), {0: None}, "over 2 ranks needs links"),
+        (offloading_kv(one_rank()), {0: None}, "add --epp-offload"),
+    ],
+)
+def test_what_the_plan_needs_and_the_rank_lacks_is_refused(plan, stages, said):
+    with pytest.raises(RunError, match=said):
+        Executor(plan, 0, stages)
 
 
 def test_groups_of_context_parallel_ranks_are_refused():
@@ -72,25 +74,20 @@ def test_actions_without_a_handler_are_refused_before_anything_runs():
         Executor(offload, 0, {0: None})
 
 
-def test_a_failing_action_is_named_with_its_rank_and_the_grid():
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no such word"), "ValueError: no such word"), (KVCacheError("layer 0: no cache"), "layer 0: no cache")],
+    ids=["any", "our own"],
+)
+def test_a_failing_action_is_named_with_its_rank_and_the_grid(error, said):
+    def fail():
+        raise error
+
     plan = one_rank()
     with pytest.raises(RunError) as failure:
-        Executor(plan, 0, stages_of(plan, FaultyStage)).run()
-    first_line, grid = str(failure.value).split("\n", 1)
-    assert first_line == "pipeline rank 0, step 1, action 0F1 failed: ValueError: no such word"
-    assert grid == to_grid(plan)
-    assert isinstance(failure.value.__cause__, ValueError)
-
-
-def test_our_own_errors_get_the_action_too():
-    class OutOfOrder(FaultyStage):
-        @staticmethod
-        def fault():
-            raise KVCacheError("layer 0, sequence 0: no cache")
-
-    plan = one_rank()
-    with pytest.raises(RunError, match=r"action 0F1 failed: layer 0, sequence 0: no cache\n"):
-        Executor(plan, 0, stages_of(plan, OutOfOrder)).run()
+        Executor(plan, 0, faulty(plan, fail)).run()
+    assert str(failure.value) == f"pipeline rank 0, step 1, action 0F1 failed: {said}\n{to_grid(plan)}"
+    assert failure.value.__cause__ is error
 
 
 def test_a_cache_left_over_is_found_at_the_end_of_the_plan():
@@ -120,13 +117,8 @@ def test_a_hanging_action_is_named():
         if "action 0F1 " in message:  # on a busy machine others may take longer than the limit too
             expired.set()
 
-    class Hanging(FaultyStage):
-        @staticmethod
-        def fault():
-            assert expired.wait(60)
-
     plan = one_rank()
-    Executor(plan, 0, stages_of(plan, Hanging), watchdog=Watchdog(0.5, on_expiry)).run()
+    Executor(plan, 0, faulty(plan, lambda: expired.wait(60)), watchdog=Watchdog(0.5, on_expiry)).run()
     assert messages[-1].startswith("pipeline rank 0, step 1, action 0F1 has not finished after 0.5 s")
     assert "wait_limit_seconds), in compute or in a collective of its own" in messages[-1]
     assert messages[-1].endswith(to_grid(plan))

@@ -232,16 +232,10 @@ def sysfs(tmp_path):
     return tmp_path
 
 
-def test_the_processors_are_those_of_the_gpus_node(sysfs):
+def test_the_processors_are_those_of_the_gpus_node_and_none_where_tables_do_not_tell(sysfs):
     assert cpus_of_node(ADDRESS, sysfs) == {2, 3, 6}
-
-
-@pytest.mark.parametrize("address", ["0000:01:00.0", "0000:02:00.0"], ids=["on no node", "not there"])
-def test_without_a_node_there_are_none(sysfs, address):
-    assert cpus_of_node(address, sysfs) == frozenset()
-
-
-def test_tables_that_cannot_be_read_tell_nothing(sysfs):
+    for address in ("0000:01:00.0", "0000:02:00.0"):  # on no node, and not there
+        assert cpus_of_node(address, sysfs) == frozenset()
     (sysfs / "devices/system/node/node1/cpulist").write_text("two to six\n")
     assert cpus_of_node(ADDRESS, sysfs) == frozenset()
 

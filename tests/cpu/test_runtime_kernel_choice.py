@@ -22,12 +22,7 @@ from megatron_epp.runtime.attention.kernels import (
     transformer_engine,
 )
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
-from tests.support.runtime.attention_libraries import (
-    exact_flash_attn,
-    exact_flash_attn_3,
-    exact_transformer_engine,
-    older_transformer_engine,
-)
+from tests.support.runtime.attention_libraries import LIBRARIES, install
 
 ON_GPU = AttentionCase("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH)
@@ -152,51 +147,8 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
 TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
 
 
-LIBRARIES = pytest.mark.parametrize(
-    ("kernel", "where", "play"),
-    [
-        (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
-        (FLASH_ATTN_3, (flash, "_flash_attn_3"), exact_flash_attn_3),
-        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
-        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
-    ],
-    ids=["flash-attn", "FlashAttention 3", "Transformer Engine", "Transformer Engine before 2.15"],
-)
-
-
-@LIBRARIES
-@pytest.mark.parametrize(("has_window", "has_sinks"), [(True, False), (False, True), (True, True)])
-def test_a_library_gets_windows_and_serves_sinks(monkeypatch, kernel, where, play, has_window, has_sinks):
-    module = play([])
-    monkeypatch.setattr(*where, lambda: module)
-    case = AttentionCase("cpu", torch.float32, 16, 4, 2, has_window=has_window, has_sinks=has_sinks)
-    assert kernels._relative_error(kernel, case) < 1e-6
-    deaf = replace(kernel, forward=lambda q, k, v, table, scale: kernel.forward(q, k, v, replace(table, window=None), scale))
-    assert (kernels._relative_error(deaf, case) > kernels._TOLERANCE) == has_window
-    if has_sinks:  # which come too late for a backward that has a copy of its own
-        late = replace(kernel, log_sums=lambda saved: kernel.log_sums(saved).clone())
-        assert kernels._relative_error(late, case) > kernels._TOLERANCE
-
-
-@LIBRARIES
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
-    calls = []
-    module = play(calls)
-    monkeypatch.setattr(*where, lambda: module)
-    case = AttentionCase("cpu", torch.float32, 16, 4, kv_heads)
-    before = torch.get_rng_state()
-    assert kernels._relative_error(kernel, case) < 1e-6
-    assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
-    empty = 29 if kernel is TRANSFORMER_ENGINE else 0
-    most = (64, 192) if kernel is TRANSFORMER_ENGINE else (63, 133)  # it chooses cuDNN 9.6 for multiples of 64 only
-    assert calls == [([0, 63, 64, 104, *[104] * empty], [0, 133, 134, 174, *[174] * empty], *most, True, 0.0)]
-
-
 def test_empty_segments_change_no_bit(monkeypatch):
-    calls = []
-    module = exact_transformer_engine(calls)
-    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    _, calls = install(monkeypatch, "transformer-engine")
     q, grad = (torch.randn(104, 4, 16) for _ in range(2))
     k, v = (torch.randn(174, 2, 16) for _ in range(2))
     found, exact = (
@@ -205,7 +157,7 @@ def test_empty_segments_change_no_bit(monkeypatch):
         for out, saved in [kernel.forward(q, k, v, TABLE, 0.25)]
     )
     assert all(map(torch.equal, found, exact))
-    assert len(calls[0][0]) == 32 + 1
+    assert len(calls[0]["cu_seqlens_q"]) == 32 + 1
 
 
 @pytest.mark.parametrize(
@@ -222,8 +174,7 @@ def test_empty_segments_change_no_bit(monkeypatch):
     ],
 )
 def test_cudnn_serves_where_plans_are_for_classes_of_chunks(monkeypatch, capability, cudnn, reason):
-    module = exact_transformer_engine([])
-    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    install(monkeypatch, "transformer-engine")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     found = TRANSFORMER_ENGINE.obstacle(ON_GPU)
@@ -243,7 +194,7 @@ def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkey
 
 @pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
 def test_flash_attention_3_serves_hopper_alone(monkeypatch, capability, serves):
-    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
+    install(monkeypatch, "flash-attn-3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert (FLASH_ATTN_3.obstacle(ON_GPU) is None) is serves
 
@@ -264,10 +215,8 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
     "kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT_ATTENTION], ids=lambda kernel: kernel.name
 )
 def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
-    monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
-    monkeypatch.setattr(flash, "_flash_attn_3", lambda: exact_flash_attn_3([]))
-    module = exact_transformer_engine([])
-    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
+    for library in LIBRARIES:
+        install(monkeypatch, library)
     q, grad = (torch.randn(104, 8, 16) for _ in range(2))
     k, v = (torch.randn(174, 4, 16) for _ in range(2))
     out, saved = kernel.forward(q, k, v, TABLE, 0.25)

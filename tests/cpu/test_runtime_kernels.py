@@ -1,11 +1,19 @@
-"""Variable-length attention against dense attention in float64, segment by segment."""
+"""Variable-length attention against dense attention in float64, segment by segment; proofs of kernels are against torch's."""
+
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_epp.cli.first_run import training
+from megatron_epp.cli.first_run.outcome import PASSED
 from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
+from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradient
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
+from megatron_epp.runtime.tools.kernel_proofs import prove
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 
@@ -20,6 +28,7 @@ CHUNKS = {
     "one token": ([(0, 0, 1)], 1),
     "one token after a prefix": ([(0, 300, 301)], 1),
     "one token after another": ([(0, 1, 2), (1, 0, 1), (2, 0, 1)], 4),
+    "several blocks of a window, padded": ([(0, 300, 460), (1, 0, 1), (2, 0, 9)], 172),
 }
 
 
@@ -28,29 +37,37 @@ def table_of(name):
     return SegmentTable.build(Chunk(tuple(Segment(*s) for s in segments)), padded_tokens)
 
 
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "window", "has_sinks"),
+    [(4, 4, None, False), (4, 2, None, True), (3, 1, None, False), (3, 1, 1, False), (4, 2, 7, True), (4, 4, 200, False)],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, query_heads, kv_heads):
-    table = table_of(name)
+def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, query_heads, kv_heads, window, has_sinks):
+    table = replace(table_of(name), window=window)
     torch.manual_seed(0)
     q, grad = (torch.randn(table.num_tokens, query_heads, 8).to(dtype) for _ in range(2))
     k, v = (torch.randn(table.key_starts[-1], kv_heads, 8).to(dtype) for _ in range(2))
+    sinks = torch.randn(query_heads).to(dtype)
     out, saved = EXACT_ATTENTION.forward(q, k, v, table, SCALE)
-    grads = EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, SCALE)
-    assert [x.dtype for x in (out, *grads)] == [dtype] * 4
+    if has_sinks:
+        add_sinks(out, EXACT_ATTENTION.log_sums(saved), sinks)
+    results = [out, *EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, SCALE)]
+    assert [x.dtype for x in results] == [dtype] * 4
+    if has_sinks:
+        results.append(sinks_gradient(grad, out, EXACT_ATTENTION.log_sums(saved), sinks))
 
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     parts = []
     for i in range(len(table.segments)):
         queries, keys = slice(*table.query_starts[i : i + 2]), slice(*table.key_starts[i : i + 2])
-        parts.append(dense_attention(exact[0][queries], exact[1][keys], exact[2][keys], SCALE))
+        of_segment = exact[0][queries], exact[1][keys], exact[2][keys]
+        parts.append(dense_attention(*of_segment, SCALE, window, exact[3] if has_sinks else None))
     expected = torch.cat(parts)
     expected.backward(grad.double())
-    of_values = exact[
-        2
-    ].grad.norm()  # of one token the other gradients are zero: what rounding leaves is small next to this one
-    for actual, wanted in zip((out, *grads), (expected, *(x.grad for x in exact)), strict=True):
+    # Of one token the other gradients are zero: what rounding leaves is small next to that of values.
+    of_values = exact[2].grad.norm()
+    for actual, wanted in zip(results, (expected, *(x.grad for x in exact)), strict=False):
         floor = 1e-2 if wanted.any() else of_values
         assert relative_difference(actual, wanted, floor) < tolerance
 
@@ -96,6 +113,17 @@ def test_offsets_that_were_uploaded_are_not_copied_again():
     assert all(each.data_ptr() % 16 == 0 for each in (queries, keys))
 
 
+def test_offsets_within_a_window_need_no_other_copy_from_the_host():
+    table, device = table_of("hybrid"), torch.device("cpu")
+    table.cu_seqlens(device)
+    for window in (3, 11, 40):
+        within = table.within(window)
+        assert within is table.within(window)
+        assert within.key_starts[1] == min(11, window) + 9
+        torch.testing.assert_close(within._on_device[device], offsets_of(within), rtol=0, atol=0)
+        assert table.cu_seqlens(device)[1].tolist() == [0, 20, 24, 25]
+
+
 def test_strided_queries_keys_and_values_are_read_rightly():
     table = table_of("packed")
     torch.manual_seed(0)
@@ -109,3 +137,65 @@ def test_strided_queries_keys_and_values_are_read_rightly():
     same_grads = EXACT_ATTENTION.backward(grad, *dense, same_out, same_saved, table, SCALE)
     for actual, wanted in zip((out, *saved, *grads), (same_out, *same_saved, *same_grads), strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+def test_exact_attention_holds_in_every_type_with_grouped_and_with_own_key_heads():
+    for kv_heads in (4, 2, 1):
+        proofs = list(prove("cpu", 16, 4, kv_heads, 24))
+        assert [one.dtype for one in proofs] == ["bfloat16", "float16", "float32"]
+        assert all(one.holds and one.is_chosen for one in proofs)
+
+
+@pytest.mark.parametrize("damage", ["output", "gradient", "error"])
+def test_a_wrong_kernel_does_not_hold(monkeypatch, damage):
+    exact = kernels.EXACT_ATTENTION
+
+    def forward(*inputs):
+        out, saved = exact.forward(*inputs)
+        if damage == "error":
+            raise ValueError("of another version")
+        return (out * 1.05 if damage == "output" else out), saved
+
+    def backward(*inputs):
+        dq, dk, dv = exact.backward(*inputs)
+        return dq, (dk.roll(1, 0) if damage == "gradient" else dk), dv
+
+    monkeypatch.setattr(kernels, "EXACT_ATTENTION", replace(exact, forward=forward, backward=backward))
+    proofs = list(prove("cpu", 16, 4, 4, 24))
+    assert not any(one.holds for one in proofs)
+    assert all((one.error or 0) > one.tolerance for one in proofs) == (damage != "error")
+    assert ("of another version" in proofs[0].obstacle) == (damage == "error")
+
+
+def test_kernels_are_proven_without_tf32_and_the_setting_is_as_before(monkeypatch):
+    """NVIDIA's containers begin with "high"."""
+    exact, seen = kernels.EXACT_ATTENTION, []
+
+    def forward(*inputs):
+        seen.append(torch.get_float32_matmul_precision())
+        return exact.forward(*inputs)
+
+    monkeypatch.setattr(kernels, "EXACT_ATTENTION", replace(exact, forward=forward))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert all(one.holds for one in prove("cpu", 16, 4, 4, 24))
+        assert set(seen) == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_runs_in_fp32_are_without_tf32(monkeypatch, tmp_path):
+    runs = {}
+
+    def train(folder, ranks, settings, timeout_s, environment):
+        runs[folder.name] = dict(environment)
+        return SimpleNamespace(losses=[1.0])
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training, "tiny_gpt", lambda **settings: {"bf16": True})
+    monkeypatch.setattr(training, "_documents", lambda *_: "documents")
+    assert training.parity(SimpleNamespace(folder=tmp_path, is_reduced=True)).status == PASSED
+    without = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+    assert runs == {"stock": {}, "elastic": {}, "stock-in-fp32": without}

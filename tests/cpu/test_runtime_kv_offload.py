@@ -13,11 +13,10 @@ from megatron_epp.runtime.attention.host_store import PieceReader
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
-from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
-from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import run_plan
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
 from tests.support.runtime.runtime_plans import (
     by_hand,
@@ -63,6 +62,14 @@ def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False)
     return seen
 
 
+def layer_in_bf16(case, **options):
+    """A layer of the case in bf16, in which sums in fp32 differ."""
+    layer = ChunkedLayer(*CASES[case], **options)
+    layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
+    layer.weights = [x.bfloat16() for x in layer.weights]
+    return layer
+
+
 def same_gradients(plan, other, host=None, **options):
     expected, found = run_plan(0, None, plan, **options), run_plan(0, None, other, host=host, **options)
     for stage, wanted in expected.items():
@@ -78,10 +85,7 @@ def same_gradients(plan, other, host=None, **options):
 @pytest.mark.parametrize("when", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, when, mode, fp32_gradients):
-    resident, kv_offload = (ChunkedLayer(*CASES[case], layers=LAYERS) for _ in range(2))
-    for layer in (resident, kv_offload):  # in bf16, sums in fp32 differ
-        layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
-        layer.weights = [x.bfloat16() for x in layer.weights]
+    resident, kv_offload = (layer_in_bf16(case, layers=LAYERS) for _ in range(2))
     run(resident, mode=mode, fp32_gradients=fp32_gradients)
     run(kv_offload, HOSTS[when](), mode, fp32_gradients)
     for expected, actual in zip(resident.chunked(), kv_offload.chunked(), strict=True):
@@ -167,41 +171,17 @@ def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_a
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recompute_layers", [0, 1, 2])
 @pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
-def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted(make, recompute_layers, reentrant):
+def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted_and_with_copies_beside(make, recompute_layers, reentrant):
     plan = make(recompute_layers=recompute_layers)
     _, found = same_gradients(plan, offloading_kv(plan), reentrant=reentrant)
     assert found[0].host_peak_bytes > 0
     same_gradients(plan, offloading_kv(plan, stages=[0]), reentrant=reentrant)
-
-
-@pytest.mark.parametrize("recompute_layers", [0, 1])
-def test_and_with_copies_beside(recompute_layers):
-    plan = one_rank_two_stages(recompute_layers=recompute_layers)
-    same_gradients(plan, offloading_kv(offloading(plan, 0.7)))
-
-
-def test_a_run_without_host_memory_is_refused_by_the_flag():
-    plan = offloading_kv(one_rank())
-    with pytest.raises(RunError, match="add --epp-offload"):
-        Executor(plan, 0, {})
-
-
-@pytest.mark.parametrize("heads", range(1, 65))
-def test_groups_of_heads_divide_them(heads):
-    assert heads % head_parts(heads) == 0
-    assert head_parts(heads) == max(n for n in (1, 2, 3, 4) if heads % n == 0)
-
-
-def layer_of(case, kv_heads, layers=2):
-    layer = ChunkedLayer(*CASES[case], layers=layers, kv_heads=kv_heads)
-    layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
-    layer.weights = [x.bfloat16() for x in layer.weights]
-    return layer
+    same_gradients(plan, offloading_kv(offloading(plan, 0.7)), reentrant=reentrant)
 
 
 @spread_by_default(3, case=CASES, kv_heads=(4, 2), when=(None, *HOSTS), mode=RECOMPUTE, fp32_gradients=("off", "on"))
 def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
-    together, apart = (layer_of(case, kv_heads) for _ in range(2))
+    together, apart = (layer_in_bf16(case, layers=2, kv_heads=kv_heads) for _ in range(2))
     run(together, None, mode, fp32_gradients)
     monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 1)
     seen = []

@@ -19,20 +19,6 @@ from megatron_epp.runtime.links.objects import Groups
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
-
-def cross_talk(rank, links):
-    """Rank 0 sends four activations and four gradients, interleaved; rank 1 receives them in another interleaving."""
-    if rank == 0:
-        for i in range(4):
-            links.send(torch.full((2, 3), float(i)), peer=1, gradient=False)
-            links.send(torch.full((5,), 10.0 + i, dtype=torch.float64), peer=1, gradient=True)
-        links.finish_sends()
-        return None
-    gradients = [links.post_receive((5,), torch.float64, torch.device("cpu"), 0, gradient=True) for _ in range(4)]
-    activations = [links.post_receive((2, 3), torch.float32, torch.device("cpu"), 0, gradient=False) for _ in range(4)]
-    return [[receive.wait().tolist() for receive in kind] for kind in (activations, gradients)]
-
-
 LOOPED = directions((0, 1, 0, 1))
 """Directions of messages where two ranks have two stages each."""
 
@@ -63,12 +49,6 @@ def strided_and_released(rank, links):
     return [receive.wait().tolist() for receive in (first, second)]
 
 
-def groups(rank, links):
-    """Ranks of each communicator."""
-    made = links.activations, links.gradients, links.figures, *links.control.levels
-    return links.ranks, [torch.distributed.get_process_group_ranks(group) for group in made]
-
-
 def each_way(rank, links):
     """Send activations both ways; return which communicators are one, and the message that each rank gets from the other."""
     made = Links.create(links.ranks, links.ranks, Groups(), LOOPED)
@@ -82,12 +62,14 @@ def each_way(rank, links):
 
 
 def made(rank, links, several_stages):
-    """Arguments that each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
+    """Ranks, backend and options that each group is made with, and its time limit in seconds; options are counted."""
     numbers, made = count(), []
 
     def create(ranks, timeout, backend, pg_options):
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        made.append((backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()))
+        made.append(
+            (tuple(ranks), backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        )
         return group
 
     groups = Groups(timedelta(seconds=77), create)
@@ -164,24 +146,10 @@ def ranks(tmp_path_factory):
         yield job
 
 
-def test_activations_and_gradients_keep_their_order_and_do_not_mix(ranks):
-    _, (activations, gradients) = ranks.run(cross_talk)
-    assert activations == [[[float(i)] * 3] * 2 for i in range(4)]
-    assert gradients == [[10.0 + i] * 5 for i in range(4)]
-
-
-def test_both_ranks_may_send_before_they_receive(ranks):
-    assert ranks.run(both_ways) == [1.0, 0.0]
-
-
 def test_strides_are_no_matter_and_the_sender_may_drop_its_tensor_at_once(ranks):
     _, (transposed, whole) = ranks.run(strided_and_released)
     assert transposed == torch.arange(6.0).reshape(2, 3).t().tolist()
     assert whole == torch.arange(1000.0).tolist()
-
-
-def test_every_communicator_spans_the_pipeline(ranks):
-    assert ranks.run(groups) == [((0, 1), [[0, 1]] * 4)] * 2
 
 
 def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
@@ -189,9 +157,11 @@ def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
 
 
 @pytest.mark.parametrize("several_stages", [False, True])
-def test_every_group_has_the_time_limit_and_those_of_messages_have_options_of_their_own(ranks, several_stages):
+def test_every_group_spans_the_pipeline_with_the_time_limit_and_those_of_messages_have_options_of_their_own(
+    ranks, several_stages
+):
     num_links = 4 if several_stages else 2
-    expected = [(None, f"options {i}", 77.0) for i in range(num_links)] + [("gloo", None, 77.0)] * 2
+    expected = [((0, 1), None, f"options {i}", 77.0) for i in range(num_links)] + [((0, 1), "gloo", None, 77.0)] * 2
     assert ranks.run(made, several_stages) == [expected] * 2
 
 

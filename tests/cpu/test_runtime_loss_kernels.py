@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.runtime.loss import kernels as loss_kernels
@@ -20,7 +19,7 @@ from megatron_epp.runtime.loss.kernels import LIGER, LossCase
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses
 from tests.support.package_index import release
 from tests.support.runtime.allocations import peak_bytes_of
-from tests.support.runtime.block_loss_runs import exact_kernel, losses_and_gradients, problem
+from tests.support.runtime.block_loss_runs import bf16_errors, exact_kernel, losses_and_gradients, plain, problem
 
 ON_GPU = LossCase("cuda", torch.bfloat16, 1000)
 WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}
@@ -38,10 +37,6 @@ def played(monkeypatch):
 
     yield play
     loss_kernels.explain.cache_clear()
-
-
-def plain(x, weight, labels):
-    return functional.cross_entropy(x.double() @ weight.double().t(), labels, reduction="none")
 
 
 def of_tokens(kind, tokens):
@@ -62,17 +57,20 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
     assert loss_kernels.explain(case) == (loss_kernels.LIGER, "")
 
 
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 3, 4, 6, 9, 10]), torch.tensor([4])], ids=["all", "some", "one"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("block_tokens", [1, 4, 11])
-def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens):
+def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens, rows):
     played(exact_kernel())
     x, weight, labels = problem(tokens=11)
     assert loss_kernels.explain(LossCase("cpu", torch.float32, len(weight))) == (loss_kernels.LIGER, "")
+    counted = torch.ones(11) if rows is None else torch.zeros(11).index_fill_(0, rows, 1.0)
     grad = of_tokens(kind, 11)
-    expected = losses_and_gradients(plain(x, weight, labels), grad.double(), (x, weight))
-    found = losses_and_gradients(block_losses(x, x, weight, labels, Head(block_tokens)), grad, (x, weight))
-    for wanted, tensor in zip(expected, found, strict=True):
+    expected = losses_and_gradients(plain(x.double(), weight.double(), labels) * counted, grad.double(), (x, weight))
+    actual = losses_and_gradients(block_losses(x, x, weight, labels, Head(block_tokens, rows=rows)), grad, (x, weight))
+    for wanted, tensor in zip(expected, actual, strict=True):
         torch.testing.assert_close(tensor.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    assert not actual[1][counted == 0].any()
 
 
 def test_a_kernel_keeps_nothing_of_a_token_but_its_label(played):
@@ -85,36 +83,17 @@ def test_a_kernel_keeps_nothing_of_a_token_but_its_label(played):
     ]
 
 
-def test_blocks_that_add_to_a_main_gradient_add_the_same_with_a_kernel(played):
-    played(exact_kernel())
-    x, weight, labels = problem(tokens=11)
-    grad, main = of_tokens("of any size", 11), torch.zeros_like(weight)
-
-    def accumulate(rows, of_logits):
-        main.add_(of_logits.t() @ rows)
-        return torch.empty_like(weight)
-
-    losses_and_gradients(block_losses(x, x, weight, labels, Head(4, accumulate=accumulate)), grad, (weight,))
-    torch.testing.assert_close(main, losses_and_gradients(plain(x, weight, labels), grad.double(), (weight,))[1])
-
-
-def errors_in_bf16(grad):
-    """Return the errors of input's and weight's gradients, from those in fp64 of the same values."""
-    x, weight, labels = (t.detach() for t in problem(tokens=512, entries=512))
-    exact = [t.bfloat16().double().requires_grad_() for t in (x, weight)]
-    wanted = losses_and_gradients(plain(*exact, labels), grad.double(), exact)[1:]
-    x, weight = (t.detach().bfloat16().requires_grad_() for t in exact)
-    found = losses_and_gradients(block_losses(x, x, weight, labels, Head(64)), grad, (x, weight))[1:]
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-
-
 @pytest.mark.parametrize(("kind", "coarser"), [("masked", 1.0), ("of any size", 1.15)])
 def test_in_bf16_a_kernel_rounds_no_more_than_plain_torch_where_tokens_count_or_do_not(played, kind, coarser):
     """With other weights an input's gradient is rounded three times and not twice, each time as likely up as down."""
     grad = of_tokens(kind, 512)
-    ours = errors_in_bf16(grad)
+
+    def errors():
+        return bf16_errors(lambda x, *others: block_losses(x, x, *others, Head(64)), grad, entries=512)[1:]
+
+    without = errors()
     played(exact_kernel())
-    assert all(found <= coarser * own for found, own in zip(errors_in_bf16(grad), ours, strict=True))
+    assert all(error <= coarser * own for error, own in zip(errors(), without, strict=True))
 
 
 def test_with_a_kernel_logits_and_their_gradient_take_their_own_size(monkeypatch):

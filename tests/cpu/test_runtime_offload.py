@@ -9,7 +9,7 @@ from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
 from megatron_epp.runtime.offload.activations import ActivationOffload, choose
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LATE_HOSTS
-from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import run_plan
 from tests.support.runtime.runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 from tests.support.seeds import spread_by_default
 

@@ -15,8 +15,7 @@ from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.failing_buffers import failing
-from tests.support.runtime.pipeline_runs import run_plan
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, one_rank_split, planned, two_ranks
 
@@ -71,18 +70,14 @@ def text(error=None, usage=None, cap_bytes=None, names=TRAINING, **options):
     return report.text(plan, 1, action, error or torch.OutOfMemoryError("no"))
 
 
-def test_the_cap_goes_down_by_what_is_in_use_beyond_the_plan():
-    peak, static = simulate(hybrid()).peak_bytes[1], hybrid().static_bytes[1]
-    excess = (peak - static) // 3
-    assert lower_cap(hybrid(peak + 10), 1, excess) == peak + 10 - excess
-
-
-def test_the_cap_goes_below_the_plans_peak_even_where_no_excess_was_seen():
+def test_the_cap_goes_down_by_what_is_in_use_beyond_the_plan_and_below_the_plans_peak_where_no_excess_was_seen():
     plan = hybrid()
     peak, static = simulate(plan).peak_bytes[1], plan.static_bytes[1]
+    excess = (peak - static) // 3
+    assert lower_cap(hybrid(peak + 10), 1, excess) == peak + 10 - excess
+    assert lower_cap(hybrid(peak), 1, peak - static) is None
     assert plan.cap_bytes[1] > 2 * peak
     assert 0.9 * LEAST_SHARE <= (peak - lower_cap(plan, 1, 0)) / (peak - static) <= 1.1 * LEAST_SHARE
-    assert lower_cap(hybrid(peak), 1, peak - static) is None
 
 
 def test_what_could_not_be_had_counts_as_in_use():

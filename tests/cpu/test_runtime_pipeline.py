@@ -7,8 +7,7 @@ import torch
 
 from megatron_epp.plan import Op
 from tests.support.runtime.dense_attention import relative_difference
-from tests.support.runtime.pipeline_runs import run_plan
-from tests.support.runtime.plain_stage import whole_run
+from tests.support.runtime.plain_stage import run_plan, whole_run
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import (
     looped,
@@ -28,6 +27,7 @@ BATCHES = {
     "packed": ((9, 4, 7, 1, 5, 3), {"chunk_tokens": 12}),
     "hybrid": ((41, 22, 3, 1, 6), {"slices": 3}),
     "padded": ((41, 22, 3, 1, 5), {"slices": 3, "token_multiple": 4}),
+    "split weight gradients": ((41, 22, 3, 1, 6), {"slices": 3, "split_weight": True}),
 }
 
 
@@ -87,27 +87,35 @@ def test_the_batches_are_what_they_are_called():
         kinds[name] = {chunk.kind(plan.lengths) for chunk in plan.chunks}
         padded = any(plan.padded_tokens(c) > chunk.num_tokens for c, chunk in enumerate(plan.chunks))
         assert padded == (name == "padded")
+        has_weights = any(action.op is Op.W for rank in (0, 1) for action in plan.actions(rank))
+        assert has_weights == (name == "split weight gradients")
     assert kinds["sliced"] == {"split"}
     assert kinds["packed"] == {"batched"}
-    assert all({"split", "hybrid"} <= kinds[name] for name in ("hybrid", "padded"))
+    assert all({"split", "hybrid"} <= kinds[name] for name in BATCHES.keys() - {"sliced", "packed"})
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
 @pytest.mark.parametrize(
-    "make", [one_rank_split, one_rank_two_stages, two_ranks, two_ranks_split, v_shape, v_shape_split, looped]
+    ("make", "last"),
+    [
+        (one_rank_split, "W0"),
+        (one_rank_two_stages, "B0 B2"),
+        (two_ranks, "B2"),
+        (two_ranks_split, "W2 W0"),
+        (v_shape, "B2"),
+        (v_shape_split, "W0 W2"),
+        (looped, "B2"),
+    ],
 )
-def test_hand_made_plans(ranks, make, recompute):
+def test_hand_made_plans_reduce_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last, recompute):
     plan = make(recompute_layers=recompute)
     results = run(ranks, plan)
     assert_equals_whole_sequences(results, plan, 1e-5)
     assert [result.live_bytes for result in results] == [0] * plan.num_stages
-
-
-def test_planned_weight_gradients_of_their_own(ranks):
-    lengths, options = BATCHES["hybrid"]
-    plan = planned(lengths, (LAYERS,) * 2, split_weight=True, **options)
-    assert any(action.op is Op.W for rank in (0, 1) for action in plan.actions(rank))
-    assert_equals_whole_sequences(run(ranks, plan), plan, 1e-5)
+    for result in results:
+        *_, before, action, after = result.calls
+        assert (before, after, result.calls.count("last"), result.calls.count("reduce")) == ("last", "reduce", 1, 1)
+        assert action in last.split()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -116,26 +124,6 @@ def test_in_float64_nothing_but_rounding_is_left(ranks, reentrant):
     plan = planned(lengths, (LAYERS,) * 2, recompute=1, **options)
     results = run(ranks, plan, torch.float64, reentrant=reentrant)
     assert_equals_whole_sequences(results, plan, 1e-12, torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("make", "last"),
-    [
-        (two_ranks, "B2"),
-        (v_shape, "B2"),
-        (looped, "B2"),
-        (one_rank_split, "W0"),
-        (two_ranks_split, "W2 W0"),
-        (v_shape_split, "W0 W2"),
-    ],
-)
-def test_reduction_may_start_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last):
-    for result in run(ranks, make()):
-        calls = result.calls
-        assert calls.count("last") == calls.count("reduce") == 1
-        assert calls[-1] == "reduce"
-        assert calls[-3] == "last"
-        assert calls[-2] in last.split()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

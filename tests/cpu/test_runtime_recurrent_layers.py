@@ -1,4 +1,7 @@
-"""Gated delta nets and Mamba-2 layers on slices and packed sequences compute what they compute on each sequence by itself."""
+"""Gated delta nets and Mamba-2 layers on slices and packed sequences compute what they compute on each sequence by itself.
+
+Slices hand on their state, and its gradient comes back.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.gated_delta import DeltaLayer
+from megatron_epp.runtime.handover import Handover
 from megatron_epp.runtime.state_space import StateSpaceLayer
 from tests.support.runtime.mixed_slices import CUTS, LENGTHS, check_slices, context_of, tokens_of
 
@@ -208,3 +213,48 @@ def test_whole_sequences_are_packed_in_one_scan_and_a_slice_runs_apart_from_its_
         {"initial_states": None, "return_final_states": True},
         {"seq_idx": [[0] + [1] * 2]},
     ]
+
+
+FIRST, SECOND = (SliceView(7, start, start + 4, 8, 8, 2) for start in (0, 4))
+
+
+def test_a_state_that_a_recomputing_layer_read_is_kept_by_autograd_for_its_slice() -> None:
+    handover, x = Handover(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    state_bytes = 6 * 8
+
+    def layer(x: Tensor, view: SliceView) -> Tensor:
+        (before,) = handover.enter(0, view) or (torch.zeros_like(x[0]),)
+        total = x.tanh().sum(0) + before
+        return handover.leave(0, view, x * total, (total,))
+
+    with SavedTensors((), lambda: handover.num_bytes) as saved:
+        for chunk, view in enumerate((FIRST, SECOND)):
+            with saved.of((0, chunk)):
+                checkpoint(layer, x, view, use_reentrant=True)
+                assert handover.num_bytes == (state_bytes if chunk == 0 else 0)  # the second has read it
+        first_bytes, second_bytes = (
+            sum(storage.num_bytes for storage in saved.pop((0, chunk)) if storage.is_ours) for chunk in (0, 1)
+        )
+        assert second_bytes - first_bytes == state_bytes
+
+
+def test_an_evaluation_keeps_a_state_until_the_next_slice() -> None:
+    handover, state = Handover(), (torch.ones(2),)
+    with torch.no_grad():
+        output = handover.leave(0, FIRST, torch.ones(3), state, forward_only=True)
+        assert handover.num_bytes == 8
+        (read,) = handover.enter(0, SECOND, forward_only=True) or ()
+        assert read.tolist() == [1.0, 1.0]
+        handover.leave(0, SECOND, output, state, forward_only=True)
+    handover.assert_empty()
+
+
+def test_slices_out_of_order_are_refused() -> None:
+    handover, state = Handover(), (torch.ones(2, requires_grad=True) * 1,)
+    with pytest.raises(KVCacheError, match="layer 0, sequence 7: the slice at token 4 finds no state of the one before it"):
+        handover.enter(0, SECOND)
+    output = handover.leave(0, FIRST, torch.ones(3, requires_grad=True) * 1, state)
+    with pytest.raises(KVCacheError, match="the backward of the slice before token 4 comes before that of the slice behind it"):
+        output.sum().backward()
+    with pytest.raises(KVCacheError, match="were never taken"):
+        handover.assert_empty()

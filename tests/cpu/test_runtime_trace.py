@@ -1,6 +1,5 @@
 """Measured times: ordered, inside the iteration, one per compute action."""
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -30,41 +29,21 @@ def run(recorder):
 
 
 def test_events_are_the_plans_actions_in_order_and_do_not_overlap():
+    """An iteration starts its own clock and forgets the one before."""
     recorder = Recorder()
-    plan = run(recorder)
-    events = recorder.events()
-    assert [name for name, *_ in events] == [str(action) for action in plan.actions(0)]
-    times = [time for _, start, end, _ in events for time in (0.0, start, end)[1:]]
-    assert times == sorted(times)
-    assert times[0] >= 0.0
-    assert all(start < end and cpu > 0.0 for _, start, end, cpu in events)
-
-
-def test_an_iteration_starts_its_own_clock_and_forgets_the_one_before():
-    recorder = Recorder()
-    run(recorder)
-    first = recorder.events()
-    run(recorder)
-    second = recorder.events()
-    assert [name for name, *_ in second] == [name for name, *_ in first]
-    assert second[0][1] < first[-1][2] + second[-1][2]  # counted from its own start, not from the first's
-
-
-def test_a_recorder_that_is_off_records_nothing():
-    recorder = Recorder(enabled=False)
-    run(recorder)
-    assert recorder.events() == ()
-
-
-def test_waiting_adds_up():
-    recorder = Recorder()
-    recorder.begin()
-    waits = []
+    ends = []
     for _ in range(2):
-        with recorder.waiting(Action(Op.RECV_F, 0, 0)):
-            sum(range(1000))
-        waits.append(recorder.wait_us)
-    assert 0.0 < waits[0] < waits[1]
+        plan = run(recorder)
+        events = recorder.events()
+        assert [name for name, *_ in events] == [str(action) for action in plan.actions(0)]
+        times = [time for _, start, end, _ in events for time in (start, end)]
+        assert times == sorted(times)
+        assert times[0] >= 0.0
+        assert all(start < end and cpu > 0.0 for _, start, end, cpu in events)
+        ends.append(times[-1])
+    assert times[0] < sum(ends)  # counted from its own start, not from the first's
+    run(off := Recorder(enabled=False))
+    assert off.events() == ()
 
 
 def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_on_a_track_of_their_own():
@@ -84,25 +63,18 @@ def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_
     assert {("planned copy", "0O0"), ("measured copy", "0O0"), ("measured compute", "0F0")} <= tracks
 
 
-def test_waits_for_messages_are_recorded_under_their_receives():
+def test_waits_are_recorded_under_their_receives_and_add_up_and_an_action_that_fails_leaves_no_event():
     recorder = Recorder()
     recorder.begin()
-    with recorder.action(Action(Op.F, 1, 0)):
-        pass
-    with recorder.waiting(Action(Op.RECV_B, 1, 0)):
-        pass
-    assert [name for name, *_ in recorder.events()] == ["1F0", "1RECV_B0"]
-
-
-def test_an_action_that_fails_leaves_no_event():
-    recorder = Recorder()
-    recorder.begin()
-    with pytest.raises(ValueError, match="boom"), recorder.action(Action(Op.F, 0, 0)):
-        raise ValueError("boom")
-    with recorder.action(Action(Op.F, 0, 1)):
-        pass
-    assert [name for name, *_ in recorder.events()] == ["0F1"]
-    assert all(a <= b for a, b in itertools.pairwise(recorder.events()[0][1:3]))
+    waits = [0.0]
+    for chunk in range(2):
+        with recorder.waiting(Action(Op.RECV_F, 0, chunk)):
+            sum(range(1000))
+        waits.append(recorder.wait_us)
+        with pytest.raises(ValueError, match="boom"), recorder.action(Action(Op.F, 0, chunk)):
+            raise ValueError("boom")
+    assert waits[0] < waits[1] < waits[2]
+    assert [name for name, *_ in recorder.events()] == ["0RECV_F0", "0RECV_F1"]
 
 
 TOOL = ROOT / "tests" / "support" / "runtime" / "nvtx_tool.c"

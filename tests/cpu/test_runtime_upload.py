@@ -1,6 +1,5 @@
 """Uploads: tensors of all types in one buffer, by one copy on a stream of its own."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,15 +42,6 @@ def test_any_number_of_tensors_is_one_copy_on_a_stream_that_waits_for_nothing(co
     assert copy.stream != COMPUTE
     upload.wait()
     assert [(one.kind, one.stream, one.waits) for one in log.launches[1:]] == [(WAIT, COMPUTE, [0])]
-
-
-def test_each_thread_that_uploads_uses_the_uploads_device():
-    log = LaunchLog()
-    uploader = Uploader(CPU, log)
-    with ThreadPoolExecutor(1) as thread:
-        ident = thread.submit(threading.get_ident).result()
-        thread.submit(uploader.begin, [torch.arange(3)]).result()
-    assert log.devices == {ident: CPU}
 
 
 def test_threads_may_upload_at_the_same_time():

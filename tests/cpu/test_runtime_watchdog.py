@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,145 +13,113 @@ from megatron_epp.runtime import watchdog as watchdog_module
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 
-class Clock:
-    """Takes the place of the time module in the watchdog; the watchdog looks once per `advance`."""
+class Watched:
+    """A watchdog with a limit of 10 seconds, which looks where time passes in the test, and what it reports."""
 
     def __init__(self):
-        self._strangers = {*threading.enumerate()} - {
-            threading.current_thread()
-        }  # watchdogs that earlier tests left running keep the real time
-        self.now_s = 0.0
-        self._may_look, self._sleeps = threading.Semaphore(0), threading.Semaphore(0)
+        self.now_s, self.reports = 0.0, []
+        self.watchdog = Watchdog(10, self.reports.append)
+        self.watch = self.watchdog.watch
 
     def monotonic(self):
-        return time.monotonic() if threading.current_thread() in self._strangers else self.now_s
-
-    def sleep(self, seconds):
-        if threading.current_thread() in self._strangers:
-            time.sleep(seconds)
-            return
-        self._sleeps.release()
-        self._may_look.acquire()
+        """Watchdogs that earlier tests left running keep the real time."""
+        return self.now_s if threading.current_thread() is threading.main_thread() else time.monotonic()
 
     def advance(self, seconds):
-        """Let time pass, then let the watchdog look and go back to sleep."""
-        assert self._sleeps.acquire(timeout=60)
         self.now_s += seconds
-        self._may_look.release()
-        assert self._sleeps.acquire(timeout=60)
-        self._sleeps.release()
+        self.watchdog.look()
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(watchdog_module, "time", clock)
-    return clock
+def watched(monkeypatch):
+    watched = Watched()
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=watched.monotonic, sleep=time.sleep))
+    monkeypatch.setattr(watchdog_module, "_look_often", lambda *_: None)
+    return watched
 
 
-def test_an_activity_is_reported_once_when_it_outlasts_the_limit(clock):
-    reports = []
-    with Watchdog(10, reports.append).watch(lambda: "reading"):
-        clock.advance(10)
-        assert reports == []
-        clock.advance(0.1)
-        assert reports == ["reading"]
-        clock.advance(100)
-    assert reports == ["reading"]
+def test_an_activity_is_reported_once_when_it_outlasts_the_limit(watched):
+    with watched.watch(lambda: "reading"):
+        watched.advance(10)
+        assert watched.reports == []
+        watched.advance(0.1)
+        assert watched.reports == ["reading"]
+        watched.advance(100)
+    assert watched.reports == ["reading"]
 
 
-def test_each_of_several_activities_has_its_own_time(clock):
-    reports = []
-    watchdog = Watchdog(10, reports.append)
+def test_each_of_several_activities_has_its_own_time(watched):
     for name in ("first", "second"):
-        with watchdog.watch(lambda name=name: name):
-            clock.advance(9)
-    clock.advance(100)
-    assert reports == []
+        with watched.watch(lambda name=name: name):
+            watched.advance(9)
+    watched.advance(100)
+    assert watched.reports == []
 
 
-def test_an_activity_stays_watched_when_one_inside_it_ends(clock):
-    reports = []
-    watchdog = Watchdog(10, reports.append)
-    with watchdog.watch(lambda: "outer"):
-        with watchdog.watch(lambda: "inner"):
-            clock.advance(9)
-        clock.advance(2)
-    assert reports == ["outer"]
+def test_an_activity_stays_watched_when_one_inside_it_ends(watched):
+    with watched.watch(lambda: "outer"):
+        with watched.watch(lambda: "inner"):
+            watched.advance(9)
+        watched.advance(2)
+    assert watched.reports == ["outer"]
 
 
-def test_of_two_that_lie_inside_each_other_the_inner_is_reported_first(clock):
-    reports = []
-    watchdog = Watchdog(10, reports.append)
-    with watchdog.watch(lambda: "outer"), watchdog.watch(lambda: "inner"):
-        clock.advance(11)
-    assert reports == ["inner", "outer"]
+def test_of_two_that_lie_inside_each_other_the_inner_is_reported_first(watched):
+    with watched.watch(lambda: "outer"), watched.watch(lambda: "inner"):
+        watched.advance(11)
+    assert watched.reports == ["inner", "outer"]
 
 
-def test_progress_starts_the_time_again(clock):
-    reports = []
+def test_progress_starts_the_time_again(watched):
     places = iter([1, 2, 3, 3])
-    with Watchdog(10, reports.append).watch(lambda: "walking", lambda: next(places)):
+    with watched.watch(lambda: "walking", lambda: next(places)):
         for _ in range(3):
-            clock.advance(9)
-        assert reports == []
-        clock.advance(11)
-    assert reports == ["walking"]
+            watched.advance(9)
+        assert watched.reports == []
+        watched.advance(11)
+    assert watched.reports == ["walking"]
 
 
-def test_what_the_body_leaves_under_way_stays_watched_until_it_is_done(clock):
-    reports = []
+def test_what_the_body_leaves_under_way_stays_watched_until_it_is_done(watched):
     place = "on the device"
-    watchdog = Watchdog(10, reports.append)
-    with watchdog.watch(lambda: f"hangs {place}", lambda: place):
-        clock.advance(1)
-    clock.advance(9)
-    assert reports == []
-    clock.advance(2)
-    assert reports == ["hangs on the device"]
-
-
-def test_what_the_body_leaves_under_way_is_forgotten_when_it_is_done(clock):
-    reports = []
-    place = "on the device"
-    watchdog = Watchdog(10, reports.append)
-    with watchdog.watch(lambda: "hangs", lambda: place):
-        clock.advance(1)
+    with watched.watch(lambda: f"hangs {place}", lambda: place):
+        watched.advance(1)
     place = None
-    clock.advance(1)
-    place = "nothing of its business"
-    clock.advance(100)
-    assert reports == []
+    watched.advance(1)
+    place = "on the device"  # of another activity
+    watched.advance(100)
+    assert watched.reports == []
+    with watched.watch(lambda: f"hangs {place}", lambda: place):
+        watched.advance(1)
+    watched.advance(9)
+    assert watched.reports == []
+    watched.advance(2)
+    assert watched.reports == ["hangs on the device"]
 
 
-def test_an_activity_that_failed_is_no_longer_watched(clock):
-    reports = []
-    watchdog = Watchdog(10, reports.append)
-    with pytest.raises(KeyError), watchdog.watch(lambda: "failing"):
+def test_an_activity_that_failed_is_no_longer_watched(watched):
+    with pytest.raises(KeyError), watched.watch(lambda: "failing"):
         raise KeyError
-    clock.advance(100)
-    assert reports == []
+    watched.advance(100)
+    assert watched.reports == []
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(clock, tells):
+def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(watched, tells):
     """After an illegal access every query of an event raises, while the main thread may wait for other ranks for ever."""
-    reports = []
 
     def ask():
         raise RuntimeError("an illegal memory access was encountered")
 
-    watchdog = Watchdog(10, reports.append)
-    with watchdog.watch(lambda: "stands still" if tells else ask(), ask):
-        clock.advance(9)
-        assert reports == []
-        clock.advance(2)
-        expected = "stands still" if tells else "RuntimeError: an illegal memory access was encountered"
-        assert len(reports) == 1
-        assert expected in reports[0]
-        with watchdog.watch(lambda: "still watched"):
-            clock.advance(11)
-        assert reports[1:] == ["still watched"]
+    with watched.watch(lambda: "stands still" if tells else ask(), ask):
+        watched.advance(9)
+        assert watched.reports == []
+        watched.advance(2)
+        (report,) = watched.reports
+        assert ("stands still" if tells else "RuntimeError: an illegal memory access was encountered") in report
+        with watched.watch(lambda: "still watched"):
+            watched.advance(11)
+        assert watched.reports[1:] == ["still watched"]
 
 
 class Training:
@@ -225,24 +194,18 @@ class Queue:
 
     def mark(self):
         self.issued += 1
-        return Mark(self, self.issued)
+        number = self.issued
+        return SimpleNamespace(query=lambda: self.passed >= number)
 
 
-class Mark:
-    def __init__(self, queue, number):
-        self.queue, self.number = queue, number
-
-    def query(self):
-        return self.queue.passed >= self.number
-
-
-def test_without_a_device_of_its_own_the_rank_is_where_the_host_is():
-    progress = Progress(lambda: None)
+def test_without_a_device_of_its_own_the_rank_is_where_the_host_is(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    assert device_mark() is None
+    progress = Progress(device_mark)
     assert progress.point() == ProgressPoint(0)
-    progress.reach(ProgressPoint(1, receiving=True))
-    assert progress.point() == ProgressPoint(1, receiving=True)
-    progress.reach(None)
-    assert progress.point() is None
+    for point in (ProgressPoint(1, receiving=True), None):
+        progress.reach(point)
+        assert progress.point() == point
 
 
 def test_with_a_device_it_is_at_the_first_place_the_device_has_not_passed():
@@ -264,8 +227,3 @@ def test_a_host_that_gave_up_leaves_what_it_had_issued():
     assert progress.point() == ProgressPoint(0)
     queue.passed = 1
     assert progress.point() is None
-
-
-def test_a_processor_has_no_queue_to_mark(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
-    assert device_mark() is None

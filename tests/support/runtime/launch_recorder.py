@@ -6,7 +6,6 @@ functions that start messages. A rank runs alone, in this process and on a CPU; 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -68,8 +67,6 @@ class LaunchLog:
 
     def __init__(self):
         self.launches, self.action, self.memory = [], None, None
-        self.devices = {}
-        """Device that each thread uses, by its identifier."""
         self.streams = {COMPUTE: Stream(self, COMPUTE)}
         self._current = self.streams[COMPUTE]
 
@@ -80,7 +77,7 @@ class LaunchLog:
         return self.streams.setdefault(name, Stream(self, name))
 
     def set_device(self, device):
-        self.devices[threading.get_ident()] = device
+        """Nothing is launched on a device."""
 
     def current_stream(self):
         return self._current

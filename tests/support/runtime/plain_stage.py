@@ -1,7 +1,8 @@
-"""A small transformer in plain torch, cut into pipeline stages, and the same model run whole for comparison."""
+"""A small transformer in plain torch, cut into pipeline stages that run by plan, and the same model run whole."""
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +14,11 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.offload.activations import ActivationOffload
+from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -142,6 +147,10 @@ class PlainStage:
     def gradients(self):
         return {name: p.grad for name, p in self.part.named_parameters()}
 
+    def arrays(self):
+        """Gradients that another process can take."""
+        return {name: None if grad is None else grad.numpy() for name, grad in self.gradients().items()}
+
 
 def whole_run(plan, num_layers, dtype=torch.float32):
     """Every sequence whole, one after the other, through all stages in one process.
@@ -157,3 +166,34 @@ def whole_run(plan, num_layers, dtype=torch.float32):
         x.backward()
         total += x.item()
     return total, [{name: p.grad for name, p in part.named_parameters()} for part in parts]
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """State that a run left in one stage."""
+
+    gradients: dict[str, np.ndarray | None]
+    loss: float
+    calls: list[str]
+    live_bytes: int
+    peak_bytes: int
+    host_peak_bytes: int
+
+
+def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None):
+    """Run this rank's part of a plan, with copies to and from a host. Returns {stage: StageResult}."""
+    batch = batch_of(plan)
+    stages = {
+        s: PlainStage(build_part(plan.num_layers, s, dtype), batch, reentrant)
+        for s, r in enumerate(plan.placement)
+        if r == rank
+    }
+    parameters = [p for stage in stages.values() for p in stage.part.parameters()]
+    host = host or HostMemory(torch.device("cpu"), 1 << 30)
+    with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
+        offload = ActivationOffload(saved, host) if any(plan.copies) else None
+        Executor(plan, rank, stages, links, offload=offload, host=host).run()
+    kv_offload = [stage.kv_cache.offloaded for stage in stages.values() if stage.kv_cache.offloaded is not None]
+    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)
+    bytes_of = left, saved.peak_bytes, (offload.host_peak_bytes if offload else 0) + sum(x.host_peak_bytes for x in kv_offload)
+    return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}

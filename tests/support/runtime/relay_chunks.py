@@ -1,6 +1,7 @@
 """Runs the attention of hand-made chunks forward and backward, one layer at a time, and compares with whole sequences."""
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +11,7 @@ from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExch
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.latents import latent_attention
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import plan_of
@@ -20,6 +22,7 @@ RECOMPUTE = {
     "recomputed": lambda run, *x: checkpoint(run, *x, use_reentrant=False),
     "recomputed, reentrant": lambda run, *x: checkpoint(run, *x, use_reentrant=True),
 }
+ALL_BUT_ATTENTION = "all but attention is recomputed"
 
 
 class ChunkedLayer:
@@ -74,21 +77,25 @@ class ChunkedLayer:
         self.outputs = {}
 
     def forward(self, chunk, mode="kept"):
-        """Run a chunk through every layer; `mode` is a key of RECOMPUTE."""
+        """Run a chunk through every layer; `mode` is a key of RECOMPUTE, or ALL_BUT_ATTENTION."""
         segments = self.plan.chunks[chunk].segments
         padding = self.plan.padded_tokens(chunk) - self.plan.chunks[chunk].num_tokens
         count = len(self.sequences[0])
         rows = [torch.cat([self.sequences[s.sequence][i][s.start : s.end] for s in segments]) for i in range(count)]
         rows = [self._own(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0)) for x in rows]
         for layer in range(self.layers):
+            context, recompute = self.contexts[chunk], RECOMPUTE.get(mode)
+            if mode == ALL_BUT_ATTENTION:
+                context = replace(context, attention_output=CachedAttentionOutput())
+                recompute = RECOMPUTE["recomputed, reentrant"]
 
-            def attend(q, *cached, layer=layer):
-                options = self.contexts[chunk], layer, SCALE, self.context_parallel
+            def attend(q, *cached, layer=layer, context=context):
+                options = context, layer, SCALE, self.context_parallel
                 if self.expansion is None:
                     return chunk_attention(q, cached, *options, sinks=self.sinks, window=self.window)
                 return latent_attention(q, *cached, self.expansion, *options)
 
-            self.outputs[layer, chunk] = RECOMPUTE[mode](attend, *rows)
+            self.outputs[layer, chunk] = recompute(attend, *rows)
         return self.outputs[0, chunk]
 
     def backward(self, chunk):
