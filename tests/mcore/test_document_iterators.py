@@ -4,13 +4,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data import sampler
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
-from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -61,23 +59,6 @@ def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_do
     prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
     splits = splits_of(data_arguments(data_path=[prefix], split=split), (1, 1, 1))
     assert [each and len(each[0]) for each in splits] == expected
-
-
-def test_megatrons_replay_sees_the_same_batch_again(pair):
-    train, valid, test = iterators(data_arguments(data_path=[pair]))
-    machine = get_rerun_state_machine()
-    mode = machine.get_mode()
-    machine.set_mode(RerunMode.VALIDATE_RESULTS)
-    try:
-        wrapped = RerunDataIterator(train)
-        first = next(wrapped)
-        wrapped.rewind()
-        assert next(wrapped) == first
-        wrapped.advance()
-        assert next(wrapped) != first
-    finally:
-        machine.set_mode(mode)
-        close(train, valid, test)
 
 
 def test_training_resumes_from_consumed_samples(pair):
@@ -148,11 +129,6 @@ def test_end_of_document_loss_is_masked_when_asked(pair):
 def test_a_run_looks_at_the_tokens_of_every_file_before_it_trains(pair):
     with pytest.raises(EppError, match=r"corpus has token \d+, and this run's tokenizer has a vocabulary of 200"):
         iterators(data_arguments(data_path=[pair], vocab_size=200))
-    made = Tokenizer("HuggingFaceTokenizer", "a/model", 257, 256, "0123456789abcdef")
-    record = TokenRecord(made, "--tokenizer-model a/model", len(DOCUMENTS), sum(map(len, DOCUMENTS)), 256)
-    record.save(f"{pair}{SUFFIX}")
-    with pytest.raises(EppError, match=r"tokens of HuggingFaceTokenizer a/model .* this run's tokenizer is NullTokenizer"):
-        iterators(data_arguments(data_path=[pair]))
 
 
 def test_data_paths_of_their_own_leave_the_split_without_effect_which_is_said(pair, caplog):

@@ -92,6 +92,14 @@ def test_a_mask_of_other_tokens_is_refused_when_it_is_opened(tmp_path):
             opening(prefix)
 
 
+def test_a_mask_is_refused_beside_megatrons_own_samples(tmp_path):
+    masked, plain = write_masked(tmp_path / "masked"), write_pair(tmp_path / "plain", DOCUMENTS)
+    args = data_arguments(data_path=["1", plain, "1", masked], epp_documents="stream")
+    for check in (check_files_of, lambda args: build_splits(args, (1, 1, 1), identity_of_run(args))):
+        with pytest.raises(EppError, match=rf"{masked}\.mask is not used by --epp-documents stream"):
+            check(args)
+
+
 def test_values_that_are_no_mask_are_refused_before_training_where_the_sample_has_them_and_else_when_read(tmp_path):
     prefix = write_masked(tmp_path / "corpus", documents_of([5000, 5000]))
     values = np.fromfile(f"{prefix}.mask", np.uint8)

@@ -254,14 +254,10 @@ def test_training_takes_the_tokenizer_that_was_used_from_wherever_it_is(prepared
 
 def test_training_refuses_another_tokenizer_by_name(prepared, cats, tmp_path):
     birds = sentencepiece_model(tmp_path / "birds", "a bird in the hand is worth two in the bush, they say\n")
-    of_cats = ("GPTSentencePieceTokenizer", cats)
-    for prefix, tokenizer, says in (
-        ("cats", ("GPTSentencePieceTokenizer", birds), rf"tokens of GPTSentencePieceTokenizer {cats} .* is .* {birds} "),
-        ("bytes", of_cats, "tokens of NullTokenizer bytes .* train with .* --vocab-size 257"),
-        ("cats", ("NullTokenizer",), rf"tokens of GPTSentencePieceTokenizer .* train with {' '.join(SENTENCES)} {cats}"),
-    ):
-        with pytest.raises(EppError, match=says):
-            opened(prepared / prefix, *tokenizer)
+    with pytest.raises(EppError, match=rf"tokens of GPTSentencePieceTokenizer {cats} .* tokenizer is .* {birds} "):
+        opened(prepared / "cats", "GPTSentencePieceTokenizer", birds)
+    with pytest.raises(EppError, match=rf"train with {' '.join(SENTENCES)} {cats}, or prepa"):
+        opened(prepared / "cats")
 
 
 @pytest.fixture
