@@ -66,7 +66,7 @@ class Doors:
         settings = {"megatron": MODEL | changes.get("megatron", {}), "epp": changes.get("epp", {})}
         return refusal(lambda: checked_argv(settings, processes, wants_files=False))
 
-    def yaml_cfg(self, changes: dict[str, Any], processes: int = 1) -> str:
+    def yaml_cfg(self, changes: object, processes: int = 1) -> str:
         """A file in Megatron's own layout, next to --epp."""
         path = self.folder / "settings.yaml"
         path.write_text(yaml.safe_dump(changes))
@@ -210,6 +210,12 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "yaml_cfg": [
         ({"language_model": {"qk_clip": True}}, 1, "--qk-clip", "leave it out"),
         ({"num_layers": "many"}, 1, "--num-layers", "'many'", "settings.yaml"),
+        ({"position_embedding_type": "ropes"}, 1, "invalid choice: 'ropes'"),
+        ({"swiglu": 3}, 1, "swiglu is 3; --swiglu is a switch: give true or false"),
+        ({"num_layers": [1, 2]}, 1, "--num-layers takes one value"),
+        ([1, 2], 1, "holds no `name: value` pairs"),
+        ({"language_model": 5}, 1, "`language_model:` holds 5; it must hold names with values"),
+        ({"model_parallel": {1: 5}}, 1, "1 stands where a name should"),
         ({"megatron": {"num_layers": 4}}, 1, "settings.yaml", "`megatron:`", "megatron-epp train -c"),
     ],
     "wrap": [

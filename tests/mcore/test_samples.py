@@ -132,7 +132,7 @@ def test_what_is_wrong_with_samples_and_models_is_said_on_every_rank_and_the_nex
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        pytest.param(2, {}, id="pipeline"),
+        pytest.param(2, {}, id="pipeline", marks=SLOW),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),
         pytest.param(4, {"replicas": 2, "distributed": True, "overlaps": True}, id="replicas, parts of the optimizer"),
         pytest.param(

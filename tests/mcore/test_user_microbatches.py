@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,29 +80,20 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
     ranks = {"own": [0, 1], "other": [0, 2], "again": [0, 1]}
     monkeypatch.setattr(schedule_call.mpu, "get_pipeline_model_parallel_group", lambda: "own")
     monkeypatch.setattr(schedule_call.dist, "get_process_group_ranks", ranks.__getitem__)
-    pipeline = "its pipeline is not the one of megatron.core.parallel_state. Leave it out, or use Megatron's own schedule"
-
-    def check(*values: object) -> None:
-        names = "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"
-        required = {"forward_step_func": print, "data_iterator": None, "model": None, "num_microbatches": 1}
-        call = schedule_call.ScheduleCall(**required, seq_length=1, micro_batch_size=1, **dict(zip(names, values, strict=True)))
-        call.check_messages()
-
-    for values, said in (
-        ((print, None, None), "adjust_tensor_shapes_fn: messages follow the plan."),
-        ((None, communicator(Bridging, "own"), None), "a p2p_communicator of type Bridging: messages follow the plan."),
-        ((None, Namespace(pp_group="own"), None), "a p2p_communicator of type Namespace: messages follow the plan."),
-        ((None, communicator(P2PCommunicator, "other"), None), f"p2p_communicator: {pipeline}"),
-        ((None, communicator(P2PCommunicator, None), None), f"p2p_communicator: {pipeline}"),
-        ((None, None, Namespace(pp="other")), f"pg_collection: {pipeline}"),
-        ((None, None, Namespace()), f"pg_collection: {pipeline}"),
-        ((None, None, Namespace(pp=None)), f"pg_collection: {pipeline}"),
+    required = {"forward_step_func": print, "data_iterator": None, "model": None, "num_microbatches": 1}
+    call = partial(schedule_call.ScheduleCall, **required, seq_length=1, micro_batch_size=1)
+    for messages, said in (
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn: messages follow the plan"),
+        ({"p2p_communicator": communicator(Bridging, "own")}, "a p2p_communicator of type Bridging: messages follow the plan"),
+        ({"p2p_communicator": Namespace(pp_group="own")}, "a p2p_communicator of type Namespace: messages follow the plan"),
+        ({"p2p_communicator": communicator(P2PCommunicator, "other")}, "p2p_communicator: its pipeline is not the one of"),
+        ({"p2p_communicator": communicator(P2PCommunicator, None)}, "p2p_communicator: its pipeline is not the one of"),
+        *(({"pg_collection": Namespace(**own)}, "pg_collection: its pipeline") for own in ({"pp": "other"}, {}, {"pp": None})),
     ):
-        with pytest.raises(EppError) as error:
-            check(*values)
-        assert str(error.value).startswith(f"a plan cannot honour {said}")
-    check(None, None, None)
-    check(None, communicator(P2PCommunicator, "again"), Namespace(pp="again"))
+        with pytest.raises(EppError, match=f"^a plan cannot honour {said}"):
+            call(**messages).check_messages()
+    call().check_messages()
+    call(p2p_communicator=communicator(P2PCommunicator, "again"), pg_collection=Namespace(pp="again")).check_messages()
 
 
 LOOPS = {

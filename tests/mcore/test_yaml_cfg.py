@@ -11,7 +11,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments import yaml_cfg
-from megatron_epp.plan.errors import EppError
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -69,24 +68,6 @@ def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(p
         yaml_cfg.take_defaults(parser, write({"clip_gard": 1.0, "model_parallel": usual}))
     assert "do nothing: clip_gard (did you mean 'clip_grad'?)" in caplog.text
     assert "perform_initialization" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"position_embedding_type": "ropes"}, "invalid choice: 'ropes'"),
-        ({"swiglu": 3}, "swiglu is 3; --swiglu is a switch: give true or false"),
-        ({"num_layers": [1, 2]}, "--num-layers takes one value"),
-        ([1, 2], "holds no `name: value` pairs"),
-        ({"language_model": 5}, "`language_model:` holds 5; it must hold names with values"),
-        ({"model_parallel": {1: 5}}, "1 stands where a name should"),
-    ],
-)
-def test_a_mistake_is_told_in_a_line(parser, write, settings, words):
-    with pytest.raises(EppError) as error:
-        yaml_cfg.take_defaults(parser, write(settings))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
