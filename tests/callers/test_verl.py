@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.demo_rl.engine import command, is_installed
+from tests.callers.test_training_steps import LAYOUTS, if_installed
+from tests.mcore.test_rl_slices import TOLERANCE, assert_equal_training_within_the_cap
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.verl_engine import SAMPLES
 from tests.support.mcore.launch import REPOSITORY, run
-from tests.support.mcore.rl_slices import TOLERANCE, assert_equal_training_within_the_cap
 
-pytestmark = [
-    pytest.mark.callers,
-    pytest.mark.skipif(not is_installed("verl"), reason=f"verl is not there: `{command()}` installs it"),
-]
-LAYOUTS = [
-    pytest.param(2, 1, id="PP 2"),
-    pytest.param(4, 1, id="PP 2 x DP 2"),
-    pytest.param(4, 2, id="PP 2 x EP 2"),
-]
+pytestmark = [pytest.mark.callers, if_installed("verl")]
 
 
 @pytest.mark.parametrize(("processes", "expert_parallel"), LAYOUTS)

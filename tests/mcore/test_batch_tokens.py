@@ -4,35 +4,24 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from megatron_epp.data.sampler import TokenBatchSampler
-from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from scripts.random_documents import write_documents
 from tests.support.mcore.forked import train
-from tests.support.mcore.launch import TINY
-from tests.support.mcore.megatron_flags import arguments, data_arguments
+from tests.support.mcore.launch import TINY_ON_DOCUMENTS
+from tests.support.mcore.megatron_flags import data_arguments
 
 LENGTHS = [30, 3, 2, 17, 9, 4, 32, 1, 14, 5, 31, 6, 11, 7, 12, 25]
 BATCH_TOKENS = 64
 ITERATIONS, SAVED = 6, 3
-FLAGS = [flag for flag in TINY if flag != "--mock-data"]
-FLAGS[FLAGS.index("--micro-batch-size") + 1] = "1"
-"""Without mock data, and with one sequence in a microbatch."""
-
-
-@pytest.fixture(autouse=True)
-def flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.mcore.forked.TINY", FLAGS)
 
 
 def run(folder: Path, data: str, *flags: object, iterations: int = ITERATIONS) -> tuple[dict[int, dict[str, float]], list[int]]:
     """Train two replicas. Returns losses and norms of gradients, and the samples that the log counts as consumed."""
     given = ["--data-path", data, "--split", "100,0,0", "--eval-iters", 0, "--lr-decay-iters", 10, "--lr-decay-style", "linear"]
-    done = train(folder, 2, *given, "--epp", *flags, iterations=iterations)
+    done = train(folder, 2, *given, "--epp", *flags, iterations=iterations, tiny=TINY_ON_DOCUMENTS)
     return done.steps, [int(count) for count in re.findall(r"consumed samples: +(\d+)", done.output)]
 
 
@@ -55,27 +44,6 @@ def test_with_equal_lengths_it_trains_as_with_as_many_sequences(tmp_path: Path) 
     by_tokens = run(tmp_path / "tokens", data, "--epp-batch-tokens", 8 * 16 + 15, "--global-batch-size", 2)
     by_count = run(tmp_path / "count", data, "--global-batch-size", 8)
     assert by_tokens == by_count
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"lr_decay_samples": 800}, "--lr-decay-samples 800 "),
-        ({"lr_warmup_samples": 80}, "--lr-warmup-samples 80 "),
-        ({"override_ckpt_iteration": 7}, "--override-ckpt-iteration 7 "),
-        ({"rampup_batch_size": ["2", "2", "80"]}, "--epp cannot honour --rampup-batch-size"),
-    ],
-)
-def test_flags_that_count_samples_are_refused(given: dict[str, object], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        prepare_epp_args(arguments("--epp-batch-tokens", "64", **given))
-    prepare_epp_args(arguments("--epp-batch-tokens", "64", train_samples=None, lr_warmup_samples=0))
-
-
-@pytest.mark.parametrize(("flag", "value"), [("schedule", "stock"), ("documents", "stream")])
-def test_other_batches_of_ours_are_refused(flag: str, value: str) -> None:
-    with pytest.raises(ArgumentError, match=f"--epp-batch-tokens is for .*--epp-{flag}"):
-        prepare_epp_args(arguments("--epp-batch-tokens", "64", f"--epp-{flag}", value))
 
 
 def test_a_weighted_blend_has_sequences_for_all_batches(tmp_path: Path) -> None:

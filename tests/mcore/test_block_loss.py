@@ -135,6 +135,7 @@ def test_functions_that_a_script_assigns_to_its_model_are_not_left_out():
         assert loss_obstacle(model) == f"MegatronsLoss has its own {name}"
         assert trained_rows(model) is None
     assert trained_rows(MegatronsLoss()) is not None
+    assert trained_rows(OwnLoss()) is trained_rows(types.SimpleNamespace()) is None
 
 
 GATHERS = {"gather_output": True, "tp_group": Group(2)}

@@ -16,9 +16,9 @@ from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import write_pair
 
 
-def warned(caplog, **flags):
+def warned(caplog, *epp, **flags):
     caplog.clear()
-    prepare_epp_args(arguments(**flags))
+    prepare_epp_args(arguments(*epp, **flags))
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -29,6 +29,8 @@ def test_flags_that_change_nothing_are_named_in_a_line(caplog):
     assert "--data-cache-path, --num-dataset-builder-threads" in line
     (line,) = warned(caplog, eod_mask_loss=True)
     assert "--eod-mask-loss" in line
+    (line,) = warned(caplog, "--epp-documents", "stream", data_cache_path="cache", num_workers=7, eod_mask_loss=True)
+    assert line.startswith("--epp makes no use of --num-workers: ")
 
 
 def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
@@ -37,32 +39,29 @@ def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
     assert warned(caplog, rank=1, reset_position_ids=True) == []
 
 
-def test_a_form_of_optimizer_state_that_loads_in_one_layout_only_is_told_before_it_is_saved(caplog):
+SAVED = {"save": "runs", "use_distributed_optimizer": True}
+RESHARDABLE = SAVED | {"dist_ckpt_optim_fully_reshardable": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "others", "says"),
+    [
+        (SAVED, {"save": "runs"}, "--dist-ckpt-optim-fully-reshardable keeps it for every layout"),
+        (
+            RESHARDABLE | {"num_experts": 4, "expert_model_parallel_size": 2},
+            RESHARDABLE,
+            "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more",
+        ),
+        (RESHARDABLE | {"overlap_grad_reduce": True}, RESHARDABLE, "saves wrong optimizer state for --dist-ckpt-optim-fully"),
+    ],
+)
+def test_with_what_saved_optimizer_state_loads_is_told_and_a_warning_where_it_is_wrong(caplog, flags, others, says):
     caplog.set_level(logging.INFO)
-    advice = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
-    assert warned(caplog, save="runs", use_distributed_optimizer=True) == []
-    assert advice in caplog.text
-    warned(caplog, save="runs")
-    assert advice not in caplog.text
-
-
-def test_the_ranks_that_have_experts_are_told_as_a_bound_on_saved_optimizer_state(caplog):
-    caplog.set_level(logging.INFO)
-    bound = "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more"
-    reshardable = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
-    warned(caplog, save="runs", num_experts=4, expert_model_parallel_size=2, **reshardable)
-    assert bound in caplog.text
-    caplog.clear()
-    warned(caplog, save="runs", **reshardable)
-    assert bound not in caplog.text
-
-
-def test_optimizer_state_that_this_megatron_saves_wrong_is_warned_of(caplog):
-    saved = {"save": "runs", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
-    assert warned(caplog, **saved) == []
-    (line,) = warned(caplog, **saved, overlap_grad_reduce=True)
-    assert "saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable" in line
-    assert warned(caplog, **saved, overlap_grad_reduce=True, rank=1) == []
+    assert bool(warned(caplog, **flags)) == ("wrong" in says)
+    assert says in caplog.text
+    for quiet in (others, flags | {"rank": 1}):
+        assert warned(caplog, **quiet) == []
+        assert says not in caplog.text
 
 
 def test_the_loss_is_masked_behind_ends_of_documents_where_megatron_masks_it(tmp_path):
@@ -96,10 +95,9 @@ def test_a_run_that_changes_nothing_of_the_order_resumes_without_a_word(caplog):
 def test_what_changes_the_order_of_sequences_is_named(caplog, changed):
     check_order(checkpoint(), checkpoint(**changed))
     ((name, value),) = changed.items()
+    check_order(checkpoint(), checkpoint(rank=1, **changed))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert (
-        f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another order" in line
-    )
+    assert f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another" in line
 
 
 def test_a_checkpoint_of_megatrons_own_training_is_not_compared():

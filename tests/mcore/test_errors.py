@@ -45,20 +45,6 @@ def message(finished: Finished) -> str:
     return " ".join(lines[first : first + 2])
 
 
-def test_every_flag_that_plans_cannot_honour_is_named(documents):
-    text = message(train(documents, "--window-size", "8,8", "--attention-dropout", 0.1, "--recompute-activations"))
-    for flag in ("--window-size", "--attention-dropout 0.1", "--recompute-activations"):
-        assert flag in text
-
-
-def test_an_index_without_documents_is_refused(tmp_path):
-    prefix = tmp_path / "empty"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    builder.add_document(torch.tensor([1]), [1])
-    builder.finalize(f"{prefix}.idx")
-    assert str(prefix) in message(train(prefix))
-
-
 def test_a_truncated_index_is_refused(documents, tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"cut{suffix}").write_bytes(Path(f"{documents}{suffix}").read_bytes())

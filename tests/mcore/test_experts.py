@@ -1,4 +1,4 @@
-"""The routers' own losses: their scale in backward, and their mean in Megatron's log."""
+"""The routers' own losses, in backward and in Megatron's log, and the copies of tokens that are with their experts."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_epp.mcore.iteration import document_schedule as forward_backward
 from megatron_epp.mcore.model.losses import average_router_losses, scale_added_losses
+from tests.mcore.test_activations import EXPERTS, GROUPED, LLAMA, SIZES, small
+from tests.support.mcore.forked import job, of_ranks
 
 
 @pytest.fixture
@@ -55,9 +57,30 @@ def test_a_batch_without_a_trained_token_has_no_gradients_of_routers_either_and_
     assert scales == [0.0] * 10
     told = [record.getMessage() for record in caplog.records]
     assert [line.split("(batch")[1].split()[0] for line in told] == ["1", "2", "4"]
-    assert told[2].startswith(
-        "none of the 8 sequences up to sample 32 has a trained token: their loss and gradients are 0, and the optimizer takes "
-        "its step all the same"
-    )
+    assert told[2].startswith("none of the 8 sequences up to sample 32 has a trained token: their loss and gradients are 0")
     forward_backward.warn_and_clear_untrained(run, [model], SimpleNamespace(num_moe_experts=None), batch)
     assert len(scales) == 10
+
+
+FLAGS = [*small(SIZES | LLAMA | GROUPED | EXPERTS), "--hidden-size", "512", "--moe-router-topk", "8"]
+SHARED = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+CASES = {
+    "two ranks have experts": ({"expert_model_parallel_size": 2}, FLAGS),
+    "one rank has them": ({"expert_model_parallel_size": 1}, FLAGS),
+    "two ranks share each": (SHARED, [*FLAGS, "--sequence-parallel"]),
+    "and add up in fp32": (SHARED, [*FLAGS, "--sequence-parallel", "--moe-router-dtype", "fp32"]),
+}
+TOLERANCE = 0.05
+"""Share of the layer's output, which is there before the copies are gone."""
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, tuple[float, float]]:
+    planned_and_measured, _ = of_ranks(job(2, "dispatches", cases=list(CASES.values())))
+    return dict(zip(CASES, planned_and_measured, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forward_holds_the_copies_that_plans_count(figures: dict[str, tuple[float, float]], name: str) -> None:
+    planned, measured = figures[name]
+    assert measured == pytest.approx(planned, rel=TOLERANCE)

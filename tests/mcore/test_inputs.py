@@ -6,14 +6,10 @@ from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.inputs import LENGTHS
 
 TOLERANCE = 1e-5
-SLOW = pytest.mark.slow
 LAYOUTS = [
-    pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others have one, too
-    pytest.param(2, {"axes": 3}, id="three axes", marks=SLOW),
     pytest.param(
         4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
     ),
-    pytest.param(4, {"replicas": 2}, id="replicas"),
     pytest.param(2, {"frozen": "vision_model"}, id="a frozen tower"),
     pytest.param(2, {"frozen": "language_model"}, id="a frozen language model"),
     pytest.param(2, {"plans": {"recompute": 1}, "feature_layers": 2}, id="recompute, features behind layers"),
@@ -25,20 +21,30 @@ def test_slices_with_pictures_have_the_gradients_of_whole_samples(num_ranks, lay
     assert_equal(num_ranks, layout)
 
 
+@pytest.fixture(scope="module")
+def of_two_stages(tmp_path_factory):
+    """A folder with the gradients of whole samples on two stages, with positions of three axes."""
+    folder = tmp_path_factory.mktemp("stages")
+    assert_equal(2, {"axes": 3, "written": folder})
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("stages", "num_ranks", "layout"),
+    "layout",
     [
-        pytest.param(2, 4, {"context_parallel": 2}, id="context parallel"),
-        pytest.param(4, 2, {"stages": 4}, id="two stages per rank", marks=SLOW),
+        pytest.param({"context_parallel": 2}, id="context parallel"),
         # Megatron's own schedule would wait for gradients of the tower, which its last microbatch does not have.
-        pytest.param(2, 4, {"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
+        pytest.param({"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
     ],
 )
-def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_samples_in_others(
-    tmp_path, stages, num_ranks, layout
-):
-    of_ranks(job(stages, "inputs:pictures", axes=3, written=tmp_path))
-    assert_equal(num_ranks, {"axes": 3, "read": tmp_path, **layout})
+def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_samples_in_others(of_two_stages, layout):
+    assert_equal(4, {"axes": 3, "read": of_two_stages, **layout})
+
+
+@pytest.mark.slow
+def test_several_stages_on_a_rank_have_the_gradients_of_whole_samples_on_as_many_ranks(tmp_path):
+    assert_equal(4, {"axes": 3, "written": tmp_path})
+    assert_equal(2, {"axes": 3, "read": tmp_path, "stages": 4})
 
 
 TOLD = {

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_epp.cost import CPU, PipelineCosts, analytic_profile
-from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.shape import model_shape
@@ -59,11 +58,6 @@ def test_latents_are_handed_on_where_plans_are_faster_with_them(
     told = [record.getMessage() for record in caplog.records if "--epp-latents auto" in record.getMessage()]
     planned = "latent" in flags and "--epp-latents" not in flags and "skip" not in flags
     assert len(told) == planned
-
-
-def test_a_model_without_latents_is_not_asked_to_hand_them_on() -> None:
-    with pytest.raises(ArgumentError, match="--epp-latents on is for a model with --multi-latent-attention: leave it out"):
-        prepare_epp_args(arguments("--epp-latents", "on"))
 
 
 @pytest.mark.parametrize(("theirs", "own"), [("on", "off"), ("off", "on")])

@@ -53,17 +53,6 @@ class Pair(NamedTuple):
     labels: torch.Tensor | None
 
 
-class ByKeys:
-    """Iterator with random access, as frameworks for reinforcement learning have them."""
-
-    def __init__(self, lengths: list[list[int]]) -> None:
-        self.lengths, self.offset = lengths, 0
-
-    def get_next(self, keys: list[str]) -> dict[str, list[int]]:
-        self.offset += 1
-        return dict.fromkeys(keys, self.lengths[self.offset - 1])
-
-
 @pytest.mark.parametrize(
     ("item", "shape"),
     [
@@ -76,6 +65,7 @@ class ByKeys:
         ([tokens(1, 4)], Microbatch((4,))),
         ({"total_lengths": [4, 9]}, Microbatch((4, 9))),
         (tokens(2, 16, 8), Microbatch((16, 16), 2)),
+        (tokens(1, 12) | {"original_seq_len": torch.tensor([9]), "padded_seq_len": torch.tensor([12])}, Microbatch((12,))),
         # ends of packed sequences
         (packed([0, 13, 59, 76, -1, -1], 90), Microbatch((13, 46, 17, 14))),
         ({"cu_seqlens_q": ends(0, 3, 10), "cu_seqlens": ends(0, 10)}, Microbatch((3, 7))),
@@ -155,26 +145,11 @@ def test_no_more_items_are_taken_than_the_iteration_has() -> None:
     assert next(iterator)["tokens"].shape[1] == 5
 
 
-def test_an_iterator_that_ends_early_is_named_with_its_count() -> None:
-    with pytest.raises(EppError, match="ended after 1 of 2 microbatches"):
-        take(iter([tokens(1, 3)]), 2, shape_of)
-
-
 def test_a_forward_step_that_takes_two_items_is_told_so() -> None:
     one = take(iter([tokens(1, 3)]), 1, shape_of).at(0)
     next(one)
     with pytest.raises(EppError, match="second item for microbatch 0"):
         next(one)
-
-
-def test_an_iterator_with_an_offset_is_read_by_offset_and_left_behind_its_last_microbatch() -> None:
-    iterator = ByKeys([[1], [2, 3], [4], [5]])
-    iterator.offset = 1
-    taken = take(iterator, 2, shape_of)
-    assert taken.shapes() == (Microbatch((2, 3)), Microbatch((4,)))
-    assert [taken.at(index).get_next(["x"])["x"] for index in (1, 0)] == [[4], [2, 3]]
-    taken.finish()
-    assert iterator.offset == 3
 
 
 def test_a_rank_without_an_iterator_has_no_lengths() -> None:

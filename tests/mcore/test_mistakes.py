@@ -46,8 +46,7 @@ class Doors:
 
     def documents(self, flags: str, processes: int = 1, *, is_planned: bool = True) -> str:
         """Flags of Megatron's script that trains on documents."""
-        words = [*PLAIN, *FLAGS, "--data-path", str(self.folder / "text"), *["--epp"] * is_planned]
-        words += shlex.split(flags.replace("FOLDER", str(self.folder)))
+        words = words_of(self.folder, f"{'--epp' * is_planned} {flags}")
         self.monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
         parser = entry.megatron_parser() if "--yaml-cfg" in words else megatron_parser()  # a file's values become its defaults
         if not is_planned:
@@ -67,7 +66,7 @@ class Doors:
         settings = {"megatron": MODEL | changes.get("megatron", {}), "epp": changes.get("epp", {})}
         return refusal(lambda: checked_argv(settings, processes, wants_files=False))
 
-    def yaml_cfg(self, changes: dict[str, Any], processes: int = 1) -> str:
+    def yaml_cfg(self, changes: object, processes: int = 1) -> str:
         """A file in Megatron's own layout, next to --epp."""
         path = self.folder / "settings.yaml"
         path.write_text(yaml.safe_dump(changes))
@@ -80,8 +79,21 @@ class Doors:
     def built(self, config: dict[str, Any], processes: int = 1) -> str:
         """Configuration of a model whose microbatches `wrap` plans."""
         self.monkeypatch.setattr(wrapping, "get_model_config", lambda model: Namespace(**config))
-        models: Any = [Namespace(ddp_config=None)]
-        return refusal(lambda: wrapping.arguments_of(models, {"epp_order": "planned"}))
+        models: Any = [Namespace(ddp_config=Namespace(**config.get("ddp_config", {})))]
+        refused = refusal(lambda: wrapping.arguments_of(models, {"epp_order": "planned"}))
+        assert "--" not in refused.replace("--epp-order given", "")  # a script gives settings, not flags
+        return refused
+
+
+def with_documents(folder: Path) -> Path:
+    (folder / "text.txt").write_text("a document\n" * 20)
+    prepare([folder / "text.txt"], folder / "text")
+    return folder
+
+
+def words_of(folder: Path, flags: str) -> list[str]:
+    """Return the command line of a training on the documents in a folder, with more flags."""
+    return [*PLAIN, *FLAGS, "--data-path", str(folder / "text"), *shlex.split(flags.replace("FOLDER", str(folder)))]
 
 
 def refusal(check: Any) -> str:
@@ -95,9 +107,7 @@ def refusal(check: Any) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared documents, a file where a folder should be, and a folder of weights that are not Megatron's."""
-    folder = tmp_path_factory.mktemp("documents")
-    (folder / "text.txt").write_text("a document\n" * 20)
-    prepare([folder / "text.txt"], folder / "text")
+    folder = with_documents(tmp_path_factory.mktemp("documents"))
     (folder / "file").touch()
     for name in ("weights", "empty"):
         (folder / name).mkdir()
@@ -111,6 +121,9 @@ PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-
 RETAIN = "--save FOLDER/run --save-retain-interval 6"
 TP = "--tensor-model-parallel-size"
 PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-batch-size"
+TENSOR, ROUTERS = "tensor_model", "moe_router_load_balancing_type"
+ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
+"""What Megatron and frameworks call it."""
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "documents": [
         (f"{PP} 4", 6, "6 processes", f"{PP} 4", "multiple of 4"),
@@ -118,8 +131,6 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--eval-global-batch-size 6", 4, "--eval-global-batch-size 6", "4 data-parallel replicas", "multiple of 4"),
         (f"{PP} 0", 1, f"{PP} is 0", "a whole number from 1"),
         (f"{BATCH} 6", 4, f"{BATCH} 6", "4 data-parallel replicas", "multiple of 4"),
-        ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4", "--tensor-model-parallel-size 8", "multiple"),
-        ("--num-experts 3 --expert-model-parallel-size 2", 2, "--num-experts 3", "-parallel-size 2", "multiple of 2"),
         (f"{PP} 2 {PER_STAGE} 1 {PER_RANK} 2", 2, f"{PER_STAGE}=1", f"{PER_RANK}=2", "No more than one"),
         (f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3", 2, f"{LAYERS} 4", "-virtual-pipeline-stage 3", "multiple"),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "--num-virtual-stages-per-pipeline-rank 2", f"{PP} 2 or more"),
@@ -139,7 +150,6 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ("--epp-trace 3", 1, "--epp-trace", "--epp-report-dir"),
         ("--epp-host-memory-gb 4 --epp-offload off", 1, "--epp-host-memory-gb", "--epp-offload", "leave"),
         ("--epp-planner milp", 1, "--epp-planner milp", "use --epp-planner greedy"),
-        ("--epp-plan-budget-ms 0", 1, "--epp-plan-budget-ms", "0", "from 1"),
         ("--epp-vocab-parallel on", 1, "--epp-vocab-parallel on", f"{PP} 1", "leave it out"),
         ("--epp-samples a.jsonl", 1, "--epp-samples", "--data-path", "leave one"),
         ("--epp-loss megatron_epp.losses:NextToken", 1, "--epp-loss", "--epp-samples FILE", "add"),
@@ -174,7 +184,12 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "user": [
         ("--cuda-graph-impl local", 1, "--cuda-graph-impl local", "leave it out"),
-        ("--epp-slices 4", 1, "--epp-slices 4", "--epp-microbatches user", "leave out"),
+        (
+            "--epp-recompute 1 --epp-placement v --epp-slices 3 --epp-planner seq1f1b",
+            1,
+            *("--epp-microbatches user", "leave out", "--epp-recompute 1", "--epp-placement v", "--epp-slices 3"),
+            "--epp-planner seq1f1b",
+        ),
         ("--epp-order given --epp-offload", 1, "--epp-order given", "leave out --epp-offload"),
         ("--min-lr 1", 1, "--min-lr 1.0", "--lr 0.001", "lower"),
         (FLEX, 2, "flex by deepep needs deep_ep, which is not installed"),
@@ -187,16 +202,20 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "launcher": [
         ({"megatron": {"pipeline_model_parallel_size": 4}}, 6, "6 processes", f"{PP} 4", "multiple of 4"),
         ({"megatron": {"pipeline_model_parallel_size": 3}}, 3, f"{LAYERS} 4", f"{PP} 3", "multiple of 3"),
-        ({"megatron": {"attention_dropout": 0.1}}, 1, "--attention-dropout 0.1", "set it to 0"),
-        ({"epp": {"host_memory_gb": 4, "offload": "off"}}, 1, "--epp-host-memory-gb", "--epp-offload", "leave"),
         ({"epp": {"slics": 4}}, 1, "slics", "did you mean 'slices'"),
-        ({"megatron": {"num_layer": 4}}, 1, "num_layer", "did you mean 'num_layers'"),
+        ({"megatron": {"position_embedding_type": "ropes"}}, 1, "argument --position-embedding-type: invalid choice: 'ropes'"),
         ({"megatron": {"min_lr": 0.1}, "epp": {"enabled": False}}, 1, "--min-lr 0.1", "--lr 0.001", "lower"),
         ({"megatron": {"train_iters": 0}, "epp": {"enabled": False}}, 1, "--train-iters", "missing"),
     ],
     "yaml_cfg": [
         ({"language_model": {"qk_clip": True}}, 1, "--qk-clip", "leave it out"),
         ({"num_layers": "many"}, 1, "--num-layers", "'many'", "settings.yaml"),
+        ({"position_embedding_type": "ropes"}, 1, "invalid choice: 'ropes'"),
+        ({"swiglu": 3}, 1, "swiglu is 3; --swiglu is a switch: give true or false"),
+        ({"num_layers": [1, 2]}, 1, "--num-layers takes one value"),
+        ([1, 2], 1, "holds no `name: value` pairs"),
+        ({"language_model": 5}, 1, "`language_model:` holds 5; it must hold names with values"),
+        ({"model_parallel": {1: 5}}, 1, "1 stands where a name should"),
         ({"megatron": {"num_layers": 4}}, 1, "settings.yaml", "`megatron:`", "megatron-epp train -c"),
     ],
     "wrap": [
@@ -204,11 +223,27 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ({"slices": 4}, 1, "slices=4", "leave out"),
         ({"slices": 0}, 1, "slices=0", "leave out"),
         ({"order": "given", "split_weight_gradient": True}, 1, "order='given'", "leave out split_weight_gradient"),
+        ({"order": "given", "offload": "on"}, 1, "order='given'", "leave out offload"),
+        ({"order": "given", "host_memory_gb": 3}, 1, "order='given'", "leave out host_memory_gb"),
+        ({"offload": True}, 1, "offload is True", "auto, on, off"),
         ({"memory_cap": 4}, 1, "memory_cap", "did you mean 'memory_cap_gb'"),
         ({"order": "mine"}, 1, "order", "'mine'", "planned, given"),
     ],
     "built": [
         ({"cuda_graph_impl": "local"}, 1, "cuda_graph_impl='local'", "leave it out"),
+        ({"overlap_moe_expert_parallel_comm": True}, 1, "overlap_moe_expert_parallel_comm=True", "leave it out"),
+        ({"fp8": "hybrid"}, 1, "fp8_recipe='delayed' (its amax histories advance with every chunk"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_param": True}, 1, "fp8_param=True"),
+        ({"fp4": "e2m1"}, 1, "fp4='e2m1'"),
+        ({"ddp_config": {"num_distributed_optimizer_instances": 2}}, 1, "num_distributed_optimizer_instances=2"),
+        ({"ddp_config": {"use_megatron_fsdp": True}}, 1, "use_megatron_fsdp=True"),
+        ({"dsa_indexer_topk_freq": 2}, 1, "dsa_indexer_topk_freq=2"),
+        ({f"{TENSOR}_parallel_size": 2, "gtp_weight_remat_size": 2}, 1, "num_weight_shards=4 on 2 tensor-parallel ranks"),
+        ({ROUTERS: "global_aux_loss"}, 1, f"{ROUTERS}='global_aux_loss': replicas have plans"),
+        ({ROUTERS: ["aux_loss", "global_aux_loss"]}, 1, f"{ROUTERS}='global_aux_loss': replicas have plans"),
+        ({"hybrid_context_parallel": True}, 1, "hybrid_context_parallel=True (leave it out"),
+        ({"dynamic_context_parallel": True}, 1, "dynamic_context_parallel=True (leave it out"),
+        *(({name: True}, 1, f"{name}=True (", "--epp-order given", "order='given'") for name in ROUTER_REPLAY),
     ],
 }
 ROWS = [(door, mistake, processes, facts) for door, rows in MISTAKES.items() for mistake, processes, *facts in rows]

@@ -43,12 +43,8 @@ def test_the_training_is_the_same(reports: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_every_iteration_says_how_long_it_was_planned(reports: Path, name: str) -> None:
+def test_every_iteration_says_how_long_it_was_planned_and_planning_ends_with_training(reports: Path, name: str) -> None:
     assert all(line["planning_us"] > 0 for line in lines_of(reports, name))
-
-
-@pytest.mark.parametrize("name", PLANNERS)
-def test_planning_ends_with_training(reports: Path, name: str) -> None:
     assert [(reports / name / f"left{rank}").read_text() for rank in range(2)] == ["", ""]
 
 

@@ -48,7 +48,13 @@ BALANCING, DISPATCHER, BACKEND = (
 EP = "--expert-model-parallel-size"
 EXPERTS = f"--num-experts 8 {EP} 4 {DISPATCHER} alltoall {BALANCING} aux_loss"
 FLEX = f"{EXPERTS} {DISPATCHER} flex"
+CAPACITY = f"--num-experts 4 {DISPATCHER} alltoall --moe-pad-expert-input-to-capacity"
+PADDING = (f"{CP} 2", f"{TP} 2 --sequence-parallel", "--epp-schedule packed")
 OVERLAP = f"--epp-overlap-exchanges {TP} 2"
+TOKENS, STREAM = "--epp-batch-tokens 64", "--epp-documents stream"
+COUNTING_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples", "--override-ckpt-iteration")
+PARTING = ("--reset-position-ids", "--reset-attention-mask", "--dataloader-inter-document-masking")
+SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
 REFUSED = [
     # planning
     ("--epp-plan-budget-ms 9 --epp-planner 1f1b", "--epp-plan-budget-ms", "--epp-planner greedy, not 1f1b"),
@@ -85,6 +91,7 @@ REFUSED = [
     (f"{FLEX} {BACKEND} deepep {EP} 1", "flex by deepep needs several ranks", "all experts are on each"),
     (f"{EXPERTS} {DISPATCHER} allgather", f"{DISPATCHER} allgather", "equally many tokens"),
     (f"{EXPERTS} --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity", "equally many tokens"),
+    *((f"{CAPACITY} {flags}", "counts all tokens of a chunk, and its padding", flags.split()[-1]) for flags in PADDING),
     (f"{EXPERTS} {BALANCING} global_aux_loss", f"{BALANCING} global_aux_loss"),
     (f"{EXPERTS} {BALANCING} aux_loss quantile_balancing", f"{BALANCING} quantile_balancing"),
     (f"{EXPERTS} --epp-schedule packed", "--epp-schedule packed", "use padded"),
@@ -114,7 +121,20 @@ REFUSED = [
     (f"--mtp-num-layers 1 {PP} 2 --save somewhere", "Megatron cannot save", "add --untie-embeddings-and-output-weights"),
     (f"{PATTERN} GMD-*E", f"{PATTERN} GMD-*E", "sparse attention (DSA) (D)"),
     ("--hybrid-override-pattern GMD-*E", "sparse attention (DSA) (D)"),
+    # batches and losses of one's own
+    *((f"{TOKENS} {flag} 80", f"{flag} 80") for flag in COUNTING_SAMPLES),
+    (f"{TOKENS} --rampup-batch-size 2 2 80", "--epp cannot honour --rampup-batch-size"),
+    (f"{TOKENS} --epp-schedule stock", "--epp-batch-tokens is for", "--epp-schedule"),
+    (f"{TOKENS} --epp-documents stream", "--epp-batch-tokens is for", "--epp-documents"),
+    *((f"{STREAM} {flag}", STREAM, f"leave out {flag}") for flag in PARTING),
+    ("--epp-samples a b c", "a file for training and one for evaluation, not 3"),
+    ("--epp-samples a --epp-schedule stock", "is for --epp-schedule elastic, not stock"),
+    (f"{SAMPLES}:GRPO --epp-vocab-parallel on", "leave out --epp-vocab-parallel"),
+    (f"{SAMPLES}:GRPO --mtp-num-layers 1", "trains no multi-token prediction"),
+    (f"{SAMPLES}:VALUES", "reads values", "in the place of the output layer: pass --untie-embeddings-and-output-weights"),
+    (f"{SAMPLES}:GRPO --num-experts 4 --moe-aux-loss-coeff 0.01", "is divided by sequences", "pass --moe-aux-loss-coeff 0"),
     # others
+    ("--epp-latents on", "--epp-latents on", "--multi-latent-attention", "leave it out"),
     ("--eval-micro-batch-size 4", "--eval-micro-batch-size 4"),
     ("--dataloader-type cyclic", "--dataloader-type cyclic"),
     ("--iterations-to-skip 3", "--iterations-to-skip [3]"),
@@ -155,6 +175,10 @@ TAKEN = [
     f"{TP} 8 {CP} 2 --cp-comm-type a2a",
     f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
     f"{PATTERN} *-|*-",
+    f"{TOKENS} --lr-warmup-samples 0",
+    CAPACITY,
+    STREAM,
+    f"{SAMPLES}:dapo --num-experts 4 --moe-aux-loss-coeff 0.01",
 ]
 
 
@@ -293,7 +317,12 @@ OF_SAMPLES = {
     "ncclep": ({"moe_flex_dispatcher_backend": "ncclep"}, "moe_flex_dispatcher_backend='ncclep' has buffers for"),
     "deepep": ({}, ""),
     "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave"),
+    "recompute": ({"recompute_granularity": "full"}, "recompute_granularity='full': leave it out"),
     "router losses": ({"moe_aux_loss_coeff": 1e-2}, "the losses of its routers are divided by microbatches: build it with moe"),
+    "router losses beside a loss by sequences": (
+        {"moe_z_loss_coeff": 1e-2, "calculate_per_token_loss": True},
+        "divided by tokens, and the loss by sequences: build it with moe_z_loss_coeff=0, or average by tokens",
+    ),
     "no balancing": ({"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "none"}, ""),
 }
 
@@ -307,9 +336,12 @@ def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(setting
     model = torch.nn.Module()
     model.config, model.decoder = argparse.Namespace(**plain | settings), torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList()
-    problem = refusal(model, Average.TOKENS)
+    problem = refusal(model, Average.SEQUENCES)
     assert says in problem
     assert bool(says) == bool(problem)
+    model.attention = torch.nn.Module()
+    model.attention.core_attention, model.attention.attn_mask_type = torch.nn.Module(), AttnMaskType.no_mask
+    assert says or "attention attends by AttnMaskType.no_mask" in refusal(model, Average.SEQUENCES)
 
 
 def test_attention_that_is_not_causal_is_refused_where_it_is_built():

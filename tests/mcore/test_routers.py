@@ -11,7 +11,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_epp.mcore import features
-from megatron_epp.mcore.model.kinds import experts
 from megatron_epp.mcore.patches import install, patching, routers
 from megatron_epp.mcore.patches.routers import RealTokens, check_routers, chunk
 from megatron_epp.plan import Chunk, EppError, Segment
@@ -203,28 +202,3 @@ def test_a_router_of_ones_own_is_refused_where_chunks_are_padded():
         EppError, match=r"OwnRouter routes tokens in its own way, and would count the padding of chunks by .*: use"
     ):
         check_routers(torch.nn.ModuleList([layer]))
-
-
-@pytest.mark.parametrize(
-    ("given", "needs"),
-    [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, "--sequence-parallel"),
-        ({"epp_schedule": "packed"}, "--epp-schedule packed"),
-    ],
-)
-def test_input_padded_to_the_capacity_is_refused_where_chunks_are_padded(given, needs):
-    usual = {
-        "expert_model_parallel_size": 1,
-        "num_experts": 4,
-        "moe_pad_expert_input_to_capacity": True,
-        "moe_router_load_balancing_type": "none",
-        "context_parallel_size": 1,
-        "sequence_parallel": False,
-        "tensor_model_parallel_size": 1,
-        "epp_schedule": "elastic",
-    }
-    assert not [*experts.EXPERTS.problems(SimpleNamespace(**usual))]
-    says = f"--moe-pad-expert-input-to-capacity counts all tokens of a chunk, and its padding, which {needs} needs, goes to no"
-    (problem,) = experts.EXPERTS.problems(SimpleNamespace(**(usual | given)))
-    assert problem.startswith(says)

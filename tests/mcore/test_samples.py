@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp import wrap_samples
+from megatron_epp.plan import EppError
 from tests.support.mcore.forked import job, launch, of_ranks
 from tests.support.mcore.jobs.samples import LENGTHS
 
@@ -48,8 +50,6 @@ MAMBA = {
     "mamba_state_dim": 6,
 }
 LAYOUTS = [
-    pytest.param(2, {}, id="pipeline", marks=SLOW),  # all others but one have one, too
-    pytest.param(2, {"per_token": False}, id="gradients divided by replicas", marks=SLOW),
     pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
@@ -87,7 +87,6 @@ def _scale(layout):
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        pytest.param(2, {}, id="pipeline", marks=SLOW),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
         pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel", marks=SLOW),
     ],
@@ -109,6 +108,7 @@ def test_the_example_of_the_documentation_trains():
 
 
 BAD = {
+    "recompute": "recompute_granularity='full': leave it out",
     "no column": "sample 1 has no advantages, which the loss reads",
     "a column of another length": "sample 1: old_logprobs has 3 values for 11 tokens",
     "not finite": "sample 1: old_logprobs is nan for token",
@@ -122,7 +122,7 @@ BAD = {
 }
 
 
-def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trains():
+def test_what_is_wrong_with_samples_and_models_is_said_on_every_rank_and_the_next_call_trains():
     for one in of_ranks(job(2, "samples:bad")):
         assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_samples_is_said_on_every_rank_and_the_next_call_trai
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        pytest.param(2, {}, id="pipeline"),
+        pytest.param(2, {}, id="pipeline", marks=SLOW),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),
         pytest.param(4, {"replicas": 2, "distributed": True, "overlaps": True}, id="replicas, parts of the optimizer"),
         pytest.param(
@@ -144,6 +144,8 @@ def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_re
     for one in of_ranks(job(num_ranks, "samples:calls", **layout)):
         assert len(one["apart"]) == 8
         assert {name: apart for name, apart in one["apart"].items() if apart > TOLERANCE} == {}
+        dropout = "rank 0: samples cannot be cut for this GPTModel: a plan cannot honour attention_dropout=0.1 (set it to 0)"
+        assert one["said"]["a model"] == dropout
         assert "the model has gradients, which Megatron has reduced and divided" in one["said"]["finished"]
         assert "pass last=False to all calls before an optimizer's step but the last one" in one["said"]["finished"]
         assert "policy loss: the loss of token 17 of sample 2, or its gradient, is not finite" in one["said"]["overflow"]
@@ -153,26 +155,20 @@ def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_re
             assert one["said"]["too few"] == "1 samples cannot be shared by 2 replicas: give at least 2 a call"
 
 
-REFUSED = {
-    "recompute": "recompute_granularity='full': leave it out",
-    "settings": "wrap_samples has no setting slice; did you mean 'slices'?",
-    "choices": "offload is 'sometimes'; it must be one of auto, on, off",
-    "loss": "there is no loss megatron_epp.losses:Clipped",
-    "dropout of attention": "a plan cannot honour attention_dropout=0.1 (set it to 0)",
-    "no mask": "self_attention attends by AttnMaskType.no_mask, and slices to earlier tokens of their sequence alone",
-    "routers by tokens": "divided by tokens, and the loss by sequences: build it with moe_z_loss_coeff=0, or average by tokens",
-    "routers by microbatches": "routers are divided by microbatches: build it with moe_z_loss_coeff=0, or with calculate_per",
-    "no loss": "is no loss: it has no name, scope, average, columns, logged",
-}
-
-
-def test_what_cannot_be_honoured_is_refused():
-    for one in of_ranks(job(2, "samples:refusals")):
-        assert {name: said for name, said in one.items() if REFUSED[name] not in said} == {}
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"slice": 3}, "wrap_samples has no setting slice; did you mean 'slices'?"),
+        ({"offload": "sometimes"}, "offload is 'sometimes'; it must be one of auto, on, off"),
+        ({"loss": "megatron_epp.losses:Clipped"}, "there is no loss megatron_epp.losses:Clipped"),
+    ],
+)
+def test_settings_that_are_none_are_refused(setting, said):
+    with pytest.raises(EppError, match=re.escape(said)):
+        wrap_samples(**setting)
 
 
 VALUE_LAYOUTS = [
-    pytest.param(2, {}, id="pipeline", marks=SLOW),
     pytest.param(4, {"replicas": 2}, id="replicas", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, {"tensor_parallel": 2}, id="tensor parallel", marks=SLOW),
@@ -204,12 +200,13 @@ def test_a_distillation_has_the_gradients_of_whole_distributions():
         assert one["loss"] == pytest.approx(sum(expected) / len(expected), rel=TOLERANCE)
 
 
-def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all():
+def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all_and_one_that_leaves_them_divided_is_refused():
     first, second = of_ranks(job(2, "sample_values:divided_head"))
     assert first["norm"] == second["norm"] > 0  # they begin with one weight
     for one in (first, second):
         assert one["attribute"]
         assert max(one["values"], one["hidden"], one["weight"]) <= 1e-6
+        assert "its head must have one output, and gather the tokens of sequence-parallel ranks" in one["said"]
 
 
 APART = {
@@ -231,8 +228,3 @@ def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
     for one in of_ranks(job(2, "sample_values:value_refusals")):
         assert one.keys() == APART.keys()
         assert {name: said for name, said in one.items() if APART[name] not in said} == {}
-
-
-def test_a_head_that_leaves_tokens_divided_is_refused():
-    said = [one["said"] for one in of_ranks(job(2, "sample_values:head_without_tokens"))]
-    assert all("tokens: its head must have one output, and gather the tokens of sequence-parallel ranks" in one for one in said)

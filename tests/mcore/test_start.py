@@ -1,8 +1,6 @@
 """What Megatron would assert about flags and files when it has started is refused before, in a line for each problem."""
 
-import argparse
 import json
-import shlex
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,50 +10,29 @@ from megatron.training import training
 
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments import start
-from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.patches import install
 from megatron_epp.plan import EppError
+from tests.mcore.test_mistakes import megatron_parser, refusal, with_documents, words_of
 from tests.support.mcore.launch import TINY
-
-FLAGS = shlex.split("--epp --micro-batch-size 1 --train-iters 20 --split 100,0,0")
-
-
-@pytest.fixture(scope="module")
-def parser() -> argparse.ArgumentParser:
-    return entry.megatron_parser()
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("documents")
-    (folder / "text.txt").write_text("a document\n" * 20)
-    prepare([folder / "text.txt"], folder / "text")
-    return str(folder / "text")
 
 
 class Asked:
-    """Flags of a run that is asked about before it starts."""
+    """Flags of a run on documents that is asked about before it starts."""
 
-    def __init__(self, parser: argparse.ArgumentParser, documents: str) -> None:
-        self.parser, self.documents = parser, documents
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def args(self, more: str = "") -> Namespace:
-        flags = [flag for flag in TINY if flag != "--mock-data"]
-        words = [*flags, "--vocab-size", "257", "--data-path", self.documents, *FLAGS, *shlex.split(more)]
-        return entry.check(self.parser, words)
+        return entry.check(megatron_parser(), words_of(self._folder, f"--epp {more}"))
 
     def problems(self, more: str = "", *, wants_files: bool = True, world_size: int = 1) -> list[str]:
         """Problems of the flags, a line each; none if the run may start."""
-        try:
-            entry.check_start(self.args(more), world_size, wants_files=wants_files)
-        except EppError as error:
-            return str(error).splitlines()
-        return []
+        return refusal(lambda: entry.check_start(self.args(more), world_size, wants_files=wants_files)).splitlines()
 
 
-@pytest.fixture
-def asked(parser: argparse.ArgumentParser, documents: str) -> Asked:
-    return Asked(parser, documents)
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    return Asked(with_documents(tmp_path_factory.mktemp("documents")))
 
 
 def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> None:
@@ -64,8 +41,8 @@ def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("more", ["", "--epp-allow-unknown-megatron"])
-def test_a_run_without_plans_needs_no_flag_of_ours(parser: argparse.ArgumentParser, more: str) -> None:
-    entry.check_run(parser.parse_args([*TINY, *more.split()]), 1)
+def test_a_run_without_plans_needs_no_flag_of_ours(more: str) -> None:
+    entry.check_run(megatron_parser().parse_args([*TINY, *more.split()]), 1)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +138,8 @@ def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
 ) -> None:
     folder = checkpoint(asked, tmp_path, monkeypatch)
     (problem,) = asked.problems(f"--load {folder} {more}")
-    assert problem == (
-        f"the checkpoint in {folder} was saved with another schedule of learning rates: this run has {OTHERS[more]}; add "
-        "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep the old one"
-    )
+    assert problem.startswith(f"the checkpoint in {folder} was saved with another schedule of learning rates")
+    assert f": this run has {OTHERS[more]}; add --override-opt-param-scheduler" in problem
     for takes in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--finetune", "--no-load-optim"):
         assert asked.problems(f"--load {folder} {more} {takes}") == []
 
@@ -176,10 +151,9 @@ def test_optimizer_state_of_experts_on_one_rank_or_on_several_is_not_loaded_with
 ) -> None:
     more = f"--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{}} {form}"
     folder = checkpoint(asked, tmp_path, monkeypatch, more.format(before), world_size=2)
-    assert asked.problems(f"--load {folder} {more.format(now)}", world_size=2) == [
-        f"the optimizer state in {folder} was saved with --expert-model-parallel-size {before}, and Megatron cannot load it "
-        f"with {now}, in whatever form it was saved: resume with {before}, or begin it anew with --no-load-optim"
-    ]
+    (problem,) = asked.problems(f"--load {folder} {more.format(now)}", world_size=2)
+    assert f"the optimizer state in {folder} was saved with --expert-model-parallel-size {before}" in problem
+    assert f"resume with {before}, or begin it anew with --no-load-optim" in problem
     assert asked.problems(f"--load {folder} {more.format(before)}", world_size=2) == []
     assert asked.problems(f"--load {folder} {more.format(now)} --no-load-optim", world_size=2) == []
 

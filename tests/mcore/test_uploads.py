@@ -15,21 +15,16 @@ from megatron_epp.runtime.attention.context_parallel import ContextParallel
 from megatron_epp.runtime.upload import Uploader
 from scripts.random_documents import write_documents
 from tests.support.mcore.forked import CHANGED, launch, of_ranks
-from tests.support.mcore.launch import TINY
+from tests.support.mcore.launch import TINY_ON_DOCUMENTS
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 ITERATIONS = 4
 LENGTHS = [30, 3, 2, 17, 9, 30, 12, 1, 24, 5, 31, 11, 25, 7, 12, 20]
-FLAGS = [flag for flag in TINY if flag != "--mock-data"]
-FLAGS[FLAGS.index("--micro-batch-size") + 1] = "1"
 SOURCES = {
-    "documents": "--epp-slices 3",
     "Megatron's samples": "--epp-slices 3 --epp-documents stream",
-    "shards of the vocabulary": "--epp-slices 3 --epp-vocab-parallel on",
+    "documents, shards of the vocabulary": "--epp-slices 3 --epp-vocab-parallel on",
     "Megatron's schedule on documents": "--epp-schedule packed",
 }
-
-
 CPU = torch.device("cpu")
 CHUNKS = [[(0, 0, 8)], [(0, 8, 20), (1, 0, 3)], [(2, 0, 7)]]
 
@@ -119,7 +114,7 @@ def counts(data: str, flags: str) -> tuple[list[dict[str, int]], ...]:
     """Counts of every rank after each iteration, from the beginning of the run."""
     given = ["--data-path", data, "--split", "100,0,0", "--eval-iters", 0, "--pipeline-model-parallel-size", 2]
     given += ["--calculate-per-token-loss", "--lr-decay-iters", 100, "--train-iters", ITERATIONS, "--epp", *flags.split()]
-    return of_ranks(launch(2, CHANGED, "counted", *FLAGS, *given))
+    return of_ranks(launch(2, CHANGED, "counted", *TINY_ON_DOCUMENTS, *given))
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ DIFFER = (
         ("pipeline, microbatches differ", DIFFER),
         ("tensor parallel, microbatches differ", DIFFER),
         ("two iterators", "there are 2 data iterators for 1 model chunks"),
+        ("one too few", "rank 0: the data iterator ended after 6 of 7 microbatches; rank 1: the data iterator ended"),
     ],
 )
 def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, cause: str) -> None:
@@ -38,39 +40,18 @@ def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, c
 @pytest.mark.parametrize(
     ("case", "failing", "cause"),
     [
-        (
-            "other lengths",
-            0,
-            "action 0F0 failed: the forward step of microbatch 0 made [24, 1, 16] where lengths [48] ask for [48, 1, 16]: give "
-            "the function that finds lengths in a microbatch, shape_of",
-        ),
-        (
-            "another type",
-            0,
-            "action 0F0 failed: the forward step of microbatch 0 made torch.float64, but messages between stages are "
-            "torch.float32: set pipeline_dtype in the model's configuration",
-        ),
-        (
-            "four values",
-            1,
-            "action 1F0 failed: the loss function of microbatch 0 returned 4 values: a plan needs (loss, report) or (loss, "
-            "num_tokens, report)",
-        ),
-        (
-            "one number for each token",
-            1,
-            "action 1F0 failed: the loss of microbatch 0 is of shape [1, 24], not a tensor of one",
-        ),
-        ("fails on rank 0", 0, "action 0F3 failed: ValueError: this sample has no image"),
-        ("fails on rank 1", 1, "action 1F3 failed: ValueError: this sample has no image"),
-        ("tensor parallel, fails on rank 1", 1, "action 0F3 failed: ValueError: this sample has no image"),
+        ("other lengths", 0, r"0F0 failed: .* \[24, 1, 16\] where lengths \[48\] ask for \[48, 1, 16\]: give .*, shape_of"),
+        ("another type", 0, "0F0 failed: .* made torch.float64, .* are torch.float32: set pipeline_dtype"),
+        ("four values", 1, r"1F0 failed: .* returned 4 values: a plan needs \(loss, report\) or \(loss, num_tokens, report\)"),
+        ("one number for each token", 1, r"1F0 failed: the loss of microbatch 0 is of shape \[1, 24\], not a tensor of one"),
+        ("tensor parallel, fails on rank 1", 1, "0F3 failed: ValueError: this sample has no image"),
     ],
 )
 def test_what_fails_on_one_rank_ends_the_other_with_its_cause(case: str, failing: int, cause: str) -> None:
     finished = job(2, "frameworks:wrong", case=case, timeout_s=SECONDS)
     assert finished.returncode == 1
     place = f"pipeline rank {0 if 'tensor' in case else failing}, step"
-    said = [line for line in finished.output.splitlines() if cause in line]
+    said = [line for line in finished.output.splitlines() if re.search(cause, line)]
     assert [line for line in said if line.startswith(f"megatron_epp, rank {failing}: {place}")]
     other = f"rank {1 - failing} ends, since rank {failing} failed: {place}"
     assert [line for line in said if other in line]

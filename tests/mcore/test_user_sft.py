@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-import torch
 import transformers
 
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY, Finished
 
@@ -104,14 +102,3 @@ def test_megatrons_sft_data_trains_as_without_plans(tmp_path: Path, tokenizer: P
 
 def test_samples_of_different_lengths_train_as_without_plans(tmp_path: Path) -> None:
     check_equal(*both(tmp_path, "varying", "--dataloader-type", "cyclic"))
-
-
-def test_lengths_of_conversations_are_found_where_megatron_fills_cu_seqlens_up() -> None:
-    ends = torch.full((1, 21), 20, dtype=torch.int32)
-    ends[0, :3] = torch.tensor([0, 7, 12])
-    assert shape_of({"tokens": torch.zeros(1, 20), "cu_seqlens": ends}) == Microbatch((7, 5, 8))
-
-
-def test_a_sample_of_different_length_has_that_of_its_padded_tokens() -> None:
-    sample = {"tokens": torch.zeros(1, 12), "original_seq_len": torch.tensor([9]), "padded_seq_len": torch.tensor([12])}
-    assert shape_of(sample) == Microbatch((12,))

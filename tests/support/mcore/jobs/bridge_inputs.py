@@ -101,7 +101,7 @@ def pictures(**settings: Any) -> dict[str, Any]:
     loop = begin(LENGTHS, calculate_per_token_loss=True, positions="mrope", mrope_section=[2, 1, 1], **settings)
     torch.manual_seed(3)
     models = [qwen(model) for model in loop.models]
-    training = Training(loop, models, samples(models[0].get_rope_index), whole_step)
+    training = Training(loop, samples(models[0].get_rope_index), whole_step, models)
     return compared(training, *training.stepped(), inputs)
 
 
@@ -171,5 +171,5 @@ def deepstack(**settings: Any) -> dict[str, Any]:
     def positions(tokens: Tensor, kinds: Tensor, grids: Tensor | None) -> tuple[Tensor, Tensor]:
         return get_rope_index(2, IMAGE, VIDEO, START, tokens, image_grid_thw=grids)
 
-    training = Training(loop, models, samples(positions), whole_step)
+    training = Training(loop, samples(positions), whole_step, models)
     return compared(training, *training.stepped(), inputs_of_qwen3, {"feature_layers": DEEPSTACK})

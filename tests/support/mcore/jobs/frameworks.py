@@ -470,14 +470,6 @@ def slow() -> None:
 # ---- wrong input -----------------------------------------------------------------------------------------------------
 
 
-def ending_early(count: int) -> None:
-    """Ask for more microbatches than there are."""
-    loop = begin(UNEVEN)
-    import megatron_epp
-
-    loop.run(megatron_epp.wrap(), num_microbatches=count)
-
-
 def wrong(case: str) -> None:
     """Run a loop on two ranks whose input is wrong in the way that is named.
 
@@ -498,7 +490,7 @@ def wrong(case: str) -> None:
         try:
             if case == "two iterators":
                 loop.call(planned, data_iterator=[loop.batches(), loop.batches()], model=loop.models, num_microbatches=1)
-            loop.run(planned)
+            loop.run(planned, num_microbatches=len(UNEVEN) + (case == "one too few"))
             optimizer.step()
             print(f"rank {dist.get_rank()} stepped", flush=True)
         finally:
@@ -572,15 +564,16 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
         figures = {"rank": dist.get_rank(), "overlap": overlap, "distributed": distributed}
         found.append(figures | {"worst": apart([of_each[3]], [of_each[1]])})
         alone, schedule = [], megatron_epp.wrap()
+        counts = [0 if replica == number else count for number in range(2)]
+        stock = [stepped(loop, get_forward_backward_func(), finalize_model_grads, replica, 1, own) for own in counts]
         for number in range(RUNS):  # while costs are learnt and after
-            own = 0 if replica == number % 2 else count
-            stock = stepped(loop, get_forward_backward_func(), finalize_model_grads, replica, calls=1, count=own)
+            own = counts[number % 2]
             model.zero_grad_buffer()
             model.config.no_sync_func = model.no_sync if overlap else None
             model.config.finalize_model_grads_func = finalize_model_grads
             results = loop.call(schedule, model=[model], num_microbatches=own)
             assert len(results) == (own if bare.post_process else 0)
-            alone.append(apart([reduced(model, replica)], [stock]))
+            alone.append(apart([reduced(model, replica)], [stock[number % 2]]))
         found.append(figures | {"worst": max(alone)})
     return found
 

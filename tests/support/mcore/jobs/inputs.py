@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin
 
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
@@ -136,75 +137,15 @@ def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
     return losses, lambda output: ((output[0] * mask).sum(), mask.sum().int(), {"loss": (output[0] * mask).sum().detach()})
 
 
-class Training:
-    """A model with a tower, wrapped in Megatron's data parallelism, with its samples."""
-
-    def __init__(
-        self,
-        loop: Any,
-        models: list[Any],
-        everything: list[dict[str, Any]],
-        step: Any,
-        frozen: str = "",
-        overlaps: bool = False,
-    ) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-
-        for model in models:
-            for name, weight in model.named_parameters():
-                weight.requires_grad_(not frozen or frozen not in name)
-        self.loop, self.config, self.everything, self.whole_step = loop, models[0].config, everything, step
-        own = DistributedDataParallelConfig(overlap_grad_reduce=overlaps)
-        self.chunks = [DistributedDataParallel(self.config, own, model) for model in models]
-        if overlaps:  # as Megatron's training does
-            functions = ((chunk.no_sync, chunk.start_grad_sync) for chunk in self.chunks)
-            (self.config.no_sync_func,), (self.config.grad_sync_func,) = zip(*functions, strict=True)
-        self.config.finalize_model_grads_func = finalize_model_grads
-        replica, replicas = (getattr(parallel_state, f"get_data_parallel_{name}")() for name in ("rank", "world_size"))
-        self.mine = everything[replica::replicas]
-
-    @property
-    def parameters(self) -> list[Any]:
-        return [weight for chunk in self.chunks for weight in chunk.parameters()]
-
-    def weights(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self.parameters]
-
-    def load(self, weights: list[Tensor]) -> None:
-        with torch.no_grad():
-            for weight, value in zip(self.parameters, weights, strict=True):
-                weight.copy_(value)
-
-    def gradients(self) -> list[Tensor]:
-        return [weight.main_grad.clone() for weight in self.parameters if weight.requires_grad]
-
-    def zero(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for weight in self.parameters:
-                if weight.requires_grad:
-                    weight -= 0.01 * weight.main_grad
-
-    def whole(self) -> tuple[list[Tensor], float]:
-        """Return the gradients of this replica's samples by Megatron's schedule, and the sum of their losses."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        self.zero()
-        loop = self.loop
-        loop.forward_step, loop.models, loop.lengths = self.whole_step, self.chunks, tuple(range(len(self.mine)))
-        loop.batches = lambda: iter(self.mine)
-        losses = loop.call(get_forward_backward_func(), model=self.chunks if len(self.chunks) > 1 else self.chunks[0])
-        return self.gradients(), sum(float(loss["loss"]) for loss in losses)
+class Training(DataParallel):
+    """A model with a tower, and its samples."""
 
     def stepped(self) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
-        """Return weights before two steps by Megatron's schedule, their results, and weights after them."""
+        """Return weights before steps by Megatron's schedule, gradients and losses of each, and weights after them."""
         start, results = self.weights(), []
         for _ in range(STEPS):
-            results.append(self.whole())
+            gradients, losses = self.whole()
+            results.append((gradients, sum(float(loss["loss"]) for loss in losses)))
             self.step()
         return start, results, self.weights()
 
@@ -229,15 +170,15 @@ def compared(
 
     training.load(start)
     schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
-    evaluated = schedule(model=training.chunks, samples=training.everything, forward_only=True)
+    evaluated = schedule(model=training.chunks, samples=training.samples, forward_only=True)
     reports, worst = [], 0.0
     for number in range(STEPS):
-        training.zero()
         if number:  # planned with other payloads, which the call does not take
-            stale = [one | {"spans": [span | {"payload": None} for span in one["spans"]]} for one in training.everything]
+            stale = [one | {"spans": [span | {"payload": None} for span in one["spans"]]} for one in training.samples]
             schedule.plan_ahead(model=training.chunks, samples=stale)
-        reports.append(schedule(model=training.chunks, samples=training.everything))
-        worst = max(worst, apart(training.gradients(), expected[number][0]))
+        gradients, report = training.sliced(schedule)
+        reports.append(report)
+        worst = max(worst, apart(gradients, expected[number][0]))
         training.step()
     schedule.close()
     encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "language_model" not in name]
@@ -293,7 +234,9 @@ def pictures(
 
     torch.manual_seed(3)
     models = [VisionLanguage(model, feature_layers) for model in loop.models]
-    training = Training(loop, models, samples(axes), whole_step, frozen, overlaps)
+    for name, weight in chain.from_iterable(model.named_parameters() for model in models):
+        weight.requires_grad_(not frozen or frozen not in name)
+    training = Training(loop, samples(axes), whole_step, models, overlaps=overlaps)
     plans = dict(plans or {}) | {"feature_layers": tuple(range(feature_layers))}
     rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
     start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS, made
 
@@ -64,41 +65,20 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     """Return how far a training of a value model in slices is from one by Megatron's schedule."""
     loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_epp
     from megatron_epp.losses import Average, ClippedValue
 
     put_heads(loop.models)
-    samples, replica = made_for_values(), parallel_state.get_data_parallel_rank()
-    mine = samples[replica::replicas]
-    config = loop.models[0].config
-    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
-    config.finalize_model_grads_func = finalize_model_grads
-
-    def gradients() -> list[Tensor]:
-        return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
-
-    def whole() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        loop.forward_step, loop.models, loop.lengths = whole_value_step, chunks, tuple(range(len(mine)))
-        loop.batches = lambda: iter(mine)
-        found = loop.call(get_forward_backward_func(), model=chunks if len(chunks) > 1 else chunks[0])
-        return gradients(), found
-
-    expected, results = whole()
+    training = DataParallel(loop, made_for_values(), whole_value_step)
+    expected, results = training.whole()
     schedule = megatron_epp.wrap_samples(loss=ClippedValue(average=Average.SEQUENCE_MEANS), **SETTINGS)
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    report = schedule(model=chunks, samples=samples, wants_values=True)
-    worst = apart(gradients(), expected)
-    evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_values=True)
-    afterwards, _ = whole()
-    found = report.values[replica::replicas]
+    gradients, report = training.sliced(schedule, wants_values=True)
+    _, evaluated = training.sliced(schedule, forward_only=True, wants_values=True)
+    afterwards, _ = training.whole()
+    found = report.values[parallel_state.get_data_parallel_rank() :: replicas]
     return {
-        "worst": worst,
+        "worst": apart(gradients, expected),
         "afterwards": apart(afterwards, expected),
         "loss": report.means["value loss"],
         "expected": [float(one["loss"]) for one in results],
@@ -128,12 +108,9 @@ def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
     return logits, loss_of
 
 
-def distillation(block_tokens: int = 7) -> dict[str, Any]:
+def distillation() -> dict[str, Any]:
     """Return how far a distillation in slices and by blocks is from one with whole logits by Megatron's schedule."""
-    loop = begin(LENGTHS, None, calculate_per_token_loss=True)
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
+    loop = begin(LENGTHS, calculate_per_token_loss=True)
     import megatron_epp
     from megatron_epp.losses import Average, Distillation
 
@@ -142,17 +119,10 @@ def distillation(block_tokens: int = 7) -> dict[str, Any]:
         shape = len(sample["tokens"]), 3
         sample["teacher_tokens"] = torch.randint(64, shape, generator=random)
         sample["teacher_logprobs"] = -1 - torch.rand(shape, generator=random)
-    config = loop.models[0].config
-    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), bare) for bare in loop.models]
-    config.finalize_model_grads_func = finalize_model_grads
-    loop.forward_step, loop.models, loop.batches = whole_teacher_step, chunks, lambda: iter(samples)
-    results = loop.call(get_forward_backward_func())
-    expected = [p.main_grad.clone() for p in chunks[0].parameters()]
+    training = DataParallel(loop, samples, whole_teacher_step)
+    expected, results = training.whole()
     loss = Distillation(3, average=Average.SEQUENCE_MEANS, temperature=0.8)
-    schedule = megatron_epp.wrap_samples(loss=loss, **SETTINGS, loss_block_tokens=block_tokens)
-    chunks[0].zero_grad_buffer()
-    report = schedule(model=chunks, samples=samples)
-    found = [p.main_grad.clone() for p in chunks[0].parameters()]
+    found, report = training.sliced(megatron_epp.wrap_samples(loss=loss, **SETTINGS, loss_block_tokens=7))
     return {
         "worst": apart(found, expected),
         "loss": report.means["distillation"],
@@ -162,11 +132,17 @@ def distillation(block_tokens: int = 7) -> dict[str, Any]:
 
 
 def divided_head() -> dict[str, Any]:
-    """Return how far the head of `--epp-loss` on two ranks that share tokens is from one on all tokens."""
-    loop = begin(LENGTHS, tensor_parallel=2, sequence_parallel=True)
+    """Return how far the head of `--epp-loss` on two ranks that share tokens is from one on all tokens.
+
+    And what is said of a head of a program's own that leaves tokens divided.
+    """
+    loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
     from megatron.core import parallel_state
 
+    import megatron_epp
+    from megatron_epp.losses import ClippedValue
     from megatron_epp.mcore.model.value_head import ValueHead
+    from megatron_epp.plan import EppError
 
     group = parallel_state.get_tensor_model_parallel_group()
     head = ValueHead(loop.models[0].config, group)
@@ -176,8 +152,14 @@ def divided_head() -> dict[str, Any]:
     values = head(own)[0]
     values.backward(of_values)
     dist.all_reduce(head.weight.grad, group=group)  # as Megatron does for weights with this attribute
-    wanted = of_values * head.weight.detach()
+    wanted, said = of_values * head.weight.detach(), ""
+    put_heads(loop.models, gathers=False)
+    try:
+        megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)(model=loop.models, samples=made_for_values())
+    except EppError as error:
+        said = str(error)
     return {
+        "said": said,
         "attribute": head.weight.sequence_parallel,
         "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
         "hidden": apart([own.grad], [wanted.chunk(2)[dist.get_rank()]]),
@@ -186,18 +168,17 @@ def divided_head() -> dict[str, Any]:
     }
 
 
-def value_refusals(**settings: Any) -> dict[str, str]:
+def value_refusals() -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
-    loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
+    loop = begin(LENGTHS, calculate_per_token_loss=True)
 
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
     from megatron_epp.plan import EppError
 
-    def refused(loss: Any, samples: Any, **named: Any) -> str:
+    def refused(loss: Any, samples: Any, plans: Any = None, **named: Any) -> str:
         try:
-            given = {name: named.pop(name) for name in ("loss_block_tokens",) if name in named}
-            megatron_epp.wrap_samples(loss=loss, **SETTINGS, **given)(model=loop.models, samples=samples, **named)
+            megatron_epp.wrap_samples(loss=loss, **SETTINGS | dict(plans or {}))(model=loop.models, samples=samples, **named)
         except EppError as error:
             return str(error)
         return ""
@@ -219,21 +200,5 @@ def value_refusals(**settings: Any) -> dict[str, str]:
     }
     put_heads(loop.models)
     said["one output"] = refused(ClippedRatio(), samples)
-    said["blocks"] = refused(ClippedValue(), for_values, loss_block_tokens=5)
+    said["blocks"] = refused(ClippedValue(), for_values, {"loss_block_tokens": 5})
     return said
-
-
-def head_without_tokens() -> dict[str, str]:
-    """Return what is said of a head that leaves the tokens of sequence-parallel ranks divided."""
-    loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
-
-    import megatron_epp
-    from megatron_epp.losses import ClippedValue
-    from megatron_epp.plan import EppError
-
-    put_heads(loop.models, gathers=False)
-    try:
-        megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)(model=loop.models, samples=made_for_values())
-    except EppError as error:
-        return {"said": str(error)}
-    return {"said": ""}

@@ -1,14 +1,15 @@
-"""Training on documents longer than the context: what is a label and how often, and what a resumed run may change."""
+"""Training on documents longer than the context, by every choice of `--epp-documents`."""
 
 import json
 import re
+import shlex
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from tests.support.mcore.forked import job
-from tests.support.mcore.launch import TINY
+from tests.support.mcore.forked import job, of_ranks, train
+from tests.support.mcore.launch import TINY_ON_DOCUMENTS
 from tests.support.mcore.synthetic_documents import write_pair
 
 CONTEXT, BATCH = 32, 8
@@ -16,21 +17,9 @@ NUM_TOKENS = [100, 33, 2, 70, 9, 34, 300, 1, 64, 5, 31, 65, 41, 7, 12]
 """Lengths of the documents, which make 32 sequences."""
 EPOCH = 4
 """Iterations."""
-FLAGS = [flag for flag in TINY if flag != "--mock-data"]
-FLAGS[FLAGS.index("--micro-batch-size") + 1] = "1"
-FLAGS += [
-    "--vocab-size",
-    "1024",
-    "--split",
-    "100,0,0",
-    "--eval-iters",
-    "0",
-    "--lr-decay-iters",
-    "100",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--epp",
-]
+FLAGS = shlex.split(
+    "--vocab-size 1024 --split 100,0,0 --eval-iters 0 --lr-decay-iters 100 --pipeline-model-parallel-size 2 --epp"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +36,15 @@ def data(documents, tmp_path_factory):
 def run(folder, data, *flags, iterations=EPOCH):
     folder.mkdir()
     given = ["--data-path", data, "--train-iters", iterations, "--epp-report-dir", folder, *flags]
-    return job(2, "labels", flags=[*map(str, (*FLAGS, *given))], env={"RECORD_TO": str(folder)})
+    return job(2, "consumed:labels", flags=[*map(str, (*TINY_ON_DOCUMENTS, *FLAGS, *given))])
 
 
 def trained(folder, data, *flags):
     """Losses, and the rows of the first and the last stage."""
     done = run(folder, data, *flags)
-    assert done.returncode == 0, done.output[-5000:]
+    first, last = of_ranks(done)
     losses = [json.loads(line)["loss"] for line in (folder / "iterations.jsonl").read_text().splitlines()]
-    return losses, *(json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)), done.output
+    return losses, first, last, done.output
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +74,49 @@ def test_megatrons_own_schedule_has_the_same_losses_on_split_documents(split, da
     assert stock == pytest.approx(split[0], rel=1e-5)
 
 
-def test_truncated_documents_lose_labels_and_a_warning_says_how_many(data, documents, tmp_path):
-    _, _, last, output = trained(tmp_path / "truncated", data, "--epp-documents", "truncate")
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def truncated(data, checkpoints, tmp_path_factory):
+    saved = ["--save", checkpoints, "--save-interval", EPOCH // 2]
+    run = trained(tmp_path_factory.mktemp("runs") / "truncated", data, "--epp-documents", "truncate", *saved)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(EPOCH // 2))
+    return run
+
+
+def test_truncated_documents_lose_labels_and_a_warning_says_how_many(truncated, documents):
+    _, _, last, output = truncated
     labels = {label for _, label, counts, _ in last if counts}
     assert labels == {label for document in documents for label in document[1 : CONTEXT + 1].tolist()}
     left_out = sum(max(0, n - CONTEXT - 1) for n in NUM_TOKENS)
     assert len(re.findall(rf"truncate leaves out {left_out:,} of {sum(NUM_TOKENS):,} tokens", output)) == 1
 
 
-def test_a_resumed_run_keeps_to_what_its_checkpoint_did_with_long_documents(data, tmp_path):
-    saved = ["--save", tmp_path / "checkpoints", "--save-interval", 2, "--epp-documents", "truncate"]
-    assert run(tmp_path / "saving", data, *saved, "--exit-interval", 2, iterations=4).returncode == 0
-    resumed = run(tmp_path / "split", data, "--load", tmp_path / "checkpoints", iterations=4)
+@pytest.mark.usefixtures("truncated")
+def test_a_run_that_does_otherwise_with_long_documents_may_take_the_weights_and_not_go_on(data, checkpoints, tmp_path):
+    resumed = run(tmp_path / "split", data, "--load", checkpoints)
     assert resumed.returncode != 0
     assert "--epp-documents was truncate in the run that saved this checkpoint, and is split" in resumed.output
-    again = ["--load", tmp_path / "checkpoints", "--epp-documents", "truncate", "--seed", 5]
-    resumed = run(tmp_path / "truncated", data, *again, iterations=4)
-    assert resumed.returncode == 0, resumed.output[-5000:]
-    assert resumed.output.count("--seed was 1234 and is 5: sequences come in another order") == 1
-    anew = ["--load", tmp_path / "checkpoints", "--finetune"]
-    assert run(tmp_path / "anew", data, *anew, iterations=2).returncode == 0
+    assert run(tmp_path / "anew", data, "--load", checkpoints, "--finetune", iterations=1).returncode == 0
+
+
+def test_megatrons_own_samples_train_as_without_epp_and_a_run_goes_on_from_its_checkpoint(data, tmp_path):
+    given = shlex.split("--split 80,20,0 --pipeline-model-parallel-size 2 --calculate-per-token-loss --eval-interval 2")
+    given += ["--vocab-size", 1024, "--lr-decay-iters", 100, "--eod-mask-loss", "--data-path", data]
+    stream, saved = ["--epp", "--epp-documents", "stream", "--epp-slices", 3], tmp_path / "saved"
+    stock, ours = (
+        train(tmp_path / "run", 2, *given, *flags, iterations=3, tiny=TINY_ON_DOCUMENTS)
+        for flags in (["--save", saved, "--save-interval", 2], stream)
+    )
+    assert len(stock.steps) == 3
+    for number, step in stock.steps.items():
+        assert ours.steps[number] == pytest.approx(step, rel=1e-5)
+    validated, expected = (re.findall(r"validation loss at .* lm loss value: (\S+)", run.output) for run in (ours, stock))
+    assert len(expected) > 0
+    assert [*map(float, validated)] == pytest.approx([*map(float, expected)], rel=1e-5)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(tmp_path / "run", 2, *given, *stream, "--load", saved, iterations=3, tiny=TINY_ON_DOCUMENTS)
+    assert resumed.steps == {3: pytest.approx(stock.steps[3], rel=1e-5)}
