@@ -374,6 +374,8 @@ def test_a_model_that_a_script_builds_without_the_flag_is_looked_at_too(hybrid):
         hybrid(None, "spec", hybrid_layer_pattern="D*")
     with pytest.raises(EppError, match="needs --hybrid-layer-pattern"):
         hybrid(None, "spec")
+    with pytest.raises(EppError, match=re.escape("a plan cannot honour attention_dropout=0.1 (set it to 0)")):
+        hybrid(argparse.Namespace(attention_dropout=0.1), "spec", hybrid_layer_pattern="*-")
     model = hybrid(None, "spec", hybrid_layer_pattern="*-")
     assert model.layers == ("spec", "*-")
     check_adopted(model)

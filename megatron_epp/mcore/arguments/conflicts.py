@@ -22,7 +22,8 @@ class Door(enum.Flag):
         USER: that of a script with its own microbatches.
         MODEL: the configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans.
         WRAP: what `megatron_epp.wrap` is called with.
-        SAMPLES: the configuration of a model that `megatron_epp.wrap_samples` runs in slices, which MODEL is asked for, too.
+        SLICED_MODEL: the configuration of a model that runs in slices: of a training on documents, or of
+            `megatron_epp.wrap_samples`, for which MODEL is asked, too.
     """
 
     STOCK = enum.auto()
@@ -30,15 +31,15 @@ class Door(enum.Flag):
     USER = enum.auto()
     MODEL = enum.auto()
     WRAP = enum.auto()
-    SAMPLES = enum.auto()
-    SLICES = DOCUMENTS | SAMPLES
+    SLICED_MODEL = enum.auto()
+    SLICES = DOCUMENTS | SLICED_MODEL
     MICROBATCHES = USER | MODEL
     ALL = DOCUMENTS | MICROBATCHES
 
     @property
     def has_flags(self) -> bool:
         """True where settings are flags; else they are keywords, and fields of a configuration."""
-        return self not in Door.MODEL | Door.WRAP | Door.SAMPLES
+        return self not in Door.MODEL | Door.WRAP | Door.SLICED_MODEL
 
     @property
     def cannot(self) -> str:

@@ -23,8 +23,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
-from megatron_epp.mcore.arguments.refusals import pattern_problem
+from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks
@@ -48,10 +49,13 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     """Call Megatron's constructor of a model, the first of `rest`, so that it builds a model that plans can run.
 
     Raises:
-        EppError: a core attention is not one of Megatron's, or a hybrid model's pattern does not have the placement's stages.
+        EppError: a core attention is not one of Megatron's, the configuration asks for what slices do not have, or a hybrid
+            model's pattern does not have the placement's stages.
     """
     call = bound(original, *rest, **named)
     model = rest[0]
+    # A provider of the user's may ask for more than the flags, which have been checked.
+    refuse(call.arguments["config"], Door.SLICED_MODEL)
     vp_stage = call.arguments.get("vp_stage")
     if "transformer_layer_spec" not in call.arguments:  # a hybrid model
         pattern = next(filter(None, map(call.arguments.get, HYBRID_PATTERNS)), None)

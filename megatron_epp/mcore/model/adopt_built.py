@@ -123,8 +123,8 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    of_experts = chunk_problems(config, Door.SAMPLES) if config.num_moe_experts else ()
-    if problems := (*problems_of(config, Door.SAMPLES), *of_experts):
+    of_experts = chunk_problems(config, Door.SLICED_MODEL) if config.num_moe_experts else ()
+    if problems := (*problems_of(config, Door.SLICED_MODEL), *of_experts):
         return "; ".join(problems)
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
