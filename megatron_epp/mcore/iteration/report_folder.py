@@ -20,7 +20,6 @@ from megatron_epp.plan import Plan, PlanError
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.writing import append_line
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job
 from megatron_epp.runtime.side_thread import SideThread
 
@@ -122,6 +121,8 @@ class ReportFolder:
         with self._going_on("the folder"):
             self.path.mkdir(parents=True, exist_ok=True)
         if plan is not None and measured is not None and iteration in self.traced:
+            from megatron_epp.report.trace import save_trace  # which few trainings need
+
             number = f"-{iteration}" if len(self.traced) > 1 else ""
             with self._going_on("plan, times and trace"):
                 save(plan, self.path / f"plan{number}.json")
