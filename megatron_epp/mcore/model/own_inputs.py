@@ -113,14 +113,21 @@ def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
     return scatter_to_sequence_parallel_region(rows) if config.sequence_parallel else rows
 
 
-_PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-"""Attributes of Megatron's embeddings by which sequence-parallel ranks get a part of the rows."""
+_PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings", "sequence_parallel")
+"""Attributes of Megatron's embeddings, and of their configuration, by which sequence-parallel ranks get a part of the rows, and
+draw a dropout of their own for it.
+"""
 
 
 @contextmanager
 def _of_all_tokens(embedding: Any) -> Iterator[None]:
     """Have an embedding give all rows to every sequence-parallel rank in the body."""
-    parts = [(part, name) for part in embedding.modules() for name in _PARTS if getattr(part, name, False)]
+    parts = [
+        (part, name)
+        for part in (getattr(embedding, "config", None), *embedding.modules())
+        for name in _PARTS
+        if getattr(part, name, False)
+    ]
     for part, name in parts:
         setattr(part, name, False)
     try:
