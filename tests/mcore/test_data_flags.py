@@ -93,11 +93,13 @@ def test_a_run_that_changes_nothing_of_the_order_resumes_without_a_word(caplog):
 
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"split": "100,0,0"}, {"seq_length": 128}], ids=str)
 def test_what_changes_the_order_of_sequences_is_named(caplog, changed):
-    check_order(checkpoint(), checkpoint(**changed))
     ((name, value),) = changed.items()
-    check_order(checkpoint(), checkpoint(rank=1, **changed))
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another" in line
+    for how in ("split", "stream"):
+        caplog.clear()
+        for rank in (0, 1):
+            check_order(checkpoint(epp_documents=how), checkpoint(epp_documents=how, rank=rank, **changed))
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another" in line
 
 
 def test_a_checkpoint_of_megatrons_own_training_is_not_compared():

@@ -121,7 +121,8 @@ PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-
 RETAIN = "--save FOLDER/run --save-retain-interval 6"
 TP = "--tensor-model-parallel-size"
 PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-batch-size"
-TENSOR, ROUTERS = "tensor_model", "moe_router_load_balancing_type"
+WITHOUT_EFFECT = ("--epp-recompute 1", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b")
+ROUTERS = "moe_router_load_balancing_type"
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
 """What Megatron and frameworks call it."""
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
@@ -184,12 +185,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "user": [
         ("--cuda-graph-impl local", 1, "--cuda-graph-impl local", "leave it out"),
-        (
-            "--epp-recompute 1 --epp-placement v --epp-slices 3 --epp-planner seq1f1b",
-            1,
-            *("--epp-microbatches user", "leave out", "--epp-recompute 1", "--epp-placement v", "--epp-slices 3"),
-            "--epp-planner seq1f1b",
-        ),
+        (" ".join(WITHOUT_EFFECT), 1, "--epp-microbatches user", "leave out", *WITHOUT_EFFECT),
         ("--epp-order given --epp-offload", 1, "--epp-order given", "leave out --epp-offload"),
         ("--min-lr 1", 1, "--min-lr 1.0", "--lr 0.001", "lower"),
         (FLEX, 2, "flex by deepep needs deep_ep, which is not installed"),
@@ -238,7 +234,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ({"ddp_config": {"num_distributed_optimizer_instances": 2}}, 1, "num_distributed_optimizer_instances=2"),
         ({"ddp_config": {"use_megatron_fsdp": True}}, 1, "use_megatron_fsdp=True"),
         ({"dsa_indexer_topk_freq": 2}, 1, "dsa_indexer_topk_freq=2"),
-        ({f"{TENSOR}_parallel_size": 2, "gtp_weight_remat_size": 2}, 1, "num_weight_shards=4 on 2 tensor-parallel ranks"),
+        ({"tensor_model_parallel_size": 2, "gtp_weight_remat_size": 2}, 1, "num_weight_shards=4 on 2 tensor-parallel ranks"),
         ({ROUTERS: "global_aux_loss"}, 1, f"{ROUTERS}='global_aux_loss': replicas have plans"),
         ({ROUTERS: ["aux_loss", "global_aux_loss"]}, 1, f"{ROUTERS}='global_aux_loss': replicas have plans"),
         ({"hybrid_context_parallel": True}, 1, "hybrid_context_parallel=True (leave it out"),

@@ -4,6 +4,7 @@ steps of several calls, and routers that replay."""
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 
@@ -35,6 +36,27 @@ def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan
     own, planned = runs
     for iteration in range(1, 4):  # from the next on, microbatches have the random numbers of another order
         assert planned.steps[iteration] == pytest.approx(own.steps[iteration], rel=TOLERANCE)
+
+
+def test_validated_results_are_numbered_by_microbatch_in_whatever_order_these_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import rerun_state_machine
+
+    from megatron_epp.mcore.iteration.replay import numbered_by
+
+    machine = rerun_state_machine.RerunStateMachine()
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+
+    def numbers(order: tuple[int, ...]) -> dict[int, list[int]]:
+        machine.validation_counts, found = defaultdict(int), {}
+        for index in order:
+            with numbered_by(index):
+                found[index] = [machine._get_validation_call_info("a message").sequence for _ in range(2)]
+        assert machine.validation_counts == {}
+        return found
+
+    assert numbers((0, 1, 2)) == numbers((2, 0, 1))
+    assert len({number for each in numbers((0, 1, 2)).values() for number in each}) == 6
+    assert numbers((0,)) == {0: [1, 2]}  # as Megatron numbers them
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.table import FIELDS
 from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
-from megatron_epp.mcore.iteration.microbatch_refusals import refuse_other_turns, refuse_router_replay
+from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
@@ -63,6 +63,11 @@ def test_microbatches_that_replicas_share_are_refused(item: Any) -> None:
     _, shapes, problem = schedule._taken([iter([item])], 1, 1)
     assert shapes is None
     assert "shared by replicas, as by dynamic context parallelism (they have local_cp_size)" in problem
+
+
+@pytest.mark.parametrize("item", [TOKENS, TOKENS | {"local_cp_size": None}, (TOKENS,), [TOKENS], None, 3])
+def test_other_microbatches_are_taken(item: Any) -> None:
+    refuse_group_sizes(item)
 
 
 def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes_of_longer_microbatches(

@@ -1,8 +1,7 @@
-"""Conversations as whole microbatches of a script: Megatron's `--sft` data, and samples of different lengths, train as stock.
+"""Conversations as whole microbatches of a script, Megatron's `--sft` data, train by plans as by Megatron's own schedule.
 
 Megatron's script that trains on them is not installed with it, so `tests/support/mcore/sft_training.py` stands for it, with
-Megatron's dataset, tokenizer and loaders. No supported release has `--use-varlen-dataset`: a dataset with the contract of its
-samples stands for that.
+Megatron's dataset, tokenizer and loaders.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tokenizers
 import transformers
 
 from tests.support.mcore.forked import launch
-from tests.support.mcore.launch import TINY, Finished
+from tests.support.mcore.launch import TINY
 
 PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "sft_training.py"
 ITERATIONS = 6
@@ -64,41 +63,21 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def both(folder: Path, samples: str, *flags: object) -> tuple[dict[str, dict[str, float]], ...]:
-    """Losses and norms of gradients of Megatron's own schedule, and by plans."""
-    return tuple(
-        steps_of(run(folder / name, samples, *flags, *ours), folder / name)
-        for name, ours in (("stock", ()), ("planned", ("--epp", "--epp-microbatches", "user")))
-    )
-
-
-def run(folder: Path, samples: str, *flags: object) -> Finished:
+def steps_of(folder: Path, *flags: object) -> tuple[dict[str, dict[str, float]], str]:
+    """Train; return losses and norms of gradients, and the output."""
     folder.mkdir()
     tiny = [flag for flag in TINY if flag != "--mock-data"]
-    done = launch(2, PROGRAM, *tiny, *FLAGS, *flags, env={"RECORD_TO": str(folder), "SAMPLES": samples})
+    done = launch(2, PROGRAM, *tiny, *FLAGS, *flags, env={"RECORD_TO": str(folder)})
     assert done.returncode == 0, done.output[-5000:]
-    return done
-
-
-def steps_of(done: Finished, folder: Path) -> dict[str, dict[str, float]]:
-    if folder.name == "planned":
-        assert "costs learnt from 3 iterations" in done.output
-    steps: dict[str, dict[str, float]] = json.loads((folder / "rank1.json").read_text())["steps"]
-    assert len(steps) == ITERATIONS
-    return steps
-
-
-def check_equal(stock: dict[str, dict[str, float]], planned: dict[str, dict[str, float]]) -> None:
-    for number, step in stock.items():
-        assert set(step) == {"loss", "grad_norm"}
-        assert planned[number] == pytest.approx(step, rel=TOLERANCE)
-    assert len({step["loss"] for step in stock.values()}) == ITERATIONS
+    return json.loads((folder / "rank1.json").read_text())["steps"], done.output
 
 
 def test_megatrons_sft_data_trains_as_without_plans(tmp_path: Path, tokenizer: Path, chats: Path) -> None:
     flags = ["--sft", "--data-path", chats, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer]
-    check_equal(*both(tmp_path, "conversations", *flags))
-
-
-def test_samples_of_different_lengths_train_as_without_plans(tmp_path: Path) -> None:
-    check_equal(*both(tmp_path, "varying", "--dataloader-type", "cyclic"))
+    stock, _ = steps_of(tmp_path / "stock", *flags)
+    planned, output = steps_of(tmp_path / "planned", *flags, "--epp", "--epp-microbatches", "user")
+    assert "costs learnt from 3 iterations" in output
+    assert len({step["loss"] for step in stock.values()}) == ITERATIONS
+    assert planned.keys() == stock.keys()
+    for number, step in stock.items():
+        assert planned[number] == pytest.approx(step, rel=TOLERANCE)

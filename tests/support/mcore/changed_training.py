@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -110,14 +110,6 @@ def rerun() -> Iterator[None]:
 
     with with_forward_step(forward_step), reversed_orders():
         yield
-
-
-def torch_norms():
-    """A hybrid model without Transformer Engine, whose norm behind the last layer is part of no spec."""
-    from tests.support.mcore.local_hybrid import use_torch_norms
-
-    use_torch_norms()
-    return nullcontext()
 
 
 def gathered():
@@ -275,7 +267,7 @@ def given_times():
 CHANGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     change.__name__: change
     for change in (
-        *(own_loss, failing, rerun, torch_norms, gathered, slow),
+        *(own_loss, failing, rerun, gathered, slow),
         *(standing_still_in_save, diagnostics_without_memory, counted, given_times),
     )
 }

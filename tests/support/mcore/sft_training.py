@@ -1,4 +1,4 @@
-"""Training scripts for conversations, with no knowledge of plans: Megatron's `--sft` data, or samples of different lengths.
+"""A training script for conversations, with no knowledge of plans: Megatron's `--sft` data.
 
 Megatron's own are the dataset, its tokenizer, loaders and batches. Stand-ins: `datasets`, the library that reads
 JSONL for Megatron, and the forward step, since Megatron's script is not installed with it, and its attention on a CPU takes a
@@ -6,7 +6,6 @@ mask and no `cu_seqlens`.
 """
 
 import json
-import os
 import sys
 import types
 from functools import partial
@@ -15,35 +14,6 @@ import torch
 
 from megatron_epp.mcore import entry
 from tests.support.mcore import recorded_training
-
-SAMPLES = 48
-"""Samples of the dataset of different lengths."""
-
-
-class VaryingSamples(torch.utils.data.Dataset):
-    """Samples by the contract of `--use-varlen-dataset`: padded to a multiple of four, each to a length of its own."""
-
-    def __init__(self, vocab_size):
-        made = torch.Generator().manual_seed(3)
-        lengths = torch.randint(5, 60, (SAMPLES,), generator=made).tolist()
-        self._samples = [torch.randint(1, vocab_size, (length + 1,), generator=made) for length in lengths]
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        text = self._samples[index]
-        length = len(text) - 1
-        padded = -(-length // 4) * 4
-        padding = torch.zeros(padded - length, dtype=torch.int64)
-        return {
-            "tokens": torch.cat([text[:-1], padding]),
-            "labels": torch.cat([text[1:], padding]),
-            "loss_mask": ((torch.arange(padded) > length // 2) & (torch.arange(padded) < length)).float(),
-            "position_ids": torch.arange(padded),
-            "original_seq_len": torch.tensor(length),
-            "padded_seq_len": torch.tensor(padded),
-        }
 
 
 def conversations(num_samples, vp_stage=None):
@@ -72,20 +42,13 @@ def conversations(num_samples, vp_stage=None):
     return BlendedMegatronDatasetBuilder(SFTDataset, num_samples, lambda: True, config).build()
 
 
-def samples(num_samples, vp_stage=None):
-    from megatron.training import get_args
-
-    return VaryingSamples(get_args().vocab_size), None, None
-
-
 def forward_step(data_iterator, model):
     """Run a microbatch, in which tokens attend to earlier ones of their own conversation."""
     from megatron_epp.mcore.model.losses import token_loss
 
     batch = next(data_iterator)
     num_tokens = batch["tokens"].shape[1]
-    ends = batch["cu_seqlens"][0] if "cu_seqlens" in batch else batch["padded_seq_len"]
-    conversation = torch.searchsorted(ends.unique(), torch.arange(num_tokens), right=True)
+    conversation = torch.searchsorted(batch["cu_seqlens"][0].unique(), torch.arange(num_tokens), right=True)
     visible = (conversation[:, None] == conversation) & torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
     labels = batch["labels"].clamp(min=0)  # -100 where a label is not trained
     output = model(batch["tokens"], batch["position_ids"], ~visible[None, None], labels=labels)
@@ -97,30 +60,15 @@ def reading_jsonl(kind, data_files, split):
         return [json.loads(line) for line in lines]
 
 
-def with_varying_lengths(train_step):
-    """Let Megatron's own schedule ask for the shape of every message, as its scripts for such data do."""
-
-    def step(forward_step, data_iterator, model, optimizer, scheduler, config, *rest, **named):
-        config.variable_seq_lengths = True
-        return train_step(forward_step, data_iterator, model, optimizer, scheduler, config, *rest, **named)
-
-    return step
-
-
 def main():
     with entry.errors_in_one_line():
         entry.prepare()
-        from megatron.training import training
-
         from megatron_epp.mcore.model import gpt
 
         sys.modules["datasets"] = types.ModuleType("datasets")
         sys.modules["datasets"].load_dataset = reading_jsonl
         gpt.forward_step = forward_step
         gpt.build_datasets = conversations
-        if os.environ["SAMPLES"] == "varying":
-            gpt.build_datasets = samples
-            training.train_step = with_varying_lengths(training.train_step)
         gpt.build_datasets.is_distributed = True
         recorded_training.main()
 
