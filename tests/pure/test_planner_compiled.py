@@ -40,15 +40,14 @@ print(digest(planned(case_of(47))))  # with the vocabulary in shards
 """
 
 
-def plans(compiled: str) -> list[str]:
-    environment = {**os.environ, COMPILED_VARIABLE: compiled, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PLANNING], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = os.environ | {COMPILED_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    return subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
 
 
 @NEEDS_NUMBA
 def test_plans_are_equal_with_and_without_the_compiler():
-    fast, plain = plans("1"), plans("0")
+    fast, plain = (run(PLANNING, **{COMPILED_VARIABLE: value}).stdout.split() for value in ("1", "0"))
     assert (fast[0], plain[0]) == ("True", "False")
     assert fast[1:] == plain[1:]
 
@@ -68,9 +67,7 @@ print(compiled(doubled)(21), compiled(halved)(42))
 
 @NEEDS_NUMBA
 def test_where_no_folder_can_keep_compiled_loops_they_are_compiled_again_and_a_line_says_so():
-    without_cache = {"NUMBA_CACHE_LOCATOR_CLASSES": "IPythonCacheLocator"}  # which keeps only what is written in IPython
-    environment = {**os.environ, **without_cache, COMPILED_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", UNKEPT], env=environment, capture_output=True, text=True, check=True)
+    done = run(UNKEPT, NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator")  # which keeps only what is written in IPython
     assert done.stdout == "42 21\n"
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
@@ -85,11 +82,7 @@ mark_split(np.array([1, 2]), np.array([0]))
 @NEEDS_NUMBA
 def test_loops_are_compiled_once_and_kept_by_the_name_of_all_their_sources(tmp_path: Path):
     """numba looks at a function's own file alone, and a loop that is inlined, or its columns, may be in another one."""
-    own = {COMPILED_VARIABLE: "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = [
-        subprocess.run([sys.executable, "-c", KEEPING], env=os.environ | own, capture_output=True, text=True, check=True).stderr
-        for _ in range(2)
-    ]
+    said = [run(KEEPING, NUMBA_CACHE_DIR=str(tmp_path)).stderr for _ in range(2)]
     assert said == ["megatron-epp compiles the planner's loops, once for this machine: 10 to 25 s of a core\n", ""]
     (kept,) = tmp_path.rglob("*.nbi")
     assert compiled._sources() in kept.name
