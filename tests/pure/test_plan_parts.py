@@ -14,7 +14,7 @@ from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
 from scripts import write_communicators
-from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections
+from scripts.write_communicators import num_connections
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import make_plan, two_by_two, whole, with_rows, with_step
 
@@ -104,16 +104,6 @@ def test_a_rank_of_a_large_job_has_fewer_connections_than_two_full_groups_have()
 def test_the_page_is_written_from_the_formulas():
     current = write_communicators.TARGET.read_text()
     assert current == write_communicators.document(), "run: python -m scripts.write_communicators"
-
-
-@pytest.mark.parametrize("placement", [Placement("looped", 8, 1), Placement("looped", 8, 2), Placement("v", 8, 2)])
-@pytest.mark.parametrize("num_sms", [132, 108, 46])
-def test_links_hold_a_quarter_of_the_sms_and_as_much_memory_as_their_ctas_have_channels(placement, num_sms):
-    use = link_use(placement, num_sms)
-    assert use.num_sms == use.num_links * use.ctas <= num_sms / 4
-    assert use.num_bytes == use.num_sms * CHANNEL_BYTES
-    by_nccl = link_use(placement, num_sms, ctas=16)
-    assert by_nccl.num_bytes / use.num_bytes == 16 / use.ctas
 
 
 # ---- rows as text ----------------------------------------------------------------------------------------------------
