@@ -13,19 +13,13 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
-    LinearTime,
-    ModeCosts,
     ModelShape,
     PipelineCosts,
     Profile,
-    StageCosts,
-    Static,
     analytic_costs,
     analytic_profile,
 )
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, BlockCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.learning import of_whole_microbatches
 from megatron_epp.cost.library import (
     balanced_layers,
@@ -72,36 +66,6 @@ def test_a_file_of_version_1_gives_the_costs_that_one_of_version_2_has():
     assert older == newer
     assert older.vocabulary is not None
     assert [len(stage.inner) for stage in older.stages] == [1, 1]
-
-
-def test_each_field_becomes_one_of_a_block():
-    costs = PipelineCosts.from_json(by_hand())
-    kv = KVBytes(16.0, heads=2)
-    received = BlockCosts(kind=INPUT, bytes_per_token=8.0)
-    layers = BlockCosts(
-        kind=LAYER,
-        count=2,
-        forward=LinearTime(9.0, 1.0),
-        backward=LinearTime(19.0, 2.0),
-        recompute={"mlp": ModeCosts(LinearTime(0.0, 0.5), 70.0)},
-        bytes_per_token=100.0,
-        input_bytes_per_token=8.0,
-        kv=kv,
-    )
-    half = BlockCosts(
-        kind=ATTENTION,
-        forward=LinearTime(5.0),
-        backward=LinearTime(6.0),
-        bytes_per_token=60.0,
-        input_bytes_per_token=8.0,
-        kv=kv,
-    )
-    head = BlockCosts(
-        kind=HEAD, forward=LinearTime(0.0, 3.0), bytes_per_token=3.0, weight_bytes_per_token=4.0, workspace_bytes=77
-    )
-    assert costs.stages == (StageCosts((received, layers, half, head), Static(weights=1000)),)
-    assert '"version": 2' in costs.to_json()
-    assert PipelineCosts.from_json(costs.to_json()) == costs
 
 
 @pytest.mark.parametrize(
