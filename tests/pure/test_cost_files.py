@@ -36,20 +36,11 @@ from megatron_epp.plan import EppError
 GOLDEN = Path(__file__).parent.parent / "golden"
 BY_HAND = {
     "num_layers": 2,
-    "half": {"kind": "attention", "forward": {"fixed_us": 5.0}, "backward": {"fixed_us": 6.0}, "bytes_per_token": 60.0},
     "forward": {"fixed_us": 9.0, "per_token_us": 1.0},
     "backward": {"fixed_us": 19.0, "per_token_us": 2.0},
-    "extra_forward": {"per_token_us": 3.0},
-    "recompute": {"mlp": {"again": {"per_token_us": 0.5}, "bytes_per_token": 70.0}},
     "layer_bytes_per_token": 100.0,
     "recomputed_layer_bytes_per_token": 8.0,
-    "extra_bytes_per_token": 11.0,
-    "head_bytes_per_token": 3.0,
     "kv_bytes_per_token": 16.0,
-    "kv_heads": 2,
-    "extra_weight_bytes_per_token": 4.0,
-    "static": {"weights": 1000},
-    "workspace_bytes": 77,
 }
 
 

@@ -14,7 +14,7 @@ from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
 from scripts import write_communicators
-from scripts.write_communicators import num_connections
+from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import make_plan, two_by_two, whole, with_rows, with_step
 
@@ -48,28 +48,16 @@ def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
 # ---- sizes of buffers: few, none too small, none much too large ------------------------------------------------------
 
 
-COUNTS = st.integers(0, 1 << 30)
-
-
-@given(COUNTS)
-def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more_and_its_size_stays_as_it_is(count):
-    assert count <= size_class(count) <= count * (1 + 1 / SIZES_PER_OCTAVE)
-    assert size_class(size_class(count)) == size_class(count)
-
-
-@given(COUNTS, COUNTS)
-def test_more_tokens_never_get_a_smaller_buffer(one, other):
-    assert size_class(min(one, other)) <= size_class(max(one, other))
+@given(st.lists(st.integers(0, 1 << 30), min_size=1).map(sorted))
+def test_a_buffer_holds_what_it_is_for_and_an_eighth_more_at_most_and_is_never_smaller_for_more(counts):
+    sizes = size_classes(np.array(counts)).tolist()
+    assert sizes == [size_class(count) for count in counts] == list(map(size_class, sizes)) == sorted(sizes)
+    assert all(count <= size <= count * (1 + 1 / SIZES_PER_OCTAVE) for count, size in zip(counts, sizes, strict=True))
 
 
 def test_sizes_are_few():
     counts = np.arange(1024, 1 << 20)
     assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
-
-
-@given(st.lists(COUNTS, min_size=1))
-def test_many_at_a_time_are_as_one_by_one(counts):
-    assert size_classes(np.array(counts)).tolist() == [size_class(count) for count in counts]
 
 
 # ---- trees: groups of ranks whose first ranks are divided again, so that each is connected to few --------------------
@@ -104,6 +92,16 @@ def test_a_rank_of_a_large_job_has_fewer_connections_than_two_full_groups_have()
 def test_the_page_is_written_from_the_formulas():
     current = write_communicators.TARGET.read_text()
     assert current == write_communicators.document(), "run: python -m scripts.write_communicators"
+
+
+@pytest.mark.parametrize("placement", [Placement("looped", 8, 1), Placement("looped", 8, 2), Placement("v", 8, 2)])
+@pytest.mark.parametrize("num_sms", [132, 108, 46])
+def test_links_hold_a_quarter_of_the_sms_and_as_much_memory_as_their_ctas_have_channels(placement, num_sms):
+    use = link_use(placement, num_sms)
+    assert use.num_sms == use.num_links * use.ctas <= num_sms / 4
+    assert use.num_bytes == use.num_sms * CHANNEL_BYTES
+    by_nccl = link_use(placement, num_sms, ctas=16)
+    assert by_nccl.num_bytes / use.num_bytes == 16 / use.ctas
 
 
 # ---- rows as text ----------------------------------------------------------------------------------------------------

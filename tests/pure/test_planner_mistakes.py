@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost import Costs, PipelineCosts
 from megatron_epp.plan import Action, Chunk, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, for_table, plan
@@ -176,20 +176,18 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
 
 
 @pytest.mark.parametrize(
-    ("chunks", "words"),
+    ("chunks", "costs", "words"),
     [
-        ((CHUNKS[1], CHUNKS[0], *CHUNKS[2:]), "chunk 0 goes on with sequence 0 at token 600"),
-        ((CHUNKS[0], CHUNKS[2], CHUNKS[1], CHUNKS[3]), "chunk 2 goes on with sequence 0 at token 600"),
+        ((CHUNKS[1], CHUNKS[0], *CHUNKS[2:]), COSTS, "chunk 0 goes on with sequence 0 at token 600"),
+        ((CHUNKS[0], CHUNKS[2], CHUNKS[1], CHUNKS[3]), COSTS, "chunk 2 goes on with sequence 0 at token 600"),
+        (CHUNKS, pipeline(3), "the placement has 2 stages, but the costs are of"),
     ],
 )
-def test_a_table_that_is_none_is_refused_before_it_is_ordered(chunks: tuple[Chunk, ...], words: str):
+def test_a_table_that_is_none_or_of_another_pipeline_is_refused_before_it_is_ordered(
+    chunks: tuple[Chunk, ...], costs: PipelineCosts, words: str
+):
     with pytest.raises(PlanError, match=words):
-        for_table(chunks, BATCH, COSTS, Options())
-
-
-def test_costs_of_another_pipeline_are_refused_before_a_table_is_ordered():
-    with pytest.raises(PlanError, match="the placement has 2 stages, but the costs are of"):
-        for_table(CHUNKS, BATCH, pipeline(3), Options())
+        for_table(chunks, BATCH, costs, Options())
 
 
 def test_an_order_with_a_recompute_of_its_own_is_refused_wherever_it_is_timed():

@@ -98,11 +98,6 @@ def test_arguments_that_make_no_sense_are_refused(given: Problem, options: Optio
         plan(given, pipeline(2), options)
 
 
-def test_a_token_cap_below_the_padding_is_refused():
-    with pytest.raises(InfeasibleError, match="raise chunk_tokens to 128"):
-        plan(problem((5,), 2, token_multiple=128), pipeline(2), Options(chunk_tokens=100))
-
-
 @pytest.mark.parametrize(
     "options", [Options(), Options(slices=4, chunk_tokens=20_000), Options(offload=True)], ids=["", "cut", "offload"]
 )
