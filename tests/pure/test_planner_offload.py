@@ -38,7 +38,7 @@ from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, pro
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
-ON = Options(offload=True)
+OFFLOAD = Options(offload=True)
 FIXED = Options(slices=24)
 FIXED_ON = replace(FIXED, offload=True)
 
@@ -176,10 +176,10 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
 
 def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     costs = pipeline(2)
-    assert not plan(problem([60_000, 500], 2), costs, ON).kv_offload
+    assert not plan(problem([60_000, 500], 2), costs, OFFLOAD).kv_offload
     cap = 2 * least_cap_bytes(problem([60_000], 2), costs, Options())
     assert not plan(problem([60_000], 2, cap), costs, Options()).kv_offload
-    assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
+    assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), OFFLOAD).kv_offload
 
 
 @pytest.mark.parametrize("slices", [1, 8])
@@ -196,7 +196,6 @@ def test_no_copies_make_more_slices_than_the_user_fixed(slices: int, seed: int):
 
 RANKS = 4
 PLACEMENT = Placement("looped", RANKS, 2)
-OFFLOAD = Options(offload=True)
 
 
 def costs_of() -> PipelineCosts:
