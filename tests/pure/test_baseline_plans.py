@@ -110,21 +110,6 @@ def test_no_chunk_is_longer_than_the_tokens_that_chunks_may_have(name: str, mult
         assert max(chunk.padded_tokens(made.token_multiple) for chunk in made.chunks) <= tokens
 
 
-@pytest.mark.parametrize("name", ["1f1b", "1f1b-packed", "1f1b-padded"])
-def test_those_that_cut_no_sequences_refuse_chunks_that_are_too_short_for_one(name: str):
-    asked = problem((3000, 100), 2, token_multiple=16)
-    words = f"'{name}' does not cut sequences: .* 3008 tokens, above the 3007 .*; raise chunk_tokens to 3008"
-    with pytest.raises(InfeasibleError, match=words):
-        plan(asked, pipeline(2), Options(planner=name, chunk_tokens=3007))
-
-
-def test_rows_padded_to_a_context_longer_than_chunks_may_be_are_refused():
-    with pytest.raises(
-        InfeasibleError, match=r"4096 tokens, above the 4000 .*; raise chunk_tokens to 4096, or set planner to greedy"
-    ):
-        plan(problem((3000, 100), 2), pipeline(2), Options(planner="1f1b-padded", context=4096, chunk_tokens=4000))
-
-
 ROWS = (8000, *web_lengths(40, seed=11, longest=6000))
 
 
@@ -156,12 +141,6 @@ def test_rows_hold_whole_sequences_and_at_most_one_row_is_half_empty():
     sizes = [chunk.num_tokens for chunk in made.chunks]
     assert max(sizes) <= 8000
     assert sum(size <= 4000 for size in sizes) <= 1
-
-
-@pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed"])
-def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers(name: str):
-    with pytest.raises(InfeasibleError, match=r"8000 .* 4096"):
-        made_by(name, context=4096)
 
 
 CUT = (50_000, 9000, *web_lengths(60, seed=2, longest=20_000))
@@ -200,3 +179,26 @@ def test_the_size_is_the_best_of_those_tried():
 def test_fewer_microbatches_than_stages_run_all_forwards_first():
     """`test_schedules.py` has orders of more."""
     assert " ".join(map(str, seq1f1b_order([[0], [1]], 4)[0])) == "0F0 0F1 0B0 0B1"
+
+
+CUTS_NONE = r"'{}' does not cut sequences: .* 3008 tokens, above the 3007 .*; raise chunk_tokens to 3008"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            (Options(planner=name, chunk_tokens=3007), CUTS_NONE.format(name))
+            for name in ("1f1b", "1f1b-packed", "1f1b-padded")
+        ),
+        (
+            Options(planner="1f1b-padded", context=4096, chunk_tokens=4000),
+            r"4096 tokens, above the 4000 .*; raise chunk_tokens to 4096, or set planner to greedy",
+        ),
+        *((Options(planner=name, context=2000), r"3000 .* 2000") for name in ("1f1b-padded", "1f1b-packed")),
+    ],
+    ids=lambda value: value.planner if isinstance(value, Options) else "",
+)
+def test_those_that_cut_no_sequences_refuse_one_that_is_longer_than_chunks_or_the_context(options: Options, words: str):
+    with pytest.raises(InfeasibleError, match=words):
+        plan(problem((3000, 100), 2, token_multiple=16), pipeline(2), options)

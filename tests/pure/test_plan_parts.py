@@ -48,28 +48,16 @@ def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
 # ---- sizes of buffers: few, none too small, none much too large ------------------------------------------------------
 
 
-COUNTS = st.integers(0, 1 << 30)
-
-
-@given(COUNTS)
-def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more_and_its_size_stays_as_it_is(count):
-    assert count <= size_class(count) <= count * (1 + 1 / SIZES_PER_OCTAVE)
-    assert size_class(size_class(count)) == size_class(count)
-
-
-@given(COUNTS, COUNTS)
-def test_more_tokens_never_get_a_smaller_buffer(one, other):
-    assert size_class(min(one, other)) <= size_class(max(one, other))
+@given(st.lists(st.integers(0, 1 << 30), min_size=1).map(sorted))
+def test_a_buffer_holds_what_it_is_for_and_an_eighth_more_at_most_and_is_never_smaller_for_more(counts):
+    sizes = size_classes(np.array(counts)).tolist()
+    assert sizes == [size_class(count) for count in counts] == list(map(size_class, sizes)) == sorted(sizes)
+    assert all(count <= size <= count * (1 + 1 / SIZES_PER_OCTAVE) for count, size in zip(counts, sizes, strict=True))
 
 
 def test_sizes_are_few():
     counts = np.arange(1024, 1 << 20)
     assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
-
-
-@given(st.lists(COUNTS, min_size=1))
-def test_many_at_a_time_are_as_one_by_one(counts):
-    assert size_classes(np.array(counts)).tolist() == [size_class(count) for count in counts]
 
 
 # ---- trees: groups of ranks whose first ranks are divided again, so that each is connected to few --------------------

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Chunker, ListScheduling, Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
+from megatron_epp.planner import Chunker, Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
@@ -234,19 +234,6 @@ def test_copies_are_used_where_they_are_faster_than_recompute():
     assert any(made.copies)
     spans = [build_plan(asked, COSTS, options, one).predicted.makespan_us for one in (alone, made)]
     assert spans[1] < spans[0]
-
-
-def test_several_stages_on_a_rank_and_evaluations_are_fitted_too():
-    costs = pipeline(4, 2)
-    looped = Problem(BATCH_LENGTHS, (0, 1, 0, 1), (UNLIMITED_BYTES,) * 2)
-    order = with_weights(ListScheduling(2).order(CHUNKS, tabulate(CHUNKS, looped, costs), looped), [2])
-    with pytest.raises(InfeasibleError) as refused:
-        fitted(order, CHUNKS, replace(looped, cap_bytes=(1, 1)), costs)
-    looped = replace(looped, cap_bytes=(refused.value.least_cap_bytes + GIB,) * 2)
-    assert check(build_plan(looped, costs, Options(), fitted(order, CHUNKS, looped, costs))) == []
-    asked = replace(BATCH, forward_only=True)
-    made = fitted(elastic_1f1b(CHUNKS, 3, True), CHUNKS, asked, COSTS, Options(offload=True))
-    assert check(build_plan(asked, COSTS, Options(), made)) == []
 
 
 @pytest.mark.parametrize(

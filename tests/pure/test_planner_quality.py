@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -61,26 +60,10 @@ def test_the_plan_is_close_to_a_bound_that_counts_the_recompute_the_cap_forces(n
     assert raw_bound_us(made, given, 8, Options()) <= made.predicted.makespan_us * (1 + 1e-9)
 
 
-CHOICES = (
-    {"web": WEB, "whale": WHALE},
-    {"straight": (0, 1, 2, 3), "looped": LOOPED, "v": V},
-    {"joint": Options(), "split": SPLIT},
-)
-PAIRWISE = [
-    "web-straight-joint",
-    "whale-straight-split",
-    "web-looped-split",
-    "whale-looped-joint",
-    "web-v-split",
-    "whale-v-joint",
-]
-"""In which every two choices meet."""
-OTHERS = [name for names in product(*CHOICES) if (name := "-".join(names)) not in PAIRWISE]
-
-
-@some_by_default("name", [*PAIRWISE, *OTHERS], len(PAIRWISE))
-def test_any_placement_is_planned_under_any_cap_that_holds_it(name: str):
-    lengths, placement, options = (of_name[part] for of_name, part in zip(CHOICES, name.split("-"), strict=True))
+@spread_by_default(2, lengths=(WEB, WHALE), placement=((0, 1, 2, 3), LOOPED, V), options=(Options(), SPLIT))
+def test_any_placement_is_planned_under_any_cap_that_holds_it(
+    lengths: tuple[int, ...], placement: tuple[int, ...], options: Options
+):
     recompute_steps = 16 // len(placement)
     costs = pipeline(len(placement), recompute_steps)
     for cap in (40, 80):

@@ -24,22 +24,15 @@ from megatron_epp.planner.planners import PLANNERS as CORE
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.campaign_cases import spans_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 SPANNED = (20000, 9000, 6000, 3000, 1500, 700, 700, 300)
 
 
-def with_spans(lengths=SPANNED, seed=3, work=1.0, most=900):
-    """Return spans that leave little between them."""
-    random_ = random.Random(seed)
-    every = []
-    for length in lengths:
-        spans, at = [], random_.randrange(40)
-        while (end := at + random_.randrange(1, most)) < length:
-            spans.append(TokenSpan(at, end, work * (end - at), 0.5 * work * (end - at)))
-            at = end + random_.choice((0, 1, 5, 200))
-        every.append(tuple(spans))
-    return tuple(every)
+def with_spans(lengths=SPANNED, seed=3, work=1.0, most_tokens=900):
+    draw = random.Random(seed)
+    return tuple(spans_of(draw, length, work, most_tokens) for length in lengths)
 
 
 def test_without_spans_the_same_batch_is_cut_inside_of_them():
@@ -52,7 +45,7 @@ def test_without_spans_the_same_batch_is_cut_inside_of_them():
 def test_every_grain_covers_every_token_outside_of_spans(seed, slices, multiple):
     random_ = random.Random(seed)
     lengths = tuple(random_.randrange(1, 400) for _ in range(random_.randrange(1, 6)))
-    spans = with_spans(lengths, seed, work=random_.choice((0.0, 0.1, 30.0)), most=60)
+    spans = with_spans(lengths, seed, work=random_.choice((0.0, 0.1, 30.0)), most_tokens=60)
     cut = Chunker.of(replace(problem(lengths, 2, token_multiple=multiple), spans=spans), pipeline(2), None)
     for table in (cut.table(cut.grain(slices=slices)), cut.table(cut.grain(chunks=float(slices)))):
         assert parted(table, lengths, spans) == ""

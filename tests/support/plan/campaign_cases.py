@@ -95,7 +95,7 @@ def demanding_case_of(seed: int) -> Case:
             asked,
             lengths=lengths,
             loss_groups=_groups_of(draw, len(lengths)) if in_groups else (),
-            spans=tuple(_spans_of(draw, length) for length in lengths) if has_spans else (),
+            spans=tuple(spans_of(draw, length) for length in lengths) if has_spans else (),
         )
         for lengths in batches
     )
@@ -118,11 +118,11 @@ def _groups_of(draw: random.Random, sequences: int) -> tuple[int, ...]:
     return tuple(groups)
 
 
-def _spans_of(draw: random.Random, length: int) -> Spans:
-    """Spans that leave little between them."""
+def spans_of(draw: random.Random, length: int, work: float = 1.0, most_tokens: int = 900) -> Spans:
+    """Spans that leave little between them, with the work of so many tokens for each of theirs."""
     spans, at = [], draw.randrange(40)
-    while (end := at + draw.randrange(1, 900)) < length:
-        spans.append(TokenSpan(at, end, float(end - at), 0.5 * (end - at)))
+    while (end := at + draw.randrange(1, most_tokens)) < length:
+        spans.append(TokenSpan(at, end, work * (end - at), 0.5 * work * (end - at)))
         at = end + draw.choice((0, 1, 5, 200))
     return tuple(spans)
 
