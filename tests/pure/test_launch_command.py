@@ -58,7 +58,6 @@ def test_every_node_has_a_log_of_its_own_unless_all_is_printed(tmp_path):
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"node": 2}, "launch.node is unknown; did you mean 'nodes'?"),
         ({"nodes": "two"}, "launch.nodes is 'two'; it must be of type int"),
         ({"nodes": 2, "node_rank": 2}, "node_rank is 2; it must be from 0 to 1 for launch.nodes 2"),
         ({"nodes": 0}, "launch.nodes is 0; it must be 1 or more"),
