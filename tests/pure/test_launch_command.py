@@ -163,7 +163,8 @@ REFERENCES = ["${EPP_TEST_SOURCE}", "${EPP_TEST_SOURCE:other}", "${oc.env:EPP_TE
 @pytest.fixture(autouse=True)
 def _source(monkeypatch):
     monkeypatch.setenv("EPP_TEST_SOURCE", SECRET)
-    for name in ("EPP_TEST_UNSET", "EPP_TEST_API_KEY"):
+    monkeypatch.setenv("EPP_TEST_DIGITS", "0123_4")
+    for name in ("EPP_TEST_UNSET", "EPP_TEST_API_KEY", "EPP_TEST_A"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -221,29 +222,21 @@ def test_what_the_environment_has_wins():
     assert exports(values) == ["export EPP_TEST_OTHER=1"]
 
 
-@pytest.mark.parametrize("value", [None, "${EPP_TEST_UNSET:null}", "${oc.env:EPP_TEST_UNSET,null}"])
-def test_null_leaves_a_variable_out(value, tmp_path):
-    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": value})
-    assert environment_to_set(values) == {"EPP_TEST_PLAIN": "1"}
-    assert exports(values) == ["export EPP_TEST_PLAIN=1"]
-
-
-def test_text_is_taken_as_it_is_and_not_as_a_number(tmp_path, monkeypatch):
-    monkeypatch.setenv("EPP_TEST_SOURCE", "0123_4")
-    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": "${EPP_TEST_SOURCE}", "EPP_TEST_B": "${EPP_TEST_UNSET:1e3}"})
-    assert environment_to_set(values) == {"EPP_TEST_API_KEY": "0123_4", "EPP_TEST_B": "1e3", "EPP_TEST_PLAIN": "1"}
-
-
-def test_other_settings_can_be_part_of_a_value_beside_a_reference(tmp_path):
-    settings, values = loaded(tmp_path, {"EPP_TEST_DIR": "${megatron.save}/${EPP_TEST_SOURCE}"})
-    assert settings["launch"]["environment"]["EPP_TEST_DIR"] == "runs/a/${EPP_TEST_SOURCE}"
-    assert environment_to_set(values)["EPP_TEST_DIR"] == f"runs/a/{SECRET}"
-
-
-def test_an_override_keeps_references_too(tmp_path):
-    settings, values = loaded(tmp_path, {}, "launch.environment={EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}'}")
-    assert settings["launch"]["environment"]["EPP_TEST_API_KEY"] == "${EPP_TEST_SOURCE}"
-    assert environment_to_set(values)["EPP_TEST_API_KEY"] == SECRET
+@pytest.mark.parametrize(
+    ("values", "overrides", "wanted"),
+    [
+        *(({"EPP_TEST_A": null}, [], {}) for null in (None, "${EPP_TEST_UNSET:null}", "${oc.env:EPP_TEST_UNSET,null}")),
+        ({"EPP_TEST_A": "${EPP_TEST_DIGITS}"}, [], {"EPP_TEST_A": "0123_4"}),  # text as it is, and no number
+        ({"EPP_TEST_A": "${EPP_TEST_UNSET:1e3}"}, [], {"EPP_TEST_A": "1e3"}),
+        ({"EPP_TEST_A": "${megatron.save}/${EPP_TEST_SOURCE}"}, [], {"EPP_TEST_A": f"runs/a/{SECRET}"}),
+        ({}, ["launch.environment={EPP_TEST_A: '${EPP_TEST_SOURCE}'}"], {"EPP_TEST_A": SECRET}),
+    ],
+)
+def test_values_are_texts_of_the_environment_and_other_settings_and_null_leaves_one_out(values, overrides, wanted, tmp_path):
+    settings, variables = loaded(tmp_path, values, *overrides)
+    assert environment_to_set(variables) == wanted | {"EPP_TEST_PLAIN": "1"}
+    assert len(exports(variables)) == len(wanted) + 1
+    assert "hunter2" not in str(settings), "references are kept"
 
 
 @pytest.mark.parametrize("reference", ["${EPP_TEST_UNSET}", "${oc.env:EPP_TEST_UNSET}"])

@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -63,32 +62,21 @@ class Fork:
         self.closed = True
 
 
-@pytest.fixture
-def forking(monkeypatch):
-    """Makes trainings fork ranks: what forks the first fails as told, and what comes after it runs them, to exit code 3."""
-
-    def play(error: BaseException) -> list[Fork]:
-        made, errors = [], iter([error])
-
-        def make(environment):
-            made.append(Fork(next(errors, None)))
-            return made[-1]
-
-        monkeypatch.setattr(runs, "Forks", make)
-        return made
-
-    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
-    runs._forks.cache_clear()
-    yield play
-    runs._forks.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(EppError("what forks has ended"), runs.TrainingError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)],
 )
-def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, forking, error, raised):
-    made = forking(error)
+def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, monkeypatch, request, error, raised):
+    made, errors = [], iter([error])
+
+    def make(environment):
+        made.append(Fork(next(errors, None)))
+        return made[-1]
+
+    monkeypatch.setattr(runs, "Forks", make)
+    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
+    request.addfinalizer(runs._forks.cache_clear)
+    runs._forks.cache_clear()
     with pytest.raises(raised, match=str(error)):
         runs.train(tmp_path, 2, {"num_layers": 4})
     assert [fork.closed for fork in made] == [True]
@@ -140,16 +128,6 @@ def test_a_second_run_is_told_of_the_first_until_that_is_killed(tmp_path: Path):
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.stdout.close()
-
-
-@pytest.mark.parametrize("content", ["[" * 4000, '{"run": "\\u001b[2J"}', "\0"])
-def test_a_damaged_lock_holds_all_the_same(tmp_path: Path, content: str):
-    (tmp_path / LOCK).write_text(content)
-    with (tmp_path / LOCK).open("r+b") as file:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, 0, 0, 0))
-        with pytest.raises(EppError, match="another run writes into") as refused:
-            hold(tmp_path, "second")
-    assert str(refused.value).isprintable()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
