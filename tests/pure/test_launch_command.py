@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,28 +78,21 @@ def test_mistakes_are_named_in_one_line(launch, words):
     assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
-def test_the_saved_command_runs_again_as_it_is(tmp_path):
-    settings = {"megatron": {"lr": 1.0}, "launch": {"name": "a"}}
-    save_run(tmp_path / "run", settings, ["echo", "two words", "$EPP_TEST_VALUE"], {"EPP_TEST_VALUE": "x y"})
-    done = subprocess.run(["bash", tmp_path / "run" / "command.sh"], capture_output=True, text=True, check=True)
-    assert done.stdout == "two words $EPP_TEST_VALUE\n"
-    assert f"export EPP_TEST_VALUE={shlex.quote('x y')}" in (tmp_path / "run" / "command.sh").read_text()
-    assert yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text()) == settings
-    assert json.loads((tmp_path / "run" / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
-
-
 HOSTILE = "'; touch PWNED; '$(touch PWNED)`touch PWNED`\n touch PWNED\n\"\\"
 
 
-def test_no_value_is_code_in_the_saved_command(tmp_path, monkeypatch):
+def test_the_saved_command_runs_again_as_it_is_and_no_value_is_code(tmp_path, monkeypatch):
     monkeypatch.setenv("EPP_TEST_HOSTILE", HOSTILE)
     monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
     values = {"EPP_TEST_A": HOSTILE, "EPP_TEST_B": "<${EPP_TEST_HOSTILE}>", "EPP_TEST_C": "${EPP_TEST_UNSET:$(touch PWNED)}"}
-    show = "import os; print([os.environ[name] for name in ('EPP_TEST_A', 'EPP_TEST_B', 'EPP_TEST_C')])"
-    save_run(tmp_path, {}, [sys.executable, "-c", show, HOSTILE], values)
+    show = "import os, sys; print([os.environ[f'EPP_TEST_{name}'] for name in 'ABC'] + sys.argv[1:])"
+    settings = {"megatron": {"lr": 1.0}, "launch": {"name": "a"}}
+    save_run(tmp_path, settings, [sys.executable, "-c", show, HOSTILE], values)
     done = subprocess.run(["bash", "command.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{[HOSTILE, f'<{HOSTILE}>', '$(touch PWNED)']}\n"
+    assert done.stdout == f"{[HOSTILE, f'<{HOSTILE}>', '$(touch PWNED)', HOSTILE]}\n"
     assert not (tmp_path / "PWNED").exists()
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text()) == settings
+    assert json.loads((tmp_path / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
 
 
 def modes(folder: Path) -> set[int]:
