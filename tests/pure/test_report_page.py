@@ -16,7 +16,7 @@ from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import plan as plan_batch
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.report.gantt import memory_picture
+from megatron_epp.report.gantt import memory_picture, side_by_side
 from megatron_epp.report.page.data import Shown, item_columns, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
 from megatron_epp.report.text import recompute_in_backward
@@ -118,8 +118,9 @@ def test_the_page_names_no_other_file_and_forbids_requests():
 
 
 def test_nothing_to_show_is_told(tmp_path):
-    with pytest.raises(PlanError, match="no planner found one"):
-        save_page([], tmp_path / "page.html")
+    for show in (side_by_side, lambda plans: save_page(plans, tmp_path / "page.html")):
+        with pytest.raises(PlanError, match="no planner found one"):
+            show([])
 
 
 def test_show_writes_a_plan_a_run_and_a_folder_of_runs(tmp_path, capsys):
@@ -140,10 +141,12 @@ def test_show_writes_a_plan_a_run_and_a_folder_of_runs(tmp_path, capsys):
     assert "several plans (plan, plan-7)" in capsys.readouterr().err
 
 
-def test_compare_and_memory_write_pages(tmp_path):
+def test_compare_and_memory_write_pages_and_pictures(tmp_path):
     out = tmp_path / "page.html"
     planners = ["--planner", "greedy", "--planner", "1f1b"]
-    assert main(["compare", "--lengths", "900,50", *planners, *SMALL, "-o", str(out)]) == 0
+    for path in (out, tmp_path / "picture.png"):
+        assert main(["compare", "--lengths", "900,50", *planners, *SMALL, "-o", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
     assert [one["name"] for one in data_of(out.read_text())["plans"]] == ["greedy", "1f1b"]
     assert main(["memory", "--lengths", "900,50", *SMALL, "--memory-out", str(out)]) == 0
     (shown,) = data_of(out.read_text())["plans"]
