@@ -150,11 +150,7 @@ def test_the_simplest_of_close_ones_leads_and_how_close_the_others_are_is_told()
     text = words(as_text(advice([simple, several, far]), 3, everything=False))
     assert "2 others are as good within 2%. The first has the fewest kinds of parallelism." in text
     assert "Their steps, relative to the first's: TP 1 CP 2 PP 2 DP 1 VPP 2 looped -1.5%, TP 1 CP 1 PP 1 DP 4 +1.5%." in text
-
-
-def test_of_equally_simple_ones_the_fastest_leads():
     fast, slow = entry(Configuration(2, 1, 1, 2, layers=(8,))), entry(Configuration(1, 2, 1, 2, layers=(8,)), bubble_us=5.0)
-    assert _simplest_first([slow, fast]) == [fast, slow]
-    uneven = entry(Configuration(1, 1, 2, 2, layers=(5, 3)))
-    even = entry(CONFIG, bubble_us=19.0)
+    assert _simplest_first([slow, fast]) == [fast, slow], "of equally simple ones the fastest"
+    uneven, even = entry(Configuration(1, 1, 2, 2, layers=(5, 3))), entry(CONFIG, bubble_us=19.0)
     assert _simplest_first([uneven, even])[0] is even

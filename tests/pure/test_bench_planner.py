@@ -130,11 +130,8 @@ def test_a_longer_worst_batch_costs_every_batch_time(name: str):
     assert totals[0] < totals[-1]
 
 
-def test_what_fits_no_batch_is_refused_with_the_cap():
+def test_what_fits_no_batch_and_a_planner_that_plans_every_batch_are_refused():
     with pytest.raises(InfeasibleError, match=f"memory cap of {STATIC + 1} bytes"):
         fixed_run(batches(STATIC + 1), [], COSTS, Options(planner="seq1f1b"))
-
-
-def test_a_planner_that_plans_every_batch_has_no_setting():
     with pytest.raises(PlanError, match="infinipipe"):
         fixed_run(batches(LOOSE), [], COSTS, Options(planner="infinipipe"))

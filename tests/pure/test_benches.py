@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
 from scripts.bench.memory import BASE
 from scripts.bench.memory import VARIANTS as FEATURES
-from scripts.bench.orders.orders import TIE
+from scripts.bench.orders import random_batches
+from scripts.bench.orders.orders import CASES, ORDERS, TIE
+from scripts.bench.orders.page import CLAIMS, claims
 from scripts.bench.planner.fixed import FIXED
 from scripts.bench.planner.report import RUNS, SPEED, TUNED, against
 from scripts.bench.small_cases import BENCH as SMALL_CASES
 from scripts.bench.small_cases import MOST_ACTIONS
 from scripts.figures import Row, compared
+from scripts.tables import table, with_tables
+from tests.support import ROOT
 from tests.support.seeds import some_by_default
 
 Rows = list[dict[str, Any]]
+PAGE = ROOT / "docs" / "schedules.md"
 
 
 def check_exact(rows: Rows) -> None:
@@ -184,3 +192,58 @@ def test_only_gaps_to_proven_optima_count():
     said = SMALL_CASES.text(None, [proven, open_case])
     assert said == "2 cases, 1 proven; greedy above the optimum: mean 3.00%, worst 3.00% (seed 1)"
     assert SMALL_CASES.text(None, [open_case]) == "1 cases, 0 proven"
+
+
+# ---- the page of schedules, and what greedy has learnt from orders ---------------------------------------------------
+
+
+def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
+    orders = {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
+    assert set(CLAIMS) == orders, "`CLAIMS` of scripts/bench/orders/page.py has a row for every order"
+    assert claims() in PAGE.read_text()
+
+
+def test_the_table_of_plans_has_every_case_and_order():
+    """Their figures take long, so only names are looked at."""
+    page = PAGE.read_text()
+    planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
+    (makespans,) = re.findall(r"(?m)(?:^\|.*\n)+", planned)
+    cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
+    assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
+    assert sorted(re.findall(r"(?m)^\| `(.+?)` \|", makespans)) == sorted(ORDERS)
+
+
+def test_a_page_has_new_tables_in_place_of_those_with_their_titles():
+    old, new = table(["a", "b"], [[1, 2]]), table(["a", "b"], [[1234, "x"]])
+    assert with_tables(f"words\n\n{old}\n\nmore\n", [new]) == "words\n\n| a | b |\n| --- | --- |\n| 1,234 | x |\n\nmore\n"
+    with pytest.raises(ValueError, match="titles"):
+        with_tables(f"{old}\n\n{old}\n", [new])
+
+
+def test_wins_and_losses_on_random_batches_are_counted():
+    slower, faster = ({"makespan_us": makespan_us, "greedy_us": 10.0} for makespan_us in (11.0, 9.0))
+    rows = [
+        {"seed": 2, "batch": "a batch", "orders": {"interleaved": slower, "gpipe": slower}},
+        {"seed": 3, "batch": "another", "orders": {"gpipe": faster}},
+    ]
+    *_, interleaved, gpipe, win = random_batches.text(Namespace(), rows).splitlines()
+    assert [line.split(" | ")[:4] for line in (interleaved, gpipe)] == [
+        ["| interleaved", "1", "0", "0"],
+        ["| gpipe", "1", "0", "1"],
+    ]
+    assert win == "seed 3, another: gpipe 0.900"
+
+
+ONCE_FASTER = [
+    *((0, "interleaved, 4"), (91, "hanayo"), (48, "interleaved, 4")),
+    *((97, "slimpipe"), (29, "slimpipe"), (71, "hanayo")),
+]
+
+
+@some_by_default(("seed", "order"), ONCE_FASTER, 2)
+def test_greedy_has_learnt_from_orders_that_were_faster(seed: int, order: str):
+    """Any number of coarse chunks, one warm-up for all ranks, narrow windows for grains that are nearly the best, and slices of
+    equal length.
+    """
+    row = random_batches.ratios(seed, [order])["orders"][order]
+    assert row["makespan_us"] >= (1 - TIE) * row["greedy_us"] > 0

@@ -33,14 +33,8 @@ OF_CHUNKS_AND_ROOM = [1383, 2729, 3111, 3838, 521]
 
 @some_by_default("seed", [*OF_SEARCH, *OF_CHUNKS_AND_ROOM], 6)
 def test_problems_that_once_had_a_fault_have_none(seed: int):
-    """Caps that were too low once named for messages, or equal to those given; weight gradients of stages without layers;
-    many grains with one table, at which the search stopped, so that more memory made the plan slower; copies chosen before
-    the vocabulary's shards were inserted; weight gradients that waited for longer where there was more memory; slices that
-    the user fixed, with an order that keeps least tried only where no other fitted; coarse grains that were tried in such an
-    order only where no finer one fitted; blocks of a V that coarse grains were tried in with copies alone; KV offload in
-    such an order only where nothing else fitted; local search that did not know the vocabulary's shards; coarse grains with a
-    fixed recompute, tried in narrow windows only where no finer one fitted; named caps that were short by ever less; chunks cut
-    for KV offload that fit without any; and overlapped exchanges chosen without the room that messages had turned out to need.
+    """Plans that more memory made slower, orders and copies that were tried only where no other fitted, and named caps that
+    were too low: for messages, or for what local search, shards of the vocabulary and overlapped exchanges need.
     """
     assert campaign.judged(case_of(seed), seed)[2] == []
 

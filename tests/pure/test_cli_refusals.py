@@ -130,18 +130,19 @@ REFUSED = [
     ("plan --lengths 5 --costs a-folder", "a-folder is a folder, not a file"),
     ("train -c a-folder", "a-folder is a folder, not a file"),
     ("check empty.json", "empty.json", "is empty"),
-    ("simulate list.json", "list.json"),
-    ("show latin.json", "latin.json"),
     ("show later.json", "later.json", "9"),
     ("show absent.json", "absent.json"),
-    ("show peaks.json", "predicted.peak_bytes has 1 entries for 2 ranks"),
     ("show plan.json --measured absent.json", "absent.json"),
-    ("show plan.json --measured run.json", SOUND["measured"]["plan_digest"][:12]),
+    ("show plan.json plan.json --measured run.json", "run of one plan"),
+    ("show a-folder", "--epp-trace"),
     ("show plan.json -o nodir/plan.png", "nodir"),
     ("show plan.json -o plan.gif", "'.gif'"),
     ("show plan.json --proof -o plan.png", "--proof"),
     ("show plan.json --proof --times", "--proof", "--times"),
     ("simulate plan.json plan.json", "several plans"),
+    ("compare --lengths 900 --lengths 70 --planner greedy -o compared.png", "give --lengths once"),
+    ("memory --lengths 900 --stages 2 --memory-out page.gif", ".html"),
+    ("memory --lengths 900 --stages 2 -o memory.png", "--memory-out draws its memory"),
     ("emulate plan.json --time-scale 0", "--time-scale: '0' is not a positive number"),
     ("profile --model tiny-gpt", "-o/--output"),
     ("doctor -o profile.json", "add --profile"),
@@ -193,7 +194,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = json.loads(Layout.of_layers((7, 8, 9, 8), Placement("v", 2, 2)).to_json())
     profile = json.loads(load_costs("llama3-8b-h100").to_json())
     profile["mesage_latency_us"] = profile.pop("message_latency_us")
-    plan, predicted = SOUND["plan"], SOUND["plan"]["predicted"]
     files: dict[str, str | bytes] = {
         "corpus.bin": b"\xff\xfe" * 50, "tokens.bin": b"\xff\xfe" * 50, "tokens.idx": "",
         "short.idx": INDEX[:-9], "other.idx": "something else", "future.idx": INDEX[:9] + struct.pack("<Q", 2) + INDEX[17:],
@@ -202,9 +202,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "misspelt.json": json.dumps(profile), "v.json": json.dumps(layout), "brace.json": "{", "empty.json": "",
         "extra.json": json.dumps(layout | {"rank_of": [0, 1, 1, 5]}), "vocabluary.json": json.dumps(layout | {"vocabluary": 1}),
         "cluster.yaml": "linear_flop: 1e15\ndevice_memory_gb: 80\n", "model.yaml": "megatron: {hidden_sise: 64}\n",
-        "list.json": "[]", "latin.json": b"\xff", "later.json": '{"schema": "megatron-epp/plan", "version": 9}',
-        "plan.json": signed(plan | {"notes": ["another"]}), "run.json": json.dumps(SOUND["measured"]), "a-file": "",
-        "peaks.json": signed(plan | {"predicted": predicted | {"peak_bytes": predicted["peak_bytes"][1:]}}),
+        "later.json": '{"schema": "megatron-epp/plan", "version": 9}',
+        "plan.json": signed(SOUND["plan"] | {"notes": ["another"]}), "run.json": json.dumps(SOUND["measured"]), "a-file": "",
         "given_planners.py": PLANNERS, "unreadable_planners.py": "def (", "failing_planners.py": "1 / 0",
     }  # fmt: skip
     for name, content in files.items():

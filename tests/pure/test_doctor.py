@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,23 +11,20 @@ from megatron_epp.cli import doctor as cli_doctor
 from megatron_epp.cli.doctor import OK, PROBLEM, WARNING, Finding
 
 
-class FakeCuda:
-    """An H100 as `torch.cuda` shows it, or none."""
-
-    def __init__(self, is_there):
-        self.is_available = lambda: is_there
-        self.device_count = lambda: int(is_there)
-        self.nccl = types.SimpleNamespace(version=lambda: (2, 29, 7))
-        self.get_device_name = lambda index: "NVIDIA H100"
-        self.get_device_properties = lambda index: types.SimpleNamespace(
-            name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0
-        )
-
-
 def fake_torch(has_gpu):
-    distributed = types.SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
-    version = types.SimpleNamespace(cuda="13.0")
-    return types.SimpleNamespace(cuda=FakeCuda(has_gpu), version=version, distributed=distributed)
+    """`torch` with an H100, or without a GPU."""
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: has_gpu,
+            device_count=lambda: int(has_gpu),
+            nccl=SimpleNamespace(version=lambda: (2, 29, 7)),
+            get_device_name=lambda index: gpu.name,
+            get_device_properties=lambda index: gpu,
+        ),
+        version=SimpleNamespace(cuda="13.0"),
+        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
+    )
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +57,6 @@ def test_every_node_has_a_log_of_its_own_unless_all_is_printed(tmp_path):
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"node": 2}, "launch.node is unknown; did you mean 'nodes'?"),
         ({"nodes": "two"}, "launch.nodes is 'two'; it must be of type int"),
         ({"nodes": 2, "node_rank": 2}, "node_rank is 2; it must be from 0 to 1 for launch.nodes 2"),
         ({"nodes": 0}, "launch.nodes is 0; it must be 1 or more"),
@@ -80,28 +78,21 @@ def test_mistakes_are_named_in_one_line(launch, words):
     assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
-def test_the_saved_command_runs_again_as_it_is(tmp_path):
-    settings = {"megatron": {"lr": 1.0}, "launch": {"name": "a"}}
-    save_run(tmp_path / "run", settings, ["echo", "two words", "$EPP_TEST_VALUE"], {"EPP_TEST_VALUE": "x y"})
-    done = subprocess.run(["bash", tmp_path / "run" / "command.sh"], capture_output=True, text=True, check=True)
-    assert done.stdout == "two words $EPP_TEST_VALUE\n"
-    assert f"export EPP_TEST_VALUE={shlex.quote('x y')}" in (tmp_path / "run" / "command.sh").read_text()
-    assert yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text()) == settings
-    assert json.loads((tmp_path / "run" / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
-
-
 HOSTILE = "'; touch PWNED; '$(touch PWNED)`touch PWNED`\n touch PWNED\n\"\\"
 
 
-def test_no_value_is_code_in_the_saved_command(tmp_path, monkeypatch):
+def test_the_saved_command_runs_again_as_it_is_and_no_value_is_code(tmp_path, monkeypatch):
     monkeypatch.setenv("EPP_TEST_HOSTILE", HOSTILE)
     monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
     values = {"EPP_TEST_A": HOSTILE, "EPP_TEST_B": "<${EPP_TEST_HOSTILE}>", "EPP_TEST_C": "${EPP_TEST_UNSET:$(touch PWNED)}"}
-    show = "import os; print([os.environ[name] for name in ('EPP_TEST_A', 'EPP_TEST_B', 'EPP_TEST_C')])"
-    save_run(tmp_path, {}, [sys.executable, "-c", show, HOSTILE], values)
+    show = "import os, sys; print([os.environ[f'EPP_TEST_{name}'] for name in 'ABC'] + sys.argv[1:])"
+    settings = {"megatron": {"lr": 1.0}, "launch": {"name": "a"}}
+    save_run(tmp_path, settings, [sys.executable, "-c", show, HOSTILE], values)
     done = subprocess.run(["bash", "command.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{[HOSTILE, f'<{HOSTILE}>', '$(touch PWNED)']}\n"
+    assert done.stdout == f"{[HOSTILE, f'<{HOSTILE}>', '$(touch PWNED)', HOSTILE]}\n"
     assert not (tmp_path / "PWNED").exists()
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text()) == settings
+    assert json.loads((tmp_path / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
 
 
 def modes(folder: Path) -> set[int]:
@@ -164,7 +155,8 @@ REFERENCES = ["${EPP_TEST_SOURCE}", "${EPP_TEST_SOURCE:other}", "${oc.env:EPP_TE
 @pytest.fixture(autouse=True)
 def _source(monkeypatch):
     monkeypatch.setenv("EPP_TEST_SOURCE", SECRET)
-    for name in ("EPP_TEST_UNSET", "EPP_TEST_API_KEY"):
+    monkeypatch.setenv("EPP_TEST_DIGITS", "0123_4")
+    for name in ("EPP_TEST_UNSET", "EPP_TEST_API_KEY", "EPP_TEST_A"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -222,29 +214,21 @@ def test_what_the_environment_has_wins():
     assert exports(values) == ["export EPP_TEST_OTHER=1"]
 
 
-@pytest.mark.parametrize("value", [None, "${EPP_TEST_UNSET:null}", "${oc.env:EPP_TEST_UNSET,null}"])
-def test_null_leaves_a_variable_out(value, tmp_path):
-    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": value})
-    assert environment_to_set(values) == {"EPP_TEST_PLAIN": "1"}
-    assert exports(values) == ["export EPP_TEST_PLAIN=1"]
-
-
-def test_text_is_taken_as_it_is_and_not_as_a_number(tmp_path, monkeypatch):
-    monkeypatch.setenv("EPP_TEST_SOURCE", "0123_4")
-    _, values = loaded(tmp_path, {"EPP_TEST_API_KEY": "${EPP_TEST_SOURCE}", "EPP_TEST_B": "${EPP_TEST_UNSET:1e3}"})
-    assert environment_to_set(values) == {"EPP_TEST_API_KEY": "0123_4", "EPP_TEST_B": "1e3", "EPP_TEST_PLAIN": "1"}
-
-
-def test_other_settings_can_be_part_of_a_value_beside_a_reference(tmp_path):
-    settings, values = loaded(tmp_path, {"EPP_TEST_DIR": "${megatron.save}/${EPP_TEST_SOURCE}"})
-    assert settings["launch"]["environment"]["EPP_TEST_DIR"] == "runs/a/${EPP_TEST_SOURCE}"
-    assert environment_to_set(values)["EPP_TEST_DIR"] == f"runs/a/{SECRET}"
-
-
-def test_an_override_keeps_references_too(tmp_path):
-    settings, values = loaded(tmp_path, {}, "launch.environment={EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}'}")
-    assert settings["launch"]["environment"]["EPP_TEST_API_KEY"] == "${EPP_TEST_SOURCE}"
-    assert environment_to_set(values)["EPP_TEST_API_KEY"] == SECRET
+@pytest.mark.parametrize(
+    ("values", "overrides", "wanted"),
+    [
+        *(({"EPP_TEST_A": null}, [], {}) for null in (None, "${EPP_TEST_UNSET:null}", "${oc.env:EPP_TEST_UNSET,null}")),
+        ({"EPP_TEST_A": "${EPP_TEST_DIGITS}"}, [], {"EPP_TEST_A": "0123_4"}),  # text as it is, and no number
+        ({"EPP_TEST_A": "${EPP_TEST_UNSET:1e3}"}, [], {"EPP_TEST_A": "1e3"}),
+        ({"EPP_TEST_A": "${megatron.save}/${EPP_TEST_SOURCE}"}, [], {"EPP_TEST_A": f"runs/a/{SECRET}"}),
+        ({}, ["launch.environment={EPP_TEST_A: '${EPP_TEST_SOURCE}'}"], {"EPP_TEST_A": SECRET}),
+    ],
+)
+def test_values_are_texts_of_the_environment_and_other_settings_and_null_leaves_one_out(values, overrides, wanted, tmp_path):
+    settings, variables = loaded(tmp_path, values, *overrides)
+    assert environment_to_set(variables) == wanted | {"EPP_TEST_PLAIN": "1"}
+    assert len(exports(variables)) == len(wanted) + 1
+    assert "hunter2" not in str(settings), "references are kept"
 
 
 @pytest.mark.parametrize("reference", ["${EPP_TEST_UNSET}", "${oc.env:EPP_TEST_UNSET}"])

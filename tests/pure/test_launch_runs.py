@@ -63,32 +63,21 @@ class Fork:
         self.closed = True
 
 
-@pytest.fixture
-def forking(monkeypatch):
-    """Makes trainings fork ranks: what forks the first fails as told, and what comes after it runs them, to exit code 3."""
-
-    def play(error: BaseException) -> list[Fork]:
-        made, errors = [], iter([error])
-
-        def make(environment):
-            made.append(Fork(next(errors, None)))
-            return made[-1]
-
-        monkeypatch.setattr(runs, "Forks", make)
-        return made
-
-    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
-    runs._forks.cache_clear()
-    yield play
-    runs._forks.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(EppError("what forks has ended"), runs.TrainingError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)],
 )
-def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, forking, error, raised):
-    made = forking(error)
+def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, monkeypatch, request, error, raised):
+    made, errors = [], iter([error])
+
+    def make(environment):
+        made.append(Fork(next(errors, None)))
+        return made[-1]
+
+    monkeypatch.setattr(runs, "Forks", make)
+    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
+    request.addfinalizer(runs._forks.cache_clear)
+    runs._forks.cache_clear()
     with pytest.raises(raised, match=str(error)):
         runs.train(tmp_path, 2, {"num_layers": 4})
     assert [fork.closed for fork in made] == [True]

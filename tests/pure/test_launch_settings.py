@@ -62,7 +62,6 @@ def test_variables_come_from_the_environment_with_the_type_they_read_as(write, m
         ("just text", [], ["holds no `name: value` pairs"]),
         ("megatron: 3", [], ["must hold names with values"]),
         ("megatrom: {lr: 1}", [], ["unknown section 'megatrom'; did you mean 'megatron'?"]),
-        ("epp: {}", ["eppp.slices=2"], ["unknown section 'eppp'; did you mean 'epp'?"]),
         ("epp: {}", ["lr"], ["key=value"]),
         ("include: [nothere.yaml]", [], ["no file nothere.yaml, which", "recipes/tiny-cpu"]),
         ("include: circle.yaml", [], ["in a circle", "circle.yaml", "top.yaml"]),

@@ -25,11 +25,6 @@ CLOSE = 1.02
 """Largest time of a step over that of the best configuration."""
 
 
-def includes(recipe: Path) -> list[str]:
-    """Names of the files that a recipe includes."""
-    return str(re.findall(r"^include: \[(.*)\]$", recipe.read_text(), re.MULTILINE)[0]).split(", ")
-
-
 def advice_of(recipe: Path):
     """The parsed command by which a recipe says that it was advised."""
     (command,) = re.findall(r"^#   megatron-epp (advise .*)$", recipe.read_text(), re.MULTILINE)
@@ -63,7 +58,8 @@ def test_a_recipe_plans(recipe: Path):
 def test_a_recipe_names_the_advice_that_it_follows_for_its_own_model_machine_and_batch(recipe: Path):
     settings, asked = load_settings([recipe]), advice_of(recipe)
     flags, launch = settings["megatron"], Launch.of(settings)
-    assert asked.model in [Path(name).name for name in includes(recipe)]
+    (included,) = re.findall(r"^include: \[(.*)\]$", recipe.read_text(), re.MULTILINE)
+    assert asked.model in [Path(name).name for name in included.split(", ")]
     assert asked.cluster == settings["cluster"]
     assert asked.devices == launch.nodes * GPUS_PER_NODE
     assert asked.memory_cap_gb == settings["epp"]["memory_cap_gb"]

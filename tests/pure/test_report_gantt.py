@@ -7,10 +7,9 @@ import matplotlib.colors
 import numpy as np
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
@@ -38,26 +37,21 @@ def test_every_action_is_a_bar_at_the_simulators_time(num_ranks):
     assert [label.get_text() for label in axis.get_yticklabels()] == [f"rank {rank}" for rank in range(num_ranks)]
 
 
-def test_a_run_is_drawn_below_the_plan_on_the_same_time_axis():
-    plan = sliced_plan()
-    measured = measured_run(plan, slowdown=2.0)
-    planned_axis, measured_axis, memory_axis = gantt(plan, measured).axes
-    spans, _ = bars(measured_axis, "rank 1 compute")
-    np.testing.assert_allclose(spans, np.array([event[1:3] for event in measured.ranks[1]]) / 1e3)
-    assert planned_axis.get_title(loc="left").startswith("planned")
-    assert measured_axis.get_title(loc="left").startswith("measured")
-    assert planned_axis.get_xlim() == measured_axis.get_xlim() == memory_axis.get_xlim() == (0.0, measured.makespan_us / 1e3)
-
-
-@pytest.mark.parametrize("slowdown", [9.0, 0.2])
-def test_a_run_far_from_its_plan_gets_a_time_axis_of_its_own(slowdown):
+@pytest.mark.parametrize(("slowdown", "shares_axis"), [(2.0, True), (9.0, False), (0.2, False)])
+def test_a_run_is_drawn_below_the_plan_and_has_a_time_axis_of_its_own_where_it_is_far_from_it(slowdown, shares_axis):
     plan = sliced_plan()
     measured = measured_run(plan, slowdown)
     planned_axis, measured_axis, memory_axis = gantt(plan, measured).axes
-    assert planned_axis.get_xlim() == memory_axis.get_xlim() == (0.0, plan.predicted.makespan_us / 1e3)
+    spans, _ = bars(measured_axis, "rank 1 compute")
+    np.testing.assert_allclose(spans, np.array([event[1:3] for event in measured.ranks[1]]) / 1e3)
+    title = measured_axis.get_title(loc="left")
+    assert planned_axis.get_title(loc="left").startswith("planned")
+    assert title.startswith("measured")
+    assert ("time axis of its own" in title) != shares_axis
+    end_us = measured.makespan_us if shares_axis else plan.predicted.makespan_us
+    assert planned_axis.get_xlim() == memory_axis.get_xlim() == (0.0, end_us / 1e3)
     assert measured_axis.get_xlim() == (0.0, measured.makespan_us / 1e3)
-    assert "time axis of its own" in measured_axis.get_title(loc="left")
-    assert all("since the start" in axis.get_xlabel() for axis in (planned_axis, measured_axis, memory_axis))
+    assert shares_axis or all("since the start" in axis.get_xlabel() for axis in (planned_axis, measured_axis, memory_axis))
 
 
 def test_times_by_formula_are_called_uncalibrated():
@@ -227,17 +221,3 @@ def test_the_time_axis_of_a_long_iteration_is_in_seconds():
     assert figure.axes[-1].get_xlabel().startswith("s since")
     last = figure.axes[-1].get_xticklabels()[-1]
     assert float(last.get_text()) * 1e3 == pytest.approx(last.get_position()[0])
-
-
-def test_nothing_to_draw_is_told():
-    with pytest.raises(PlanError, match="no planner found one"):
-        side_by_side([])
-
-
-def test_compare_draws_the_plans_that_there_are(tmp_path, capsys):
-    picture = tmp_path / "compared.png"
-    argv = ["compare", "--lengths", "900,50", "--planner", "greedy", "--planner", "1f1b", "--stages", "2", "-o", str(picture)]
-    assert main(argv) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main([*argv, "--lengths", "70"]) == 2
-    assert "give --lengths once" in capsys.readouterr().err

@@ -1,10 +1,12 @@
-"""Scripts: faults and mutants that can be made, where packages are looked for."""
+"""Scripts: faults and mutants that can be made, where packages are looked for, state that functions keep."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
 from scripts.faults import FAULTS, Fault
+from scripts.megatron_state.state import states
 from scripts.mutants import PACKAGE, ROOT, Result, Results, drawn, own_tests, packages, recorded
 from scripts.pip_settings import arguments
 
@@ -41,20 +43,92 @@ def test_the_share_leaves_out_what_no_test_can_notice():
         assert not any(result.noticed_by and result.equivalent for result in kept.mutants)
 
 
-def test_each_place_becomes_an_argument_of_uv():
-    listed = ["global.index-url='https://a/simple'", "global.extra-index-url='file:///b/simple https://c/simple'"]
-    assert list(arguments(listed)) == [
-        *("--index-url", "https://a/simple"),
-        *("--extra-index-url", "file:///b/simple"),
-        *("--extra-index-url", "https://c/simple"),
-    ]
+@pytest.mark.parametrize(
+    ("listed", "wanted"),
+    [
+        (["global.index-url='https://a/simple'"], "--index-url https://a/simple"),
+        (["global.extra-index-url='file:///b https://c'"], "--extra-index-url file:///b --extra-index-url https://c"),
+        (["global.find-links='/all'", "install.find-links='/of-command'"], "--find-links /of-command"),
+        (["install.find-links='/of-command'", ":env:.find-links='/of-environment'"], "--find-links /of-environment"),
+        (["global.timeout='60'", "download.index-url='https://a/simple'", "global.cert='/c.pem'"], ""),
+    ],
+)
+def test_places_of_packages_become_arguments_of_uv_and_other_settings_are_left_out(listed: list[str], wanted: str):
+    assert list(arguments(listed)) == wanted.split()
 
 
-def test_the_environment_goes_before_the_command_and_the_command_before_all():
-    listed = ["global.find-links='/all'", "install.find-links='/command'"]
-    assert list(arguments(listed)) == ["--find-links", "/command"]
-    assert list(arguments([*listed, ":env:.find-links='/environment'"])) == ["--find-links", "/environment"]
+# ---- state of Megatron's functions; that all is found is seen in its releases: tests/mcore/test_megatron_state.py ----
 
 
-def test_other_settings_and_commands_are_left_out():
-    assert list(arguments(["global.timeout='60'", "download.index-url='https://a/simple'", "global.cert='/c.pem'"])) == []
+KEPT = """
+_COUNT = 0
+_QUEUE = []
+_SWITCH = False
+
+
+class Tracker:
+    scale = None
+    names = []
+
+    def note(self):
+        self.names.append("x")
+
+    @classmethod
+    def set_scale(cls, value):
+        cls.scale = value
+
+
+class Plain:
+    names = []
+
+    def __init__(self):
+        self.names = []
+
+    def note(self):
+        self.names.append("x")
+
+
+def count():
+    global _COUNT
+    _COUNT += 1
+
+
+def local(_QUEUE):
+    _COUNT = 1
+    _QUEUE.append(_COUNT)
+"""
+REACHED = """
+from megatron.core import kept as other
+from . import kept
+
+
+def forward(x):
+    setattr(kept, "_SWITCH", True)
+    other.Tracker.names.append(x)
+    made = other.Tracker()
+    made.calls = 3
+    x.add_(1)
+"""
+
+
+def test_changes_are_told_with_their_functions_and_lines_in_each_release(tmp_path: Path) -> None:
+    releases = {"1": KEPT, "2": "\n" + KEPT.replace("_COUNT", "_NUMBER")}
+    for release, kept in releases.items():
+        folder = tmp_path / release / "megatron" / "core"
+        (folder / "inference").mkdir(parents=True)
+        (folder / "kept.py").write_text(kept)
+        (folder / "reached.py").write_text(REACHED)
+        (folder / "inference" / "left_out.py").write_text("_KEPT = []\n\n\ndef keep(x):\n    _KEPT.append(x)\n")
+    found = {state.name: state for state in states({name: tmp_path / name for name in releases}, ("core/inference",))}
+    assert {name: state.changed_by for name, state in found.items()} == {
+        "core.kept:Tracker.names": ("Tracker.note", "forward"),
+        "core.kept:Tracker.scale": ("Tracker.set_scale",),
+        "core.kept:_COUNT": ("count",),
+        "core.kept:_NUMBER": ("count",),
+        "core.kept:_SWITCH": ("forward",),
+    }
+    assert found["core.kept:_COUNT"].lines.keys() == {"1"}
+    (first,), (second,) = (found["core.kept:Tracker.scale"].lines[release] for release in releases)
+    assert first[0] == second[0] == "core/kept.py"
+    assert KEPT.splitlines()[first[1] - 1].strip() == "cls.scale = value"
+    assert second[1] == first[1] + 1

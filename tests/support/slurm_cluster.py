@@ -104,15 +104,13 @@ class Cluster:
             for i in range(1, self.num_nodes + 1):
                 (folder / f"spool-n{i}").mkdir()
                 daemons.enter_context(self._daemon("slurmd", "-D", "-N", f"n{i}"))
-            idle = f"{self.num_nodes}"
-            wait_for(lambda: self._idle() == idle, 120, "the nodes are idle", self.logs)
+            wait_for(self._is_idle, 120, "the nodes are idle", self.logs)
             yield
 
-    def _idle(self) -> str:
-        done = subprocess.run(
-            ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=self.env, capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip()
+    def _is_idle(self) -> bool:
+        sinfo = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+        done = subprocess.run(sinfo, env=self.env, capture_output=True, text=True, check=False)
+        return done.stdout.strip() == str(self.num_nodes)
 
     @contextlib.contextmanager
     def _daemon(self, *command: str) -> Iterator[None]:

@@ -122,34 +122,27 @@ def record() -> bytes:
     return json.dumps({"schema": "megatron-epp/tokenizer", "version": 1, **asdict(RECORD)}).encode()
 
 
-def _settings(path: Path) -> str:
-    load_settings([path])
-    return ""
-
-
 def _layout(path: Path) -> str:
     sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2}
     flags = {"epp_layout": str(path), "epp_placement": "looped", "epp_schedule": "elastic"}
     return next(layout_problems(Namespace(**sizes, **flags)), "")
 
 
-def _record(path: Path) -> str:
+def _record(path: Path) -> None:
     prefix = str(path).removesuffix(SUFFIX)
     if (found := load_record(prefix)) is not None:
         check_kind(prefix, found, RECORD.tokenizer.kind, None)
         check_tokenizer(prefix, found, RECORD.tokenizer, masks_eod=True)
-    return ""
 
 
-def _mask(path: Path) -> str:
+def _mask(path: Path) -> None:
     for mmap in (True, False):
         found = open_mask(str(path).removesuffix(MASK_SUFFIX), NUM_TOKENS, mmap)
         assert found is not None
         found.read(0, NUM_TOKENS)
-    return ""
 
 
-def _lock(path: Path) -> str:
+def _lock(path: Path) -> None:
     """Hold the lock of a folder, and have the package say what it knows of the holder."""
     with path.open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, 0, 0, 0))
@@ -158,7 +151,7 @@ def _lock(path: Path) -> str:
         except EppError as error:
             if not str(error).isprintable():
                 raise Fault(f"control characters are printed: {error}") from error
-            return ""
+            return
     raise Fault("a folder that is held is held again")
 
 
@@ -228,7 +221,7 @@ FORMATS: dict[str, Format] = {
         "given.yaml",
         lambda: (SETTINGS,),
         text_damage,
-        {"load": _settings},
+        {"load": lambda path: load_settings([path])},
         named("section", "includes?", "cluster", "megatron", "epp", "launch", "full_key", "name: value", "stands") + r"|\$\{",
     ),
     "lengths": Format(

@@ -30,8 +30,8 @@ MOST_BYTES = 2 << 30
 _NO_ROOM = "no plan fits a memory cap"
 """Beginning of what says that a file was read, and that its devices are too small."""
 
-Reader = Callable[[Path], str]
-"""Function that reads a file and returns why it is refused; an empty text if it is taken. It may raise `EppError` instead."""
+Reader = Callable[[Path], object]
+"""Function that reads a file. It raises `EppError` where the file is refused, or returns a text that says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def judge(form: Format, reader: str, folder: Path, origin: str, tally: Tally) ->
     path = folder / form.file
     tally.tried += 1
     try:
-        message = form.readers[reader](path)
+        message = _refusal(form.readers[reader], path)
     except EppError as error:
         message = str(error)
     except (TooSlow, Fault) as error:
@@ -138,6 +138,12 @@ def judge(form: Format, reader: str, folder: Path, origin: str, tally: Tally) ->
     tally.messages[form_of(message, folder)] += 1
     if fault := fault_of(message, path, form):
         tally.faults.append(f"{origin}: {fault}: {message}")
+
+
+def _refusal(read: Reader, path: Path) -> str:
+    """Return the text that says why a file is refused; empty if it is taken."""
+    answer = read(path)
+    return answer if isinstance(answer, str) else ""
 
 
 def fault_of(message: str, path: Path, form: Format) -> str:
@@ -238,5 +244,5 @@ def refused_though_sound(form: Format, folder: Path) -> dict[str, str]:
     for name, content in {**form.others(), form.file: form.sound()[0]}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write(folder / name, content)
-    found = {reader: read(folder / form.file) for reader, read in form.readers.items()}
+    found = {reader: _refusal(read, folder / form.file) for reader, read in form.readers.items()}
     return {reader: refusal for reader, refusal in found.items() if refusal}

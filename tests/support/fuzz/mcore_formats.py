@@ -31,7 +31,7 @@ from megatron_epp.mcore.training.nccl_settings import link_settings, user_settin
 from tests.support.fuzz import formats
 from tests.support.fuzz.damage import Damage, binary_damage, byte_fields, index_fields, json_damage, lines_damage, text_damage
 from tests.support.fuzz.formats import ALL, NUM_TOKENS, RECORD, keys, named
-from tests.support.fuzz.judge import Fault, Format, Reader, logged
+from tests.support.fuzz.judge import Fault, Format, logged
 
 HERE = analytic_costs(
     ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000), CPU, [2, 2]
@@ -128,23 +128,20 @@ def encoder() -> Encoder:
     )
 
 
-def _documents(path: Path) -> str:
+def _documents(path: Path) -> None:
     str(prepare([path], path.with_name("out")))
-    return ""
 
 
-def _chats(path: Path) -> str:
+def _chats(path: Path) -> None:
     str(prepare([path], path.with_name("out"), encoder=encoder(), chat=chat_encoder(encoder(), ["assistant"])))
-    return ""
 
 
-def _template(path: Path) -> str:
+def _template(path: Path) -> None:
     chat = chat_encoder(encoder(), ["assistant"], path)
     str(prepare([path.with_name("chats.jsonl")], path.with_name("out"), encoder=encoder(), chat=chat))
-    return ""
 
 
-def _pair(path: Path) -> str:
+def _pair(path: Path) -> None:
     """Read all tokens of a pair as training does. Raise `Fault` for a token that a model has no row for."""
     for mmap in (True, False):
         file = DocumentFile(str(path.with_name("given")), mmap)
@@ -157,7 +154,6 @@ def _pair(path: Path) -> str:
             if ids.dtype.kind not in "iu" or len(ids) != length + 1 or not 0 <= ids.min() <= ids.max() < 257:
                 raise Fault(f"sequence {number} of {length} positions has {len(ids)} tokens: {ids}")
             dataset.trained(number, 0, length)
-    return ""
 
 
 def _learnt_costs(path: Path) -> str:
@@ -175,15 +171,13 @@ def _kept_layout(path: Path) -> str:
     return "\n".join(warnings)
 
 
-def _checkpoint(path: Path) -> str:
+def _checkpoint(path: Path) -> None:
     settle_folder(path.parent if path.name == TRACKER else path.parent.parent, falls_back=False)
-    return ""
 
 
-def _communicators(path: Path) -> str:
+def _communicators(path: Path) -> None:
     found = user_settings(Namespace(nccl_communicator_config_path=str(path), high_priority_stream_groups=["pp"]))
     link_settings(found, 2, 132)
-    return ""
 
 
 @cache
@@ -191,7 +185,7 @@ def _parser() -> ArgumentParser:
     return entry.megatron_parser()
 
 
-def _yaml_cfg(path: Path) -> str:
+def _yaml_cfg(path: Path) -> None:
     """Take the defaults of a file, and put back those that the parser had: it takes long to make."""
     parser = _parser()
     defaults, actions = dict(parser._defaults), [(action, action.default) for action in parser._actions]
@@ -203,24 +197,14 @@ def _yaml_cfg(path: Path) -> str:
         parser._defaults.update(defaults)
         for action, default in actions:
             action.default = default
-    return ""
 
 
 def _pair_format(file: str, content: Callable[[], bytes], damage: Damage) -> Format:
     """Return the format of one file of a pair, next to the others."""
     all_files = {"given.idx": formats.index, "given.bin": tokens, "given.mask": formats.mask}
-    others = {name: make for name, make in all_files.items() if name != file}
     where = r"token \d|document \d|sequence|\d bytes|header|first bytes|\.idx|\.bin|token type"
-    readers: dict[str, Reader] = {"read": _pair}
-    return Format(
-        file,
-        lambda: (content(),),
-        damage,
-        readers,
-        where,
-        lambda: {name: make() for name, make in others.items()},
-        named="given",
-    )
+    others = lambda: {name: make() for name, make in all_files.items() if name != file}  # noqa: E731
+    return Format(file, lambda: (content(),), damage, {"read": _pair}, where, others, named="given")
 
 
 def _checkpoints(**contents: bytes) -> Callable[[], dict[str, bytes]]:
