@@ -151,11 +151,13 @@ def test_weight_gradients_are_split_off_where_it_is_worth_it():
     chunks = plan(free, costs, Options(slices=3)).chunks
     tables, order = tabulate(chunks, free, costs), elastic_1f1b(chunks, 2, False)
     cap = (max(least_peaks(order, tables)) + max(peaks_bytes(order, tables, [[0] * 3] * 2))) // 2
-    plain, weights = (oracle(chunks, replace(free, cap_bytes=(cap, cap)), costs, options) for options in (Options(), WEIGHTS))
+    asked = replace(free, cap_bytes=(cap, cap))
+    plain, weights = (oracle(chunks, asked, costs, options) for options in (Options(), WEIGHTS))
     assert plain.decisions is not None
     assert weights.decisions is not None
     assert any(action.op is Op.W for row in weights.decisions.order for action in row)
     assert weights.makespan_us < plain.makespan_us
+    assert build_plan(asked, costs, WEIGHTS, weights.decisions).predicted.makespan_us == pytest.approx(weights.makespan_us)
 
 
 def small_case(seed: int) -> tuple[Problem, Options, int]:
