@@ -15,7 +15,7 @@ from megatron_epp.cost import Costs, LinearTime, PipelineCosts, Static
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table, plan
+from megatron_epp.planner import Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
@@ -151,11 +151,13 @@ def test_weight_gradients_are_split_off_where_it_is_worth_it():
     chunks = plan(free, costs, Options(slices=3)).chunks
     tables, order = tabulate(chunks, free, costs), elastic_1f1b(chunks, 2, False)
     cap = (max(least_peaks(order, tables)) + max(peaks_bytes(order, tables, [[0] * 3] * 2))) // 2
-    plain, weights = (oracle(chunks, replace(free, cap_bytes=(cap, cap)), costs, options) for options in (Options(), WEIGHTS))
+    asked = replace(free, cap_bytes=(cap, cap))
+    plain, weights = (oracle(chunks, asked, costs, options) for options in (Options(), WEIGHTS))
     assert plain.decisions is not None
     assert weights.decisions is not None
     assert any(action.op is Op.W for row in weights.decisions.order for action in row)
     assert weights.makespan_us < plain.makespan_us
+    assert build_plan(asked, costs, WEIGHTS, weights.decisions).predicted.makespan_us == pytest.approx(weights.makespan_us)
 
 
 def small_case(seed: int) -> tuple[Problem, Options, int]:
@@ -245,29 +247,3 @@ def test_memory_for_one_microbatch_runs_one_after_the_other(p: int, m: int):
     """Rank 0 keeps a microbatch from its forward to its weight gradient, 2 p + 1 units later."""
     unit = Unit("zb-h1", p, m)
     assert best(unit, 1, WEIGHTS).makespan_us / TOKENS == m * (2 * p + 1)
-
-
-def johnson(jobs: list[tuple[int, int]]) -> int:
-    """Least makespan of two machines in a flow shop (Johnson, 1954)."""
-    first = sorted((job for job in jobs if job[0] < job[1]), key=lambda job: job[0])
-    last = sorted((job for job in jobs if job[0] >= job[1]), key=lambda job: -job[1])
-    ends = 0, 0
-    for on_one, on_two in (*first, *last):
-        ends = ends[0] + on_one, max(ends[0] + on_one, ends[1]) + on_two
-    return ends[1]
-
-
-@pytest.mark.parametrize("lengths", [(12, 3, 15, 8), (2, 9, 30, 11, 10)])
-def test_forwards_alone_are_a_flow_shop_of_two_machines(lengths: tuple[int, ...]):
-    """The first stage takes a unit of time per token, the second ten for any chunk; backwards take none."""
-    none = LinearTime(0.0, 0.0)
-    sizes = {f"{name}_per_token": 0.0 for name in ("layer_bytes", "recomputed_layer_bytes", "kv_bytes")}
-    stages = tuple(
-        stage_of(num_layers=1, forward=line, backward=none, **sizes) for line in (LinearTime(0.0, 1.0), LinearTime(10.0, 0.0))
-    )
-    costs = PipelineCosts("flow shop", stages, hidden_bytes_per_token=0.0)
-    asked = Problem(lengths, (0, 1), (UNLIMITED_BYTES,) * 2)
-    chunks = tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
-    found = oracle(chunks, asked, costs, Options())
-    assert found.optimal
-    assert found.makespan_us == johnson([(length, 10) for length in lengths])

@@ -12,7 +12,7 @@ from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.result import greedy
 from tests.support.plan.planner_cases import least_cap_bytes, pipeline, problem
@@ -50,18 +50,6 @@ def test_a_fixed_recompute_is_kept():
     options = replace(OPTIONS, recompute=1, plan_limit_s=5)
     made = milp(problem(LENGTHS, 2), COSTS, options)
     assert {num_steps for row in made.recompute_steps for num_steps in row} == {1}
-
-
-def capped(lengths: tuple[int, ...]) -> Problem:
-    """A batch under a cap a tenth above the least."""
-    return problem(lengths, 2, int(1.1 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))
-
-
-def test_under_a_cap_the_planner_beats_greedy():
-    asked = capped((16_000, 9000, 3000, 700))
-    refined = plan(asked, COSTS, OPTIONS)
-    assert check(refined) == []
-    assert refined.predicted.makespan_us < 0.999 * plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
 
 
 STAYING = {
@@ -108,13 +96,15 @@ def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped
     assert makespan_us(asked, EXCHANGING, options, made) <= makespan_us(asked, EXCHANGING, options, start)
 
 
-def test_without_exchanges_to_overlap_a_batch_is_refined(caplog: pytest.LogCaptureFixture):
-    asked, steady = capped((16_000, 9000, 3000, 700)), OPTIONS
-    options = replace(steady, overlap_exchanges=True)
+def test_under_a_cap_a_batch_is_refined_also_without_exchanges_to_overlap(caplog: pytest.LogCaptureFixture):
+    lengths = (16_000, 9000, 3000, 700)
+    asked = problem(lengths, 2, int(1.1 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))  # above the least
+    options = replace(OPTIONS, overlap_exchanges=True)
     with caplog.at_level(logging.INFO):
         made = milp(asked, COSTS, options)
-    assert made == milp(asked, COSTS, steady)
-    assert makespan_us(asked, COSTS, options, made) < makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
+    assert made == milp(asked, COSTS, OPTIONS)
+    assert check(build_plan(asked, COSTS, options, made)) == []
+    assert makespan_us(asked, COSTS, options, made) < 0.999 * makespan_us(asked, COSTS, options, greedy(asked, COSTS, options))
     assert "greedy's" not in caplog.text
 
 

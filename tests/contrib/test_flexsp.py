@@ -73,18 +73,6 @@ def test_a_chunk_takes_as_long_as_its_slowest_group():
         assert together.tolist() == max(times[0].tolist(), times[1].tolist())
 
 
-def test_a_group_of_all_ranks_costs_what_one_degree_for_all_costs():
-    costs = costs_of(node=RANKS)  # the profile's own exchanges are those inside a node
-    groups = ContextGroups(RANKS, ((Group(0, RANKS, (0,)),),), (1000,))
-    chunk = Chunk((Segment(0, 0, 16000),))
-    forward_us, backward_us = GroupCosts(costs).pass_us(1, groups, (chunk,))
-    work = GroupCosts(costs).work(groups, (chunk,))
-    assert (forward_us.tolist(), backward_us.tolist()) == (
-        costs.forward_us(1, work).tolist(),
-        costs.backward_us(1, work).tolist(),
-    )
-
-
 def test_a_group_exchanges_as_a_run_of_its_own_size_does():
     """Half of the ranks take as long as a run with that many ranks, on the same tokens and pairs."""
     half = costs_of(RANKS // 2, node=RANKS)

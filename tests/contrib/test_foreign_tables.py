@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,10 @@ def bare(rows: Rows) -> str:
     )
 
 
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("written", [primus, with_communication, among_other_lines])
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [*product(ORDERS, (primus, with_communication, among_other_lines)), ("1F1B", bare), ("looped", bare)],
+)
 def test_an_order_is_read_as_it_was_written(name: str, written: Callable[[Rows], str]):
     rows = ORDERS[name]
     assert is_table("schedule.txt", written(rows))
@@ -92,12 +95,6 @@ def test_an_order_is_read_as_it_was_written(name: str, written: Callable[[Rows],
     assert [[action for step in row for action in step.actions] for row in made.ranks] == rows
     chunks = len({action.stage for action in rows[0]})
     assert made.placement == Placement("v" if name == "V" else "looped", 2, chunks).rank_of
-
-
-@pytest.mark.parametrize("name", ["1F1B", "looped"])
-def test_words_without_communication_name_the_stage_of_the_rank(name: str):
-    made = from_table(bare(ORDERS[name]))
-    assert [[action for step in row for action in step.actions] for row in made.ranks] == ORDERS[name]
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,14 @@ class PausingStage(PlainStage):
         self.calls.append(f"B{context.chunk} ends")
 
 
-def run(plan, exchanges, kind=PausingStage):
+def executor_of(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)).run()
+    return Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)), stage
+
+
+def run(plan, exchanges, kind=PausingStage):
+    executor, stage = executor_of(plan, exchanges, kind)
+    executor.run()
     return stage
 
 
@@ -180,13 +185,7 @@ def test_two_backwards_of_a_step_run_one_after_the_other():
     """Autograd has one thread for a device, so the second would wait for the first, which waits for its turn."""
     num_turns = []
     for pair in (("0W0", "0F2"), ("0W1", "0B2")):
-        plan = with_steps(pair)
-        executor = Executor(
-            plan,
-            0,
-            {0: PausingStage(build_part(plan.num_layers, 0), batch_of(plan))},
-            run_pair=partial(run_together, exchanges=no_exchange),
-        )
+        executor, _ = executor_of(with_steps(pair), no_exchange)
         executor.run()
         num_turns.append(executor.num_turns)
     assert num_turns[0] > num_turns[1] == 0
@@ -234,10 +233,9 @@ def test_a_failing_action_of_a_step_is_named_like_any_other():
 
 def test_what_the_second_of_two_forwards_saves_is_counted():
     def peak(exchanges):
-        plan = with_steps(("0F0", "0F1"))
-        stage = PausingStage(build_part(plan.num_layers, 0), batch_of(plan))
+        executor, stage = executor_of(with_steps(("0F0", "0F1")), exchanges)
         with SavedTensors(stage.part.parameters(), lambda: stage.kv_cache.num_bytes) as saved:
-            Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)).run()
+            executor.run()
         assert saved.live_bytes == 0
         return saved.peak_bytes
 

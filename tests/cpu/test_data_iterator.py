@@ -175,27 +175,22 @@ def test_without_plans_replicas_take_every_other_sequence():
         part.close()
 
 
-def test_every_batch_is_taken_with_the_checksum_of_its_division():
+def test_every_batch_is_taken_with_the_checksum_of_its_division_and_where_planning_fails_the_others_are_told():
     checksums = iter(range(10))
     seen = []
 
     def make(lengths, trained=(), loss_groups=(), spans=()):
+        if lengths == (LENGTHS[4],):
+            raise InfeasibleError("no plan fits")
         return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, check_division=seen.append))
-    for count, _ in enumerate(iterator):
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,), (4,)], PlanSource(make, check_division=seen.append))
+    for count in range(3):
+        next(iterator)
         assert seen == list(range(count + 1))
-
-
-def test_where_planning_fails_the_others_are_told():
-    def make(lengths, trained=(), loss_groups=(), spans=()):
-        raise InfeasibleError("no plan fits")
-
-    seen = []
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1)], PlanSource(make, check_division=seen.append))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         next(iterator)
-    assert seen == [None]
+    assert seen == [0, 1, 2, None]
 
 
 def test_batches_carry_what_was_prepared_of_them_and_of_their_lowered_actions():

@@ -394,33 +394,33 @@ def in_float64(loss, leaves):
     return doubles, [(rows[0], rows[1 : 1 + TOP].t() if len(rows) > TOP else rows.t(), rows[last], rows[0]) for rows in doubles]
 
 
-def run_extreme(name, batch, cut="tail with others"):
-    """Run the loss of extreme values; return what is said, and that it and its gradient are those of the formula."""
-    loss = LOSSES[name]
-    leaves = of_random_model(loss)
-    doubles, of_model = in_float64(loss, leaves)
+def run_leaves(loss, batch, leaves):
+    """Run chunks of which these are the rows; return the sums to report, and what is said at the end."""
+
+    def of_segment(segment, _):
+        return leaves[segment.sequence][:, segment.start : segment.end]
+
+    return run_chunks(loss, CUTS["tail with others"], samples_for(loss, batch), of_segment, torch.float32)
+
+
+def assert_by_formula(name, batch, total, leaves, rtol):
+    """The loss and the gradients of the rows are those of the formula, in float64."""
+    doubles, of_model = in_float64(LOSSES[name], leaves)
     expected = formula(name, batch, of_model)
     expected.backward()
-    samples = samples_for(loss, batch)
-    of_segment = lambda segment, _: leaves[segment.sequence][:, segment.start : segment.end]  # noqa: E731
-    total, problem = run_chunks(loss, CUTS[cut], samples, of_segment, torch.float32)
-    return (
-        float(expected),
-        [torch.zeros_like(x) if x.grad is None else x.grad for x in doubles],
-        float(total[0] / total[1]),
-        [x.grad / total[1] for x in leaves],
-        problem,
-    )
+    assert float(total[0] / total[1]) == pytest.approx(float(expected.detach()), rel=rtol / 10, abs=1e-6)
+    for leaf, x in zip(leaves, doubles, strict=True):
+        gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        torch.testing.assert_close(leaf.grad / total[1], gradient.float(), rtol=rtol, atol=rtol / 100)
 
 
 @pytest.mark.parametrize("value", OF_MASKED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_value_of_a_token_that_is_not_trained_reaches_a_loss_or_gradient(batch, name, value):
-    expected, gradients, loss, leaves, problem = run_extreme(name, extreme(batch, of_masked=value))
+    batch, leaves = extreme(batch, of_masked=value), of_random_model(LOSSES[name])
+    total, problem = run_leaves(LOSSES[name], batch, leaves)
     assert problem == ""
-    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    for found, gradient in zip(leaves, gradients, strict=True):
-        torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
+    assert_by_formula(name, batch, total, leaves, rtol=1e-4)
 
 
 UNBOUNDED = {
@@ -440,16 +440,15 @@ UNBOUNDED = {
 @pytest.mark.parametrize("value", OF_TRAINED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_values_of_trained_tokens_give_what_the_formula_gives_or_are_named(batch, name, value, sign):
-    expected, gradients, loss, leaves, problem = run_extreme(name, extreme(batch, of_trained=value, advantages=sign))
+    batch, leaves = extreme(batch, of_trained=value, advantages=sign), of_random_model(LOSSES[name])
+    total, problem = run_leaves(LOSSES[name], batch, leaves)
     if (name, value, sign) in UNBOUNDED:
         assert f"the loss of token {TRAINED_HERE} of sample 0, or its gradient, is not finite" in problem
         assert f"{value:g}" in problem
-        assert all(x.isfinite().all() for x in leaves)  # nothing of it is in the gradients
+        assert all(x.grad.isfinite().all() for x in leaves)  # nothing of it is in the gradients
         return
     assert problem == ""
-    assert loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for found, gradient in zip(leaves, gradients, strict=True):
-        torch.testing.assert_close(found, gradient.float(), rtol=1e-3, atol=1e-5)
+    assert_by_formula(name, batch, total, leaves, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["DAPO", "GSPO", "DPO"])
@@ -458,9 +457,7 @@ def test_what_a_model_gives_is_left_to_megatrons_checks(batch, name):
     loss, leaves = LOSSES[name], of_random_model(LOSSES[name])
     with torch.no_grad():
         leaves[0][0, TRAINED_HERE - 1] = torch.nan
-    of_segment = lambda segment, _: leaves[segment.sequence][:, segment.start : segment.end]  # noqa: E731
-    samples = samples_for(loss, extreme(batch))
-    total, problem = run_chunks(loss, CUTS["two halves"], samples, of_segment, torch.float32)
+    total, problem = run_leaves(loss, extreme(batch), leaves)
     assert problem == ""
     assert total[0].isnan()
     assert leaves[0].grad.isnan().any()

@@ -27,25 +27,45 @@ def test_a_rank_without_data_learns_the_shapes(ranks: Ranks) -> None:
     assert ranks.run(shapes, [None, SHAPES], ("", ""), (0, 70)) == [AgreedShapes(SHAPES, (0, 70))] * 2
 
 
+DIFFER = "microbatches differ between ranks of a replica: "
+ENDED = "the data iterator ended after 1 of 4 microbatches"
+
+
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("arguments", "said"),
     [
-        (SHAPES[:-1], "rank 0 has 4, rank 1 has 3"),
-        ((*SHAPES[:-1], Microbatch((7,))), "microbatch 3 has 400 tokens in 1 sequences on rank 0 and 7 in 1 on rank 1"),
+        (([SHAPES, SHAPES[:-1]],), f"{DIFFER}rank 0 has 4, rank 1 has 3"),
+        (
+            ([SHAPES, (*SHAPES[:-1], Microbatch((7,)))],),
+            f"{DIFFER}microbatch 3 has 400 tokens in 1 sequences on rank 0 and 7 in 1 on rank 1",
+        ),
+        (
+            ([SHAPES, SHAPES[:-1]], ("", ""), (0, 0), (4, 5)),
+            "replicas that share experts run the same actions, and have other numbers of microbatches: rank 0 has 4, "
+            "rank 1 has 3. Give them as many; keep experts within a replica (EP x ETP at most TP x CP); or use Megatron's own "
+            "schedule",
+        ),
+        (([SHAPES, None], ("", ENDED)), f"rank 1: {ENDED}"),
+        (([None, None],), "no rank of this pipeline has a data iterator"),
+    ],
+    ids=["count", "shape", "replicas", "an error of one rank", "no data"],
+)
+def test_what_does_not_agree_ends_every_rank_with_the_numbers(ranks: Ranks, arguments: tuple[object, ...], said: str) -> None:
+    outcomes = ranks.outcomes(shapes, *arguments)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].startswith(f"refused: {said}")
+
+
+@pytest.mark.parametrize(
+    ("ways", "outcome"),
+    [
+        (["well", "fails"], "made by 0"),
+        (["fails", "well"], "refused: no plan"),
+        (["breaks", "well"], "refused: the first rank failed (ZeroDivisionError: a bug)"),
     ],
 )
-def test_different_microbatches_end_every_rank_with_the_numbers(ranks: Ranks, other: object, said: str) -> None:
-    for outcome in ranks.outcomes(shapes, [SHAPES, other]):
-        assert outcome == f"refused: microbatches differ between ranks of a replica: {said}"
-
-
-def test_replicas_that_share_experts_need_as_many_microbatches(ranks: Ranks) -> None:
-    for outcome in ranks.outcomes(shapes, [SHAPES, SHAPES[:-1]], ("", ""), (0, 0), (4, 5)):
-        assert outcome == (
-            "refused: replicas that share experts run the same actions, and have other numbers of microbatches: rank 0 has 4, "
-            "rank 1 has 3. Give them as many; keep experts within a replica (EP x ETP at most TP x CP); or use Megatron's own "
-            "schedule"
-        )
+def test_what_the_first_rank_makes_or_its_error_every_rank_has(ranks: Ranks, ways: list[str], outcome: str) -> None:
+    assert ranks.outcomes(results, ways) == [outcome] * 2
 
 
 def test_replicas_that_share_experts_plan_the_largest_microbatches_and_each_runs_its_own(ranks: Ranks) -> None:
@@ -67,24 +87,6 @@ def test_the_largest_shape_has_the_most_tokens_and_pairs_and_hardly_more(replica
     most = max(map(_pairs, replicas))
     assert _pairs(found.lengths) >= most
     assert found.lengths in map(tuple, replicas) or len(found.lengths) <= 2
-
-
-def test_an_error_of_one_rank_ends_every_rank(ranks: Ranks) -> None:
-    said = "refused: rank 1: the data iterator ended after 1 of 4 microbatches"
-    assert ranks.outcomes(shapes, [SHAPES, None], ("", said.removeprefix("refused: rank 1: "))) == [said] * 2
-
-
-def test_without_data_on_any_rank_there_is_a_reason(ranks: Ranks) -> None:
-    assert all("no rank of this pipeline has a data iterator" in said for said in ranks.outcomes(shapes, [None, None]))
-
-
-def test_what_the_first_rank_makes_every_rank_has(ranks: Ranks) -> None:
-    assert ranks.outcomes(results, ["well", "fails"]) == ["made by 0"] * 2
-
-
-def test_an_error_of_the_first_rank_ends_every_rank(ranks: Ranks) -> None:
-    assert ranks.outcomes(results, ["fails", "well"]) == ["refused: no plan"] * 2
-    assert ranks.outcomes(results, ["breaks", "well"]) == ["refused: the first rank failed (ZeroDivisionError: a bug)"] * 2
 
 
 LENGTHS = (5, 3, 8, 2, 9, 4)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.plan import Action, Copy, Op, Step, to_grid
+from megatron_epp.plan import Action, Op, Step, to_grid
 from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
-from tests.support.runtime.runtime_plans import by_hand, offloading_kv, one_rank, one_rank_two_stages, two_ranks
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv, one_rank, one_rank_two_stages, two_ranks
 
 
 def stages_of(plan, kind=PlainStage):
@@ -38,6 +38,17 @@ def faulty(plan, fault):
     return stages
 
 
+def with_groups(plan):
+    every = tuple(range(len(plan.chunks[0].segments)))
+    groups = ContextGroups(2, ((Group(0, 2, every),),) * len(plan.chunks), (plan.num_tokens,) * len(plan.chunks))
+    return replace(plan, extensions=(groups,))
+
+
+def with_recompute_actions(plan):
+    row = plan.ranks[0]
+    return replace(plan, ranks=((*row[:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *row[3:]),))
+
+
 ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
 
 
@@ -49,29 +60,14 @@ ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
         (one_rank(), {0: None, 1: None}, ELSEWHERE),
         (two_ranks(), {0: None}, "over 2 ranks needs links"),
         (offloading_kv(one_rank()), {0: None}, "add --epp-offload"),
+        (offloading(one_rank(), 0.5), {0: None}, "add --epp-offload"),
+        (with_groups(one_rank()), {0: None}, "lacks what the plan needs: groups of context-parallel ranks: it shares"),
+        (with_recompute_actions(one_rank()), {0: None}, "no handler for the plan's R actions"),
     ],
 )
 def test_what_the_plan_needs_and_the_rank_lacks_is_refused(plan, stages, said):
     with pytest.raises(RunError, match=said):
         Executor(plan, 0, stages)
-
-
-def test_groups_of_context_parallel_ranks_are_refused():
-    plan = one_rank()
-    every = tuple(range(len(plan.chunks[0].segments)))
-    groups = ContextGroups(2, ((Group(0, 2, every),),) * len(plan.chunks), (plan.num_tokens,) * len(plan.chunks))
-    with pytest.raises(RunError, match="lacks what the plan needs: groups of context-parallel ranks: it shares"):
-        Executor(replace(plan, extensions=(groups,)), 0, {0: None})
-
-
-def test_actions_without_a_handler_are_refused_before_anything_runs():
-    plan = one_rank()
-    apart = replace(plan, ranks=((*plan.ranks[0][:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *plan.ranks[0][3:]),))
-    with pytest.raises(RunError, match="no handler for the plan's R actions"):
-        Executor(apart, 0, {0: None})
-    offload = replace(plan, copies=((Copy(Action(Op.O, 0, 0), 0.0, 0, 0), Copy(Action(Op.L, 0, 0), 0.0, 0, 0)),))
-    with pytest.raises(RunError, match="add --epp-offload"):
-        Executor(offload, 0, {0: None})
 
 
 @pytest.mark.parametrize(

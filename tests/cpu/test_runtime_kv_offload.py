@@ -148,10 +148,16 @@ def test_without_backward_the_last_slice_empties_the_host():
     assert layer.kv_cache.offloaded.host_bytes == 0
 
 
-def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_are():
+@pytest.mark.parametrize("host", [None, HostMemory(CPU, 1 << 30)], ids=["resident", "offloaded"])
+def test_slices_out_of_order_and_caches_left_over_are_refused(host):
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
     kv_cache, views = layer.kv_cache, [context.view for context in layer.contexts]
-    kv_cache.begin({0}, HostMemory(CPU, 1 << 30))
+    kv_cache.begin({0} if host else (), host)
+    with (
+        kv_cache.running(views[1], False),
+        pytest.raises(KVCacheError, match="at token 4 finds the keys of 0 tokens"),
+    ):
+        layer.forward(1)
     with kv_cache.running(views[0], False):
         layer.forward(0)
     with kv_cache.running(views[2], False), pytest.raises(KVCacheError, match="at token 7 finds the keys of 4 tokens"):

@@ -23,14 +23,6 @@ LOOPED = directions((0, 1, 0, 1))
 """Directions of messages where two ranks have two stages each."""
 
 
-def both_ways(rank, links):
-    """Each rank sends before it receives."""
-    links.send(torch.tensor([float(rank)]), peer=1 - rank, gradient=False)
-    received = links.post_receive((1,), torch.float32, torch.device("cpu"), 1 - rank, gradient=False).wait()
-    links.finish_sends()
-    return received.item()
-
-
 def strided_and_released(rank, links):
     """Rank 0 sends two tensors, one transposed, and lets go of the second's storage before that is received."""
     if rank == 0:
@@ -96,7 +88,10 @@ def meet(rank, links, several_stages):
         made.connect(torch.device("cpu"))
     finally:
         dist.send, dist.recv = send, receive
-    return seen, both_ways(rank, made)
+    made.send(torch.tensor([float(rank)]), peer=1 - rank, gradient=False)  # before either receives
+    received = made.post_receive((1,), torch.float32, torch.device("cpu"), 1 - rank, gradient=False).wait().item()
+    made.finish_sends()
+    return seen, received
 
 
 def _name(links, group):
@@ -165,7 +160,7 @@ def test_every_group_spans_the_pipeline_with_the_time_limit_and_those_of_message
     assert ranks.run(made, several_stages) == [expected] * 2
 
 
-def test_at_start_up_every_way_is_used_once_in_one_order(ranks):
+def test_at_start_up_every_way_is_used_once_in_one_order_and_both_ranks_may_then_send_before_they_receive(ranks):
     (first, after), (second, _) = ranks.run(meet, False)
     assert first == [("sent", [0], 1, "activations"), ("heard", [1], 1, "gradients")]
     assert second == [("heard", [0], 0, "activations"), ("sent", [1], 0, "gradients")]

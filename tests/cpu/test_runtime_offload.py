@@ -83,19 +83,25 @@ def test_what_others_hold_or_several_chunks_share_stays():
         del first, second
 
 
-def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_out_to_back():
+@pytest.mark.parametrize(
+    ("share", "planned_share", "moved_share"),
+    [(0.5, None, 0.5), (0.75, None, 0.75), (0.5, 0.75, 0.75)],
+    ids=["whole storages", "a storage in part", "the bytes of the plan"],
+)
+def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_out_to_back(share, planned_share, moved_share):
     forward = Forward()
-    kept, offload = forward.kept, forward.offload
-    offload.offload(OWNER, 0.5)
-    assert forward.held_bytes == (kept, kept // 2)
+    kept, offload, moved = forward.kept, forward.offload, int(moved_share * forward.kept)
+    offload.offload(OWNER, share, *[] if planned_share is None else [int(planned_share * kept)])
+    assert forward.held_bytes == (kept, moved)
     offload.free(OWNER)
-    assert forward.held_bytes == (kept // 2, kept // 2)
+    assert forward.held_bytes == (kept - moved, moved)
     with pytest.raises(EppError, match="never loaded"):
         offload.assert_empty()
     offload.load(OWNER)
     assert forward.held_bytes == (kept, 0)
     forward.run_backward()
     assert forward.held_bytes == (0, 0)
+    assert forward.saved.peak_bytes == kept
     offload.assert_empty()
 
 
@@ -121,27 +127,6 @@ def test_a_storage_that_cannot_leave_in_part_spares_smaller_ones():
     assert [part.num_bytes for part in choose(made, 89)] == [90]  # and not 20 and 8 besides
     assert [part.num_bytes for part in choose(made, 25)] == [20, 5]
     assert [part.num_bytes for part in choose(storages(90, 90, 20), 60)] == [90]
-
-
-def test_the_bytes_of_the_plan_leave_where_the_chunk_keeps_less_than_planned():
-    forward = Forward()
-    forward.offload.offload(OWNER, 0.5, forward.kept * 3 // 4)
-    assert forward.held_bytes == (forward.kept, forward.kept * 3 // 4)
-    forward.offload.free(OWNER)
-    forward.offload.load(OWNER)
-    forward.run_backward()
-
-
-def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
-    forward = Forward()
-    kept, offload = forward.kept, forward.offload
-    offload.offload(OWNER, 0.75)
-    offload.free(OWNER)
-    assert forward.held_bytes == (kept // 4, kept * 3 // 4)
-    offload.load(OWNER)
-    assert forward.held_bytes == (kept, 0)
-    forward.run_backward()
-    assert (forward.saved.live_bytes, forward.saved.peak_bytes) == (0, kept)
 
 
 def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():

@@ -95,15 +95,6 @@ def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_pro
     assert out.shape == (7, QUERY_HEADS, CHANNELS)
 
 
-def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
-    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
-    with pytest.raises(KVCacheError, match="layer 0, sequence 0: forward of the slice at token 4 finds the keys of 0 tokens"):
-        layer.forward(1)
-    layer.forward(0)
-    with pytest.raises(KVCacheError, match="slice at token 7 finds the keys of 4 tokens"):
-        layer.forward(2)
-
-
 def test_two_layers_with_one_number_are_told_and_a_recomputed_forward_is_not():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 9))
     context = layer.contexts[0]

@@ -67,9 +67,9 @@ def test_waits_are_recorded_under_their_receives_and_add_up_and_an_action_that_f
     recorder = Recorder()
     recorder.begin()
     waits = [0.0]
-    for chunk in range(2):
+    for chunk, work in enumerate((10**6, 0)):
         with recorder.waiting(Action(Op.RECV_F, 0, chunk)):
-            sum(range(1000))
+            sum(range(work))
         waits.append(recorder.wait_us)
         with pytest.raises(ValueError, match="boom"), recorder.action(Action(Op.F, 0, chunk)):
             raise ValueError("boom")

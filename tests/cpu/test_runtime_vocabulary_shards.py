@@ -56,11 +56,15 @@ def sharded(
     return losses, torch.stack(parts).sum(0), torch.cat(rows)
 
 
+@pytest.mark.parametrize("label", [None, 2], ids=["every shard has labels", "one shard has all"])
 @pytest.mark.parametrize("block_tokens", [0, 4])
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_losses_and_gradients_are_those_of_the_whole_vocabulary(dtype: torch.dtype, division: str, block_tokens: int) -> None:
-    given = problem(dtype)
+def test_losses_and_gradients_are_those_of_the_whole_vocabulary(
+    dtype: torch.dtype, division: str, block_tokens: int, label: int | None
+) -> None:
+    x, weight, labels, weights = problem(dtype)
+    given = x, weight, labels if label is None else torch.full_like(labels, label), weights
     for found, wanted in zip(sharded(*given, DIVISIONS[division], block_tokens), exact(*given), strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -74,15 +78,6 @@ def test_logits_of_thousands_overflow_nothing(block_tokens: int) -> None:
         torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-def test_a_shard_without_any_label_has_only_the_others_terms() -> None:
-    x, weight, _, weights = problem(torch.float64)
-    labels = torch.full((TOKENS,), 2)
-    for found, wanted in zip(
-        sharded(x, weight, labels, weights, DIVISIONS["even"], 0), exact(x, weight, labels, weights), strict=True
-    ):
-        torch.testing.assert_close(found, wanted)
-
-
 def test_a_gradient_of_a_label_that_is_almost_certain_keeps_its_digits_in_bf16() -> None:
     """As the difference of two products it would be mostly rounding. The logits are exact: 12 for the label, else 0."""
     x, weight, labels, weights = problem(torch.bfloat16)
@@ -94,17 +89,13 @@ def test_a_gradient_of_a_label_that_is_almost_certain_keeps_its_digits_in_bf16()
     assert (found - wanted).norm() <= 2**-8 * wanted.norm()
 
 
-def test_parts_of_the_inputs_gradient_are_fp32_for_bf16_weights() -> None:
+def test_parts_of_the_inputs_gradient_are_fp32_for_bf16_weights_and_evaluation_keeps_statistics_alone() -> None:
     x, weight, labels, _ = problem(torch.bfloat16)
     passed = logits_pass(x, labels, Shard(weight, 0), needs_gradient=True)
     assert passed.part is not None
     assert passed.exponentials is not None
     assert (passed.part.dtype, passed.exponentials.dtype) == (torch.float32, torch.bfloat16)
     assert passed.summary.summed.dtype == torch.float32
-
-
-def test_evaluation_keeps_statistics_alone() -> None:
-    x, weight, labels, _ = problem(torch.float32)
     passed = logits_pass(x, labels, Shard(weight, 0), needs_gradient=False)
     assert (passed.part, passed.exponentials) == (None, None)
 
