@@ -24,6 +24,10 @@ TINY = shlex.split(
     "--attention-dropout 0 --eval-interval 1000 --eval-iters 1 --log-interval 1 --ckpt-format torch_dist --num-workers 0"
 )
 
+PLANNED = [flag for flag in TINY if flag != "--mock-data"]
+PLANNED += shlex.split("--epp --micro-batch-size 1 --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
+"""The same with plans for documents, whose path is not among the flags."""
+
 
 @dataclass(frozen=True)
 class Finished:
