@@ -42,9 +42,11 @@ def device(monkeypatch):
     return left
 
 
-@pytest.mark.parametrize(("asked_gib", "cap_gib"), [(None, 72), (70, 70), (78, 75)])
-def test_a_cap_is_what_is_wanted_where_there_is_room(device, asked_gib, cap_gib):
-    device.free, device.reserved = 50 * GIB, 26 * GIB
+@pytest.mark.parametrize(
+    ("free_gib", "asked_gib", "cap_gib"), [(50, None, 72), (50, 70, 70), (50, 78, 75), (40, None, 65), (40, 70, 65)]
+)
+def test_a_cap_is_what_is_wanted_or_the_room_there_is(device, free_gib, asked_gib, cap_gib):
+    device.free, device.reserved = free_gib * GIB, 26 * GIB
     assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked_gib)) == cap_gib * GIB
 
 
@@ -114,12 +116,6 @@ def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplo
 def test_on_a_cpu_nothing_is_kept(monkeypatch, tmp_path):
     assert run(monkeypatch, tmp_path, others=OTHERS, epp_memory_cap_gb=0.5) == (0.5, 69)
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("asked_gib", [None, 70])
-def test_a_cap_is_lowered_to_the_room_there_is(device, asked_gib):
-    device.free, device.reserved = 40 * GIB, 26 * GIB
-    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked_gib)) == 65 * GIB
 
 
 def test_without_a_device_a_cap_is_what_is_asked():

@@ -15,13 +15,11 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
 from tests.support.failing_disk import swept
 from tests.support.mcore.forked import CHANGED, launch
-from tests.support.mcore.launch import TINY, Finished
+from tests.support.mcore.launch import PLANNED, Finished
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
-FLAGS = [flag for flag in TINY if flag != "--mock-data"]
-FLAGS += ["--pipeline-model-parallel-size", 2, "--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0]
-FLAGS += ["--ckpt-format", "torch_dist", "--log-interval", 1, "--train-iters", 4, "--lr-decay-iters", 9]
+FLAGS = [*PLANNED, "--pipeline-model-parallel-size", 2, "--train-iters", 4, "--lr-decay-iters", 9]
 FLAGS += ["--use-distributed-optimizer"]
 
 
@@ -54,12 +52,10 @@ def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: 
 def test_an_embedding_of_other_rows_is_told_with_the_flag_that_keeps_them(saved: Path, data: str) -> None:
     rows = embedding_rows(saved)
     assert rows is not None
-    flags = ("--load", saved, "--finetune", "--padded-vocab-size")
-    larger = trained(data, *flags, rows + 64)
+    larger = trained(data, "--load", saved, "--finetune", "--padded-vocab-size", rows + 64)
     assert larger.returncode == 0, larger.output[-5000:]
     assert f"has {rows} rows and this model {rows + 64}" in larger.output
     assert f"--padded-vocab-size {rows}" in larger.output
-    assert f"has {rows} rows" not in trained(data, *flags, rows).output
 
 
 @pytest.fixture
@@ -104,9 +100,10 @@ def test_damage_is_named_and_the_checkpoint_before_takes_its_place(
     settle_folder(copy, falls_back=False)
 
 
-def test_an_unreadable_tracker_file_is_replaced_by_the_newest_whole_checkpoint(copy: Path) -> None:
-    (copy / TRACKER).write_text("\0\0four")
-    with pytest.raises(EppError, match="and no iteration; --epp-checkpoint-fallback sets it aside"):
+@pytest.mark.parametrize("text", ["9" * 5000, "\0\0four", "\u00b2", ""])
+def test_an_unreadable_tracker_file_is_replaced_by_the_newest_whole_checkpoint(copy: Path, text: str) -> None:
+    (copy / TRACKER).write_text(text)
+    with pytest.raises(EppError, match=f"{TRACKER} has .* and no iteration; --epp-checkpoint-fallback sets it aside"):
         settle_folder(copy, falls_back=False)
     settle_folder(copy, falls_back=True)
     assert (copy / TRACKER).read_text() == "4"
@@ -131,13 +128,6 @@ def test_whichever_step_of_the_disk_fails_the_tracker_file_is_whole(copy: Path) 
 def test_the_newest_checkpoint_is_the_one_that_the_tracker_file_names(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / TRACKER).write_text(text)
     assert start.newest_checkpoint(tmp_path) == tmp_path / name
-
-
-@pytest.mark.parametrize("text", ["9" * 5000, "\0\0four", "\u00b2", ""])
-def test_a_tracker_file_without_an_iteration_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / TRACKER).write_text(text)
-    with pytest.raises(EppError, match=f"{TRACKER} has .* and no iteration"):
-        settle_folder(tmp_path, falls_back=False)
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b"\xff", b"{}", b"7", b""])
@@ -179,6 +169,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(data: str, copy:
     finished = trained(data, *flags, "--epp-checkpoint-fallback")
     assert finished.returncode == 0, finished.output[-5000:]
     assert "iteration        3/       4" in finished.output
+    assert "the embedding in" not in finished.output, "it has the rows of the model"
 
 
 @pytest.mark.parametrize("layout", [["--pipeline-model-parallel-size", 1], ["--decoder-first-pipeline-num-layers", 1]])
@@ -187,9 +178,8 @@ def test_optimizer_state_of_another_layout_is_refused_with_the_flag_that_helps(
 ) -> None:
     refused = trained(data, "--load", saved, *layout)
     assert refused.returncode == 1
-    told = f"the optimizer state in {saved} was saved for another tensor- or pipeline-parallel layout, the only one in which it"
-    assert told in refused.output
-    assert "resume there once and save with --dist-ckpt-optim-fully-reshardable" in refused.output
+    assert f"the optimizer state in {saved} was saved for another tensor- or pipeline-parallel layout" in refused.output
+    assert "--dist-ckpt-optim-fully-reshardable" in refused.output
 
 
 def test_a_training_whose_checkpoint_has_all_iterations_ends_with_an_exit_code_of_its_own(data: str, saved: Path) -> None:

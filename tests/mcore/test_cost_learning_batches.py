@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.iteration import base_run
 from megatron_epp.mcore.iteration.base_run import Run
@@ -57,24 +57,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     ours = object.__new__(Run)
     ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
     return CostLearning(partial(ours.fit, keeps_weights=True))
-
-
-def learn(made: CostLearning) -> PipelineCosts:
-    for _ in range(LEARNING - 1):
-        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
-    costs = made.after(PLAN, Times())  # type: ignore[arg-type]
-    assert costs is not None
-    assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
-    return costs
-
-
-def test_costs_are_learnt_once_after_the_last_measured_iteration(made: CostLearning) -> None:
-    costs = learn(made)
-    for learnt, before in zip(costs.stages, FORMULAS.stages, strict=True):
-        assert learnt.line("forward").time_us(900, 405_450) == pytest.approx(
-            2 * before.line("forward").time_us(900, 405_450), rel=0.1
-        )
-        assert learnt.layers.bytes_per_token == before.layers.bytes_per_token
 
 
 def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: CostLearning) -> None:

@@ -33,14 +33,10 @@ def test_recipes_without_state_are_taken_and_pad_chunks_to_the_rows_that_megatro
 
 
 def test_recipes_that_keep_something_between_chunks_are_refused_with_the_reason() -> None:
-    refused = (
-        "--epp cannot honour --fp8-recipe delayed (its amax histories advance with every chunk, and plans choose their order"
-    )
     (said,) = problems(Namespace(fp8="e4m3", fp8_recipe="delayed"), Door.DOCUMENTS)
-    assert said.startswith(refused)
-    unknown = "a plan cannot honour fp8_recipe='custom' (what it keeps between chunks is unknown)"
+    assert "--fp8-recipe delayed (its amax histories advance with every chunk" in said
     (said,) = problems(Namespace(fp8="e4m3", fp8_recipe=Fp8Recipe.custom), Door.MODEL)
-    assert said.startswith(unknown)
+    assert "fp8_recipe='custom'" in said
     assert [*problems(Namespace(fp8="e4m3"), Door.MODEL)]  # Megatron's default is delayed
     assert [*problems(Namespace(fp8=None, fp8_recipe="delayed"), Door.DOCUMENTS)] == []
 

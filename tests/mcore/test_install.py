@@ -5,11 +5,7 @@ import functools
 import inspect
 
 import pytest
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -56,20 +52,10 @@ def test_compiled_functions_are_warmed_up_on_a_chunk_and_not_on_the_context(monk
     assert args.seq_length == 1 << 20
 
 
-def test_a_local_layer_spec_gets_our_attention_and_the_original_keeps_its_own():
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    assert core_attention(relayed(spec)) is RelayAttention
-    assert core_attention(spec) is DotProductAttention
-
-
-@pytest.mark.skipif(not HAVE_TE, reason='needs Transformer Engine: pip install "megatron-epp[te]" on a GPU machine')
-def test_a_transformer_engine_layer_spec_gets_our_attention():
-    assert core_attention(relayed(get_gpt_layer_with_transformer_engine_spec())) is RelayAttention
-
-
-def test_a_list_of_layer_specs_gets_our_attention_in_every_layer():
-    specs = relayed([get_gpt_layer_local_spec(), get_gpt_layer_local_spec(qk_layernorm=True)])
-    assert [core_attention(spec) for spec in specs] == [RelayAttention, RelayAttention]
+def test_layer_specs_get_our_attention_and_the_originals_keep_their_own():
+    specs = [get_gpt_layer_local_spec(normalization="RMSNorm"), get_gpt_layer_local_spec(qk_layernorm=True)]
+    assert [core_attention(spec) for spec in relayed(specs)] == [RelayAttention] * 2
+    assert [core_attention(spec) for spec in specs] == [DotProductAttention] * 2
 
 
 class OwnAttention(DotProductAttention):
@@ -85,10 +71,3 @@ def test_a_core_attention_that_is_not_megatrons_is_refused_by_name(attention):
     spec.submodules.self_attention.submodules.core_attention = attention
     with pytest.raises(EppError, match="in the place of OwnAttention, which is not Megatron's"):
         relayed(spec)
-
-
-def test_a_hybrid_stack_gets_our_attention_in_its_attention_layers():
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-    stack = relayed(hybrid_stack_spec).submodules
-    assert core_attention(stack.attention_layer) is RelayAttention

@@ -15,22 +15,19 @@ from megatron_epp.plan.serialize import load
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.forked import launch
-from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.parity_figures import check_closeness, parity_of
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 FLAGS = shlex.split(
-    "--pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 192 "
-    "--max-position-embeddings 192 --position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0 "
-    "--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --lr-decay-iters 4 "
-    "--tokenizer-type NullTokenizer --vocab-size 1023 --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1000 "
-    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3"
+    "--pipeline-model-parallel-size 2 --num-layers 8 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0.1 "
+    "--vocab-size 1023 --lr-decay-style linear --lr-decay-iters 4 --log-interval 1000 --epp-slices 3"
 )
 
 
 def trained(*flags: object) -> str:
     """Train on two ranks and return the output."""
-    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, *flags)
+    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *PLANNED, *FLAGS, *flags)
     assert done.returncode == 0, done.output[-5000:]
     return done.output
 
@@ -70,21 +67,6 @@ def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(mo
 
     assert layers("auto") == layers("2048")
     assert layers("auto")[-1] < layers("0")[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "megatron", "given"),
-    [
-        ("even", {}, ("4,4", "Et*4|t*4L")),
-        ("auto", {}, ("auto", "Et*4|t*4L")),
-        ("balanced", {"num_virtual_stages_per_pipeline_rank": 2}, ("balanced", "Et*2|t*2|t*2|t*2L")),
-        ("even --epp-placement v", {"num_virtual_stages_per_pipeline_rank": 2}, ("2,2,2,2", "Et*2|t*2|t*2|t*2L")),
-    ],
-)
-def test_until_data_decide_megatron_has_even_layers(flags: str, megatron: dict[str, int], given: tuple[str, str]) -> None:
-    args = arguments("--epp-layout", *flags.split(), pipeline_model_parallel_size=2, **megatron)
-    prepare_epp_args(args)
-    assert (args.epp_layout, args.pipeline_model_parallel_layout) == given
 
 
 def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tmp_path: Path) -> None:

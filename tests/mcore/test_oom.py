@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-import torch
+import pytest
 
 from tests.support.mcore.forked import job
-from tests.support.mcore.jobs.oom import CASES, LENGTHS, LIMIT_MINUTES, VOCABULARY
+from tests.support.mcore.jobs.oom import CASES, FAILING_RANK, LENGTHS, LIMIT_MINUTES, VOCABULARY
 from tests.support.mcore.launch import Finished
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 
-def start(folder: Path, *names: str) -> Finished:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("oom")
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Finished:
     data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
-    return job(2, "oom", data=data, folder=folder, names=names, timeout_s=400)
+    return job(2, "oom", data=data, folder=folder, timeout_s=400)
 
 
-def test_every_process_group_has_the_runs_time_limit(tmp_path: Path) -> None:
-    names = [name for name in CASES if name != "ends"]
-    finished = start(tmp_path, *names)
-    assert finished.returncode == 0, finished.output[-5000:]
-    for name in names:
-        limits_s = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1)]
-        assert any("_planning_ranks" in of_rank for of_rank in limits_s)
-        for of_rank in limits_s:
-            assert {"activations", "gradients", "figures", "control"} <= of_rank.keys()
-            assert set(of_rank.values()) == {60.0 * LIMIT_MINUTES}
+@pytest.mark.parametrize("name", CASES)
+def test_every_process_group_has_the_runs_time_limit(finished: Finished, folder: Path, name: str) -> None:
+    limits_s = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert any("_planning_ranks" in of_rank for of_rank in limits_s)
+    for of_rank in limits_s:
+        assert {"activations", "gradients", "figures", "control"} <= of_rank.keys()
+        assert set(of_rank.values()) == {60.0 * LIMIT_MINUTES}
 
 
-def test_the_run_ends_with_bytes_and_flags(tmp_path: Path) -> None:
-    finished = start(tmp_path, "ends")
+def test_the_run_ends_with_bytes_and_flags(finished: Finished) -> None:
     assert finished.returncode != 0
-    first = finished.output.index(f"megatron_epp, rank {CASES['ends'].fails}: pipeline rank 1")
+    first = finished.output.index(f"megatron_epp, rank {FAILING_RANK}: pipeline rank 1")
     lines = finished.output[first:].splitlines()[:3]
     assert re.search(
         r"action 1B\d+ failed: out of memory on stage 1, chunk \d+: \d+ tokens, 2 layers, recompute: none", lines[0]
@@ -44,4 +47,4 @@ def test_the_run_ends_with_bytes_and_flags(tmp_path: Path) -> None:
     )
     assert re.fullmatch(r"most likely to help: --epp-memory-cap-gb \S+ or --epp-chunk-tokens \d+", lines[2])
     assert "OutOfMemoryError" not in finished.output
-    assert f"rank 0 ends, since rank {CASES['ends'].fails} failed: pipeline rank 1" in finished.output
+    assert f"rank 0 ends, since rank {FAILING_RANK} failed: pipeline rank 1" in finished.output

@@ -46,32 +46,22 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(documents):
-    """Planned and real bytes of all settings, of both ranks."""
+    """Planned and real bytes of every setting, of both ranks."""
     done = forked.job(2, "optimizer", documents=documents, names=[*SETTINGS])
     assert done.returncode == 0, done.output[-5000:]
-    return by_name(done.figures)
-
-
-def by_name(figures):
-    return {name: [one for one in figures if one["name"] == name] for name in {one["name"] for one in figures}}
-
-
-def check_common(ranks):
-    """What holds of both ranks of a setting, however they share states."""
-    assert len(ranks) == 2
-    planned = ranks[0]["planned"]
-    for one in ranks:
-        assert one["planned"] == planned
-        assert one["real"]["weights"] == planned["weights"]
-        assert planned["gradients"] <= one["real"]["gradients"] <= planned["gradients"] * (1 + PADDING)
-        assert one["real"]["optimizer"] <= planned["optimizer"] * (1 + PADDING)
+    return {name: [one for one in done.figures if one["name"] == name] for name in SETTINGS}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_planned_bytes_are_those_that_are_there_after_a_step(found, name):
-    check_common(found[name])
-    real = sum(one["real"]["optimizer"] for one in found[name])
-    assert real == pytest.approx(2 * found[name][0]["planned"]["optimizer"], rel=PADDING)
+    """However the ranks of a setting share states."""
+    planned, real = ([one[which] for one in found[name]] for which in ("planned", "real"))
+    assert planned == [planned[0]] * 2
+    for one in real:
+        assert one["weights"] == planned[0]["weights"]
+        assert planned[0]["gradients"] <= one["gradients"] <= planned[0]["gradients"] * (1 + PADDING)
+        assert one["optimizer"] <= planned[0]["optimizer"] * (1 + PADDING)
+    assert sum(one["optimizer"] for one in real) == pytest.approx(2 * planned[0]["optimizer"], rel=PADDING)
 
 
 def test_an_optimizer_of_the_host_has_its_states_in_fp32(monkeypatch):

@@ -1,13 +1,10 @@
-"""Precision, dropout, clipping and checkpoints with plans: the same training as with Megatron's own schedule."""
+"""Precision and dropout with plans: the same training as with Megatron's own schedule, or as without recompute."""
 
 import math
 
 import pytest
 
 from tests.support.mcore.forked import job, returned
-from tests.support.mcore.jobs.options import ITERATIONS, LOADED, SAVED
-
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +23,6 @@ def apart(expected, found):
     return math.sqrt(sum((x - y) ** 2 for x, y in pairs) / sum(x * x for x, _ in pairs))
 
 
-def assert_same_training(expected, found):
-    assert found["losses"] == pytest.approx(expected["losses"][-len(found["losses"]) :], rel=TOLERANCE)
-    assert apart(expected, found) < TOLERANCE
-
-
 def test_layers_that_recompute_draw_the_same_dropout_again(runs):
     """Where other tokens meet the masks, losses of this model are 1e-4 apart."""
     plain, recomputed = runs["dropout"], runs["dropout, recompute"]
@@ -44,13 +36,6 @@ def test_layers_that_recompute_draw_the_same_dropout_again(runs):
     assert plain["losses"] != runs["elastic"]["losses"]
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_stages(runs):
-    stock, elastic = runs["clipped stock"], runs["clipped elastic"]
-    assert elastic["gradient_norm"] > 10 * 0.02  # so clipping has something to do
-    assert_same_training(stock, elastic)
-    assert apart(runs["stock"], elastic) > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["bf16 elastic", "bf16 elastic, fp32 gradients of keys", "fp16 elastic"])
 def test_half_precision_is_no_further_from_fp32_than_megatrons_own_is(runs, name):
     """In bf16 Megatron accumulates gradients in fp32, in fp16 as they are."""
@@ -60,11 +45,3 @@ def test_half_precision_is_no_further_from_fp32_than_megatrons_own_is(runs, name
     rounding = apart(exact, stock)
     assert apart(exact, elastic) < 1.1 * rounding
     assert apart(stock, elastic) < rounding
-
-
-@pytest.mark.parametrize("name", LOADED)
-def test_a_checkpoint_of_two_stages_goes_on_with_another_number_of_them(runs, name):
-    loaded, whole = runs[f"loaded, {name}"], runs["elastic"]
-    assert len(runs["saving"]["losses"]) == SAVED
-    assert len(loaded["losses"]) == ITERATIONS - SAVED
-    assert_same_training(whole, loaded)

@@ -30,6 +30,27 @@ def test_a_layout_numbers_layers_by_stage_wherever_the_stage_is() -> None:
     assert numbers == {0: [0], 1: [1, 2], 2: [], 3: [3]}
 
 
+def transformer(
+    chunks: int,
+    layers: int = 12,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> SimpleNamespace:
+    """What Megatron's configuration says of layers on two ranks."""
+    return SimpleNamespace(
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers=layers,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=embedding,
+        account_for_loss_in_pipeline_split=loss,
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "chunks", "layers"),
     [
@@ -41,17 +62,7 @@ def test_a_layout_numbers_layers_by_stage_wherever_the_stage_is() -> None:
     ],
 )
 def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chunks: int, layers: list[int]) -> None:
-    transformer = SimpleNamespace(
-        pipeline_model_parallel_layout=None,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        num_layers=flags.get("layers", 12),
-        num_layers_in_first_pipeline_stage=flags.get("first"),
-        num_layers_in_last_pipeline_stage=flags.get("last"),
-        account_for_embedding_in_pipeline_split=flags.get("embedding", False),
-        account_for_loss_in_pipeline_split=flags.get("loss", False),
-    )
-    assert layers_of_stages(transformer, 2, chunks) == layers
+    assert layers_of_stages(transformer(chunks, **flags), 2, chunks) == layers
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: Path) -> None:
@@ -79,30 +90,21 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
 
 def test_layers_of_stages_there_and_back_are_laid_out_with_both_ends() -> None:
     args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement="v")
-    transformer = SimpleNamespace(
-        pipeline_model_parallel_layout=None,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        num_layers=4,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    assign_stages(transformer, args)
-    layout = transformer.pipeline_model_parallel_layout
+    config = transformer(2, layers=4)
+    assign_stages(config, args)
+    layout = config.pipeline_model_parallel_layout
     named = [[layer.name for layer in layout.layout[rank][chunk]] for rank, chunk in ((0, 0), (1, 0), (1, 1), (0, 1))]
     assert named == [["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]]
-    assign_stages(transformer, args)
-    assert transformer.pipeline_model_parallel_layout is layout
+    assign_stages(config, args)
+    assert config.pipeline_model_parallel_layout is layout
 
 
 def test_a_looped_pipeline_keeps_megatrons_own_settings() -> None:
     args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None, epp_placement="looped")
-    transformer = SimpleNamespace(pipeline_model_parallel_layout=None, num_layers_in_first_pipeline_stage=3)
-    assign_stages(transformer, args)
-    assert transformer.pipeline_model_parallel_layout is None
-    assert transformer.num_layers_in_first_pipeline_stage == 3
+    config = transformer(1, first=3)
+    before = vars(config).copy()
+    assign_stages(config, args)
+    assert vars(config) == before
 
 
 @pytest.mark.parametrize(

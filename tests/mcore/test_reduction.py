@@ -60,19 +60,23 @@ def run(
     return log
 
 
-@pytest.mark.parametrize("align", [True, False])
-def test_the_only_stage_of_the_first_rank_reduces_by_hooks_during_its_last_backward(align: bool) -> None:
-    assert run("a", "a", align=align) == ["a open", "a!"]
+HOOKS = ["a open", "a!"]
+AT_ONCE = ["a!", "a start", "a open"]
 
 
 @pytest.mark.parametrize("align", [True, False])
-def test_a_stage_further_down_reduces_all_at_once_behind_its_last_message(align: bool) -> None:
-    assert run("a", "a", first=False, align=align) == ["a!", "a start", "a open"]
-
-
-@pytest.mark.parametrize("align", [True, False])
-def test_split_weight_gradients_reduce_at_once_after_the_last(align: bool) -> None:
-    assert run("a", "a", splits=True, align=align) == ["a!", "a start", "a open"]
+@pytest.mark.parametrize(
+    ("options", "events"),
+    [
+        pytest.param({}, HOOKS, id="the first rank's only stage, by hooks during its last backward"),
+        pytest.param({"first": False}, AT_ONCE, id="a stage further down, behind its last message"),
+        pytest.param({"splits": True}, AT_ONCE, id="split weight gradients, after the last"),
+    ],
+)
+def test_a_rank_of_one_stage_reduces_when_nothing_waits_for_it(
+    options: dict[str, bool], events: list[str], align: bool
+) -> None:
+    assert run("a", "a", align=align, **options) == events
 
 
 def test_stages_of_a_rank_start_when_the_plan_says_so() -> None:

@@ -49,18 +49,6 @@ CASES = {
 }
 
 MORE_CASES = {
-    "weights apart": {
-        "cell": {"pp": 2, "split": True},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    },
-    "vocabulary, cut layers": {
-        "cell": {"pp": 2},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
-        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    },
     "experts by DeepEP": {
         "cell": {"dp": 2, "experts": 4, "ep": 2},
         "model": "llama",

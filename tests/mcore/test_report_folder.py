@@ -40,11 +40,8 @@ def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(os, "write", full)
         written(folder, range(1, 3))
-    assert [one.getMessage() for one in caplog.records] == [
-        f"a report cannot be written (cannot write the plan to {tmp_path}/report/plan-1.json: No space left on device); "
-        "training goes on without it",
-        f"a report cannot be written ({tmp_path}/report/{LINES}: No space left on device); training goes on without it",
-    ]
+    for name, message in zip(("plan-1.json", LINES), caplog.messages, strict=True):
+        assert f"{tmp_path}/report/{name}: No space left on device" in message
     monkeypatch.setattr(os, "write", write)
     written(folder, range(3, 4))
     assert (tmp_path / "report" / LINES).read_text() == '{"run": "0123abcd", "iteration": 3}\n'

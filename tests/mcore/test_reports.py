@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
-from megatron_epp.mcore.iteration import report_folder as module
-from megatron_epp.mcore.iteration.report_folder import Reports
+from megatron_epp.mcore.iteration.report_folder import Log, Reports
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.mcore.forked import CHANGED, launch
+from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 
 def test_training_goes_on_while_a_report_is_made_and_its_lines_are_written_in_the_training_thread() -> None:
     reports, may_end, threads = Reports(), threading.Event(), []
 
-    def work() -> module.Log:
+    def work() -> Log:
         assert may_end.wait(60)
         threads.append(threading.current_thread())
         return lambda: threads.append(threading.current_thread())
@@ -37,15 +37,6 @@ def test_training_goes_on_while_a_report_is_made_and_its_lines_are_written_in_th
     assert len(threads) == 2, "lines are written once"
 
 
-def test_lines_are_written_in_the_order_of_the_iterations() -> None:
-    reports, written = Reports(), list[int]()
-    for iteration in range(5):
-        reports.begin(lambda iteration=iteration: lambda: written.append(iteration))
-        assert written == list(range(iteration))
-    complete_at_end(reports.complete)
-    assert written == [0, 1, 2, 3, 4]
-
-
 def test_an_error_of_a_report_is_raised_in_training_at_the_next_iteration() -> None:
     reports = Reports()
     reports.begin(lambda: int("no number"))  # type: ignore[arg-type, return-value]
@@ -53,59 +44,56 @@ def test_an_error_of_a_report_is_raised_in_training_at_the_next_iteration() -> N
         reports.begin(lambda: None)
 
 
-@contextmanager
-def ended(reports: Reports) -> Iterator[None]:
-    """Run the body as a training that ends after it."""
-    try:
-        yield
-    finally:
-        complete_at_end(reports.complete)
-
-
 def test_after_a_failure_a_run_ends_though_a_report_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_thread, "PATIENCE_S", 0.01)
     reports, never = Reports(), threading.Event()
     reports.begin(never.wait)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="of the training"), ended(reports):
-        raise RuntimeError("of the training")
+
+    def training() -> None:
+        try:
+            raise RuntimeError("of the training")
+        finally:
+            complete_at_end(reports.complete)
+
+    with pytest.raises(RuntimeError, match="of the training"):
+        training()
     never.set()
 
 
 FLAGS = shlex.split(
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
-    "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-iters 1 --eval-interval 3 "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --calculate-per-token-loss --log-interval 2 "
-    "--train-iters 6 --epp"
+    "--pipeline-model-parallel-size 2 --global-batch-size 4 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 2 "
+    "--train-iters 6"
 )
+
+
+def trained(folder: Path, *program: object, flags: Sequence[object] = ()) -> tuple[str, list[dict[str, Any]]]:
+    """Train on two ranks; return the output, and the lines of the report in a folder."""
+    data = write_pair(folder / "documents", documents_of(long_tailed_lengths(100, 32), vocab_size=127))
+    places = "--data-path", data, "--epp-report-dir", folder / "report"
+    finished = launch(2, *program, *PLANNED, *FLAGS, *places, *flags)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished.output, [json.loads(line) for line in (folder / "report" / "iterations.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("flags", "last"), [((), 6), (("--exit-interval", 4), 4)], ids=["to the end", "ends early"])
 def test_every_iteration_of_a_training_is_reported_once_and_in_order(
     tmp_path: Path, flags: tuple[object, ...], last: int
 ) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(100, 64), vocab_size=255))
-    report = "--epp-report-dir", tmp_path / "report"
-    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, *report, *flags)
-    assert finished.returncode == 0, finished.output[-5000:]
-    lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]
+    output, lines = trained(tmp_path, "-m", "megatron_epp.mcore.pretrain_gpt", flags=flags)
     assert [line["iteration"] for line in lines] == list(range(1, last + 1))
-    logged = [line.split(" | ")[0] for line in finished.output.splitlines() if "epp iteration" in line]
+    logged = [line.split(" | ")[0] for line in output.splitlines() if "epp iteration" in line]
     assert [int(line.split()[-1]) for line in logged] == list(range(2, last + 1, 2))
     if last == 6:  # Megatron's line of the last iteration: writers may be closed behind it
-        assert finished.output.index("epp iteration 6 ") < finished.output.index("iteration        6/")
+        assert output.index("epp iteration 6 ") < output.index("iteration        6/")
         tokens = sum(line["tokens"] for line in lines[1::2])
         bubble = fmean(line["bubble_fraction"]["measured"] for line in lines[1::2])
         figures = f"logged iterations: 3 with {tokens:,} tokens | mean bubble of these: {bubble:.1%} measured"
         ending = f"epp run has ended after iteration 6 | {figures} | reports: {tmp_path / 'report'}"
-        assert finished.output.count("epp run") == finished.output.count(ending) == 1
+        assert output.count("epp run") == output.count(ending) == 1
 
 
 def test_diagnostics_take_no_memory_for_tensors_so_that_none_can_be_missing(tmp_path: Path) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(100, 64), vocab_size=255))
-    flags = "--epp-report-dir", tmp_path / "report", "--epp-trace", 2, "--epp-costs", "learn", "--data-path", data
-    finished = launch(2, CHANGED, "diagnostics_without_memory", *FLAGS, *flags, "--pipeline-model-parallel-size", 1)
-    assert finished.returncode == 0, finished.output[-5000:]
-    lines = [json.loads(line) for line in (tmp_path / "report" / "iterations.jsonl").read_text().splitlines()]
+    flags = "--epp-trace", 2, "--epp-costs", "learn", "--pipeline-model-parallel-size", 1
+    _, lines = trained(tmp_path, CHANGED, "diagnostics_without_memory", flags=flags)
     assert [line["replicas"] for line in lines] == [2] * 6
     assert (tmp_path / "report" / "trace.json").exists()

@@ -16,6 +16,7 @@ from megatron_epp.cost.kept import FILE_NAME
 from megatron_epp.cost.learning import RECORDED, WARM_UP
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 ITERATIONS = 8
@@ -23,12 +24,10 @@ INTERVAL = 3
 KILLED = 4
 """The run is killed as soon as it is seen to have done this iteration: after its first checkpoint."""
 
-FLAGS = shlex.split(
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 "
-    "--max-position-embeddings 192 --position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0 "
-    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 1000 "
-    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3 --epp-recompute 1 "
+FLAGS = PLANNED + shlex.split(
+    "--pipeline-model-parallel-size 2 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0.1 "
+    f"--train-iters {ITERATIONS} --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 1000 "
+    "--epp-slices 3 --epp-recompute 1 "
     "--window-size 40,0 --window-attn-skip-freq 2 --softmax-type learnable "
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--spec tests.support.mcore.delta_hybrid two_gpt_layers --linear-num-key-heads 2 "

@@ -16,6 +16,7 @@ from megatron_epp.cost.slowness import ITERATIONS, SLOWER
 from megatron_epp.mcore.costs import watch as watches
 from megatron_epp.plan import Action, Plan
 from tests.support.mcore.forked import CHANGED, job, launch
+from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.plan.small_plans import one_f_one_b
 
@@ -42,15 +43,12 @@ def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
 
 
 def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(200, 64), vocab_size=255))
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(200, 64), vocab_size=127))
     flags = shlex.split(
-        "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-        "--max-position-embeddings 64 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
-        "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-iters 1 --eval-interval 1000 "
-        "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --log-interval 1000 --calculate-per-token-loss "
-        f"--epp --epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}"
+        "--pipeline-model-parallel-size 2 --global-batch-size 4 --seq-length 64 --max-position-embeddings 64 "
+        f"--epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}"
     )
-    finished = launch(2, CHANGED, "slow", *flags, "--data-path", data)
+    finished = launch(2, CHANGED, "slow", *PLANNED, *flags, "--data-path", data)
     assert finished.returncode == 0, finished.output[-5000:]
     check_named(finished.output)
 

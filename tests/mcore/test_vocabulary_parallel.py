@@ -19,22 +19,18 @@ from tests.support.mcore.forked import job, returned
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.runtime.allocations import peak_bytes_of
 
-KEYS = {
-    "untied": {"embedding.word_embeddings.weight", "output_layer.weight"},
-    "tied": {"embedding.word_embeddings.weight"},
-}
-
 
 @pytest.mark.parametrize(
     "name",
     [
-        "untied",
-        pytest.param("tied", marks=pytest.mark.slow),  # that of a resumed run below
+        "untied, cut layers",
         pytest.param("uneven, plain optimizer", marks=pytest.mark.slow),  # the same with other divisions
         pytest.param("tied, uneven", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_shards_and_cut_layers_is_one_of_a_whole_output_layer_and_whole_layers(
+    name: str, tmp_path: Path
+) -> None:
     found = returned(job(1, "vocabulary", folder=tmp_path, part=name, timeout_s=300))
     entries = 97 if "uneven" in name else 96
     assert found["names"] > found["of the optimizer"] > 0
@@ -42,7 +38,8 @@ def test_a_checkpoint_of_shards_is_one_of_a_whole_output_layer(name: str, tmp_pa
     assert found["apart"] == []
     weights = {key: shape for key, shape in found["shapes"].items() if "embeddings" in key or "output" in key}
     words = {key: shape for key, shape in weights.items() if "optimizer" not in key and "position" not in key}
-    assert words == {key: [entries, 32] for key in KEYS["tied" if name.startswith("tied") else "untied"]}
+    output = [] if name.startswith("tied") else ["output_layer.weight"]
+    assert words == {key: [entries, 32] for key in ("embedding.word_embeddings.weight", *output)}
 
 
 @pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
@@ -53,9 +50,8 @@ def test_a_resumed_run_goes_on_bitwise(model: str, tmp_path: Path) -> None:
     assert found["apart"] == []
 
 
-@pytest.mark.parametrize("part", ["bf16", pytest.param("bf16, tied", marks=pytest.mark.slow)])  # the same model otherwise
-def test_the_reduction_is_in_fp32_for_weights_in_bf16(part: str, tmp_path: Path) -> None:
-    found = returned(job(1, "vocabulary", folder=tmp_path, part=part, timeout_s=300))
+def test_the_reduction_is_in_fp32_for_weights_in_bf16(tmp_path: Path) -> None:
+    found = returned(job(1, "vocabulary", folder=tmp_path, part="bf16", timeout_s=300))
     assert found["broadcast"] == ["torch.bfloat16"]
     assert found["reduced"] == ["torch.float32"]
     assert found["losses"] == pytest.approx(found["stock"], rel=5e-3)

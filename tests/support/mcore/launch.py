@@ -26,6 +26,10 @@ TINY = shlex.split(
 TINY_ON_DOCUMENTS = [*(flag for flag in TINY if flag != "--mock-data"), "--micro-batch-size", "1"]
 """The same without mock data, and with one sequence in a microbatch."""
 
+PLANNED = [flag for flag in TINY if flag != "--mock-data"]
+PLANNED += shlex.split("--epp --micro-batch-size 1 --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
+"""The same with plans for documents, whose path is not among the flags."""
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -3,17 +3,15 @@
 import shlex
 
 from megatron_epp.cost import ModelShape
+from tests.support.mcore.launch import PLANNED
 
 LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
 VOCABULARY = 95
 ITERATIONS = 2
 
-COMMON = shlex.split(
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
-    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
-    f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
-    "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
-    "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace 1"
+COMMON = PLANNED + shlex.split(
+    "--num-layers 8 --hidden-size 64 --seq-length 512 --max-position-embeddings 512 --log-interval 1000 "
+    f"--train-iters {ITERATIONS} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 --epp-measure-memory --epp-trace 1"
 )
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=2
@@ -36,7 +34,6 @@ MAMBA = (
     "--hybrid-layer-pattern MMM|MMM --spec tests.support.mcore.mamba_hybrid stack_spec"
 )
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
-GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
 SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
@@ -55,7 +52,6 @@ PIPELINES = {
         FREE: f"{LLAMA} --epp-slices 3",
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
         "twelve slices in bf16, all in bf16": f"{LLAMA} {SMALL} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
-        "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
         "latents, seven slices, some recompute": f"{LATENT} {SMALL} --epp-latents on --epp-slices 7 --epp-recompute 1",
@@ -74,33 +70,17 @@ PIPELINES = {
 }
 """By number of ranks."""
 MORE = {
-    2: {
-        "as the planner likes": GROUPED,
-        "windows shorter than slices": f"{GROUPED} --window-size 20,0 --epp-slices 7",
-        "the first of two layers without a window, one recomputes": f"{GROUPED} --num-layers 4 --window-size 20,0 "
-        "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
-        "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
-        "whole": f"{GPT2} --epp-planner 1f1b",
-        "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
-        "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
-        "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
-        "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
-        "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
-        "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
-        "latent attention, weights apart": f"{LATENT} --epp-slices 3 --epp-split-weight-gradient",
-        "multi-token prediction, by blocks": f"{LLAMA} --mtp-num-layers 1 --epp-slices 3 --epp-loss-block-tokens 32",
-        "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
-        "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
-        "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
-        "a layer cut, all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 5 --epp-layout 4.5,3.5",
-        "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
-        "a layer cut, offloaded": f"{LLAMA} --epp-layout 4.5,3.5 --epp-memory-cap-gb 0.0085 --epp-offload "
-        f"--epp-costs {FAST_HOST}",
-        "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
-    },
-    4: {
-        FREE: f"{LLAMA} --epp-slices 3",
-        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
-    },
+    "windows shorter than slices": f"{GROUPED} --window-size 20,0 --epp-slices 7",
+    "the first of two layers without a window, one recomputes": f"{GROUPED} --num-layers 4 --window-size 20,0 "
+    "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
+    "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
+    "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
+    "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",
+    "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
+    "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
+    "latent attention, weights apart": f"{LATENT} --epp-slices 3 --epp-split-weight-gradient",
+    "multi-token prediction, by blocks": f"{LLAMA} --mtp-num-layers 1 --epp-slices 3 --epp-loss-block-tokens 32",
+    "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
+    "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
 }
-"""The same in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""
+"""More of two ranks, in the set `slow`, besides plans of random batches (`jobs.batches`)."""

@@ -1,6 +1,6 @@
 """Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
 
-Returns by training and rank what `test_memory_of_batches.py` looks at.
+Returns by training and rank what `test_memory.py` looks at.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.mcore.jobs.common import flags_of, written
+
 CONTEXT, VOCABULARY = 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
 # By name: processes, model and flags.
@@ -27,10 +29,7 @@ RUNS = {
         "gpt2",
         "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
     ),
-}
-
-# Stages that begin and end inside layers; of the second run one does both.
-CUT_RUNS = {
+    # Stages that begin and end inside layers; of the second run one does both.
     "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
     "cut layers, weights apart": (
         2,
@@ -42,32 +41,16 @@ CUT_RUNS = {
 
 def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run everything, or only what is named, each on a number of random batches."""
-    from scripts.parity.cells import LENGTHS, MODELS, common_flags
-    from scripts.parity.worlds import Training, load_megatron, train_all
-    from scripts.random_documents import write_documents
-
-    load_megatron()
+    common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
     from megatron_epp.mcore.iteration import run_plan as schedule
+    from scripts.parity.cells import MODELS
 
     schedule.Executor = of_batches(schedule.Executor, batches)
-    common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]
-    common += ["--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
 
-    def training(name: str, processes: int, model: str, flags: str) -> Training:
-        own = ["--pipeline-model-parallel-size", str(processes), "--epp-report-dir", str(folder / name)]
-        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {OPTIONS} {flags}")))
+    def flags(processes: int, model: str, own: str) -> list[str]:
+        return [*common, "--pipeline-model-parallel-size", str(processes), *shlex.split(f"{MODELS[model]} {own}")]
 
-    wanted = {name: run for name, run in (RUNS | CUT_RUNS).items() if name in names} if names else RUNS
-    runs = {name: training(name, *run) for name, run in wanted.items()}
-    (place := folder / "worlds").mkdir()
-    done = train_all(runs.values(), place, limit_s=300)
-    return {name: found(done[one], folder / name) for name, one in runs.items()}
-
-
-def found(ranks, folder: Path):
-    if isinstance(ranks, str):
-        return {"error": ranks}
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    return written({name: (run[0], flags(*run)) for name, run in RUNS.items() if name in (names or RUNS)}, folder)
 
 
 def of_batches(executor, batches):

@@ -8,39 +8,27 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
+from tests.support.mcore.jobs.common import flags_of, written
+
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
 
 
 def run(folder):
-    from scripts.parity.cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
-    from scripts.parity.worlds import Training, load_megatron, train_all
-    from scripts.random_documents import write_documents
+    common = flags_of(folder, 2, 64, 4)
+    from scripts.parity.cells import OPTIMIZERS, PLANS, Case, Cell
 
-    load_megatron()
-    note_collectives(folder)
-    common = [
-        *common_flags(2, 64, 4, validates=False),
-        "--data-path",
-        write_documents(folder / "documents", LENGTHS, VOCABULARY),
-    ]
+    note_collectives()
     trainings = {}
     for name, cell, optimizer in (
         ("layers shared", Cell(tp=2, sp=True, pp=2), "plain"),
         ("experts shared", Cell(pp=2, dp=2, ep=2, experts=4), "distributed"),
     ):
-        flags = Case(cell, "gpt2", PLANS["sliced"], OPTIMIZERS[optimizer]).elastic_flags(common)
-        trainings[name] = Training(cell.num_processes, (*flags, "--epp-report-dir", str(folder / name)))
-    (place := folder / "worlds").mkdir()
-    done = train_all(trainings.values(), place, limit_s=200)
-    errors = {name: done[one] for name, one in trainings.items() if isinstance(done[one], str)}
-    return errors or {name: found(folder / name) for name in trainings}
+        case = Case(cell, "gpt2", PLANS["sliced"], OPTIMIZERS[optimizer])
+        trainings[name] = cell.num_processes, case.elastic_flags(common)
+    return written(trainings, folder)
 
 
-def found(folder):
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("groups*.json"))]
-
-
-def note_collectives(folder):
+def note_collectives():
     """The groups of all collectives of steps, written at the end of each.
 
     torch is as it was between steps: the functions of a script are looked at before the first, with what they use of torch.
@@ -77,7 +65,7 @@ def note_collectives(folder):
         strange = [(name, ranks(group)) for name, group in seen if group not in known and len(ranks(group)) > 1]
         used = [ranks(group) for group in in_use if group in [group for _, group in seen]]
         record = {"strange": strange, "used": used, "in_use": [ranks(group) for group in in_use]}
-        path = Path(ours.args.epp_report_dir, f"groups{dist.get_rank()}.json")
+        path = Path(ours.args.epp_report_dir, f"rank{dist.get_rank()}.json")
         path.write_text(json.dumps(record))
         return answer
 

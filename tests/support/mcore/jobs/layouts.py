@@ -8,43 +8,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
-from scripts.parity.worlds import Training, load_megatron, train_all
-from scripts.random_documents import write_documents
+from scripts.parity.cells import CONTEXT, MODELS
+from scripts.parity.worlds import load_megatron
+from tests.support.mcore.jobs.common import flags_of, trained
 
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist"
-CHAINS = {
-    "one key for all layers": ("llama", ""),
-    "a key for every layer": ("llama", "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-token-dispatcher-type alltoall"),
-}
-"""Models whose layers are homogeneous in checkpoints, or not."""
+OWN_KEYS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-token-dispatcher-type alltoall"
+"""Flags of a model whose layers have keys of their own in checkpoints."""
 CUT = "--pipeline-model-parallel-size 2 --epp-layout 1.5,2.5"
 
 
 def run(folder: Path, part: str) -> dict[str, Any]:
-    """Run the masks, or the chain of a model."""
-    load_megatron()
-    parts = {"masks": masks, "hybrid": lambda: hybrid(folder)}
-    return parts[part]() if part in parts else checkpoints(folder, *CHAINS[part])
+    parts = {"masks": masks, "hybrid": lambda: hybrid(folder), "checkpoints": lambda: checkpoints(folder)}
+    return parts[part]()
 
 
 def hybrid(folder: Path) -> dict[str, Any]:
     """Train a hybrid model by the stock schedule, and there and back from the same weights. Stages begin with an MLP, too."""
+    common = flags_of(folder, 2, CONTEXT, 8)
     from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()
-    common = common_flags(2, CONTEXT, 8, validates=False)
-    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
-    common += shlex.split(f"{MODELS['llama']} --spec tests.support.mcore.local_hybrid stack_spec --ckpt-format torch_dist")
+    common += shlex.split(
+        f"{MODELS['llama']} --pipeline-model-parallel-size 2 --ckpt-format torch_dist "
+        "--spec tests.support.mcore.local_hybrid stack_spec"
+    )
     del common[common.index("--num-layers") : common.index("--num-layers") + 2]
     saved = folder / "saved"
-    stock = Training(2, (*common, "--hybrid-layer-pattern", "*-*|-*-*-", "--epp-schedule", "stock"), saved)
     placed = "--hybrid-layer-pattern *-|*|-*|-*- --epp-placement v --epp-slices 3 --epp-recompute 1"
     runs = [
-        next(iter(train_all([training], folder, 200).values()))
-        for training in (stock, Training(2, (*common, *placed.split(), "--load", str(saved), "--finetune")))
+        trained(2, [*common, "--hybrid-layer-pattern", "*-*|-*-*-", "--epp-schedule", "stock"], folder, saved),
+        trained(2, [*common, *placed.split(), "--load", str(saved), "--finetune"], folder),
     ]
-    assert not any(isinstance(found, str) for found in runs), runs
     losses = [next(run.losses for run in found if run.losses) for found in runs]
     final = [{name: tensor for run in found for name, tensor in run.final.items()} for found in runs]
     assert final[0].keys() == final[1].keys()
@@ -55,9 +50,9 @@ def hybrid(folder: Path) -> dict[str, Any]:
     }
 
 
-def checkpoints(folder: Path, model: str, flags: str) -> dict[str, Any]:
+def checkpoints(folder: Path) -> dict[str, Any]:
     """Train cut layers; load what they saved into whole ones and save that; load this into cut ones and save again."""
-    return handed_on(folder, f"{MODELS[model]} {flags} {RESHARDABLE}", ((CUT, 2), ("", 1), (CUT, 2)))
+    return handed_on(folder, f"{MODELS['llama']} {OWN_KEYS} {RESHARDABLE}", ((CUT, 2), ("", 1), (CUT, 2)))
 
 
 def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dict[str, Any]:
@@ -66,15 +61,11 @@ def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dic
     Args:
         parts: flags of each run, and its processes.
     """
-    common = common_flags(2, CONTEXT, 4, validates=False)
-    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY)]
+    common = flags_of(folder, 2, CONTEXT, 4)
     places = [folder / f"saved{number}" for number in range(len(parts))]
     for number, (own, processes) in enumerate(parts):
         keeps = ["--load", str(places[number - 1])] if number else ["--save", str(places[0]), "--save-interval", "1"]
-        given = (*common, *shlex.split(f"{flags} {own}"), *keeps)
-        training = Training(processes, given, places[number] if number else None)
-        (runs,) = train_all([training], folder, 200).values()
-        assert not isinstance(runs, str), f"{own}: {runs}"
+        trained(processes, [*common, *shlex.split(f"{flags} {own}"), *keeps], folder, places[number] if number else None)
         if number == 0:
             (places[0] / "latest_checkpointed_iteration.txt").write_text("1")
     first, *others = (tensors_of(place / f"iter_000000{0 if number else 1}") for number, place in enumerate(places))
@@ -113,6 +104,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def masks() -> dict[str, Any]:
     """Run a layer with hidden dropout, and its halves one after the other, from the same random state."""
+    load_megatron()
     import tempfile
 
     import torch
@@ -150,7 +142,6 @@ def masks() -> dict[str, Any]:
         "outputs": bool(torch.equal(*outputs)),
         "gradients": gradients[0].keys() == gradients[1].keys()
         and all(bool(torch.equal(gradients[0][name], gradients[1][name])) for name in gradients[0]),
-        "dropped": bool(torch.any(outputs[0] == whole(x, attention_mask=mask)[0])),
         "names": halves == {*whole.state_dict()},
         "shared": [name for name in first.state_dict() if name in second.state_dict()],
     }

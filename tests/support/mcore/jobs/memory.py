@@ -23,5 +23,5 @@ def run(data: str, folder: Path, more: bool = False) -> None:
     fast = folder / f"fast{os.environ['RANK']}.json"
     fast.write_text(analytic_profile(SHAPE, replace(CPU, host_latency_us=0.0, host_bytes=1e12, linear_flops=1e9)).to_json())
     base = [*COMMON, "--pipeline-model-parallel-size", str(ranks), "--data-path", data]
-    for name, flags in (MORE if more else PIPELINES)[ranks].items():
+    for name, flags in (MORE if more else PIPELINES[ranks]).items():
         train([*base, *shlex.split(flags.replace(FAST_HOST, str(fast))), "--epp-report-dir", str(folder / name)])

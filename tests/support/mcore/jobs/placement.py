@@ -9,10 +9,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from scripts.parity.cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags
+from scripts.parity.cells import CONTEXT, Case, Cell
 from scripts.parity.runs import Run
-from scripts.parity.worlds import Training, load_megatron, train_all
-from scripts.random_documents import write_documents
+from tests.support.mcore.jobs.common import flags_of, trained
 
 ITERATIONS = 5
 TIED = "gpt2"
@@ -27,11 +26,9 @@ LOOPED = Cell(pp=2), f"{SLICED} --pipeline-model-parallel-layout E|tt|t|tL"
 
 
 def run(folder: Path) -> None:
-    load_megatron()
+    common = [*flags_of(folder, ITERATIONS, CONTEXT, 4), "--ckpt-format", "torch_dist"]
     gathers, reductions = folder / "gathers", folder / "reductions"
     record_calls(gathers, reductions)
-    common = common_flags(ITERATIONS, CONTEXT, 4, validates=False)
-    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
     def train(cell: Cell, plan: str, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:
         """Train to the end, from the checkpoint after the `done` first iterations, and save the one after the next."""
@@ -41,9 +38,7 @@ def run(folder: Path) -> None:
             flags += ["--load", str(folder / load)]
         case = Case(cell, TIED, plan, optimizer)
         flags = case.elastic_flags(flags) if plan else (*case.stock_flags(flags), *shlex.split(optimizer))
-        (runs,) = train_all([Training(cell.num_processes, flags)], folder, 300).values()
-        assert not isinstance(runs, str), f"{save}: {runs}"
-        return runs
+        return trained(cell.num_processes, flags, folder)
 
     whole = train(ALONE, "", SHARDED, "whole")
     parts = {

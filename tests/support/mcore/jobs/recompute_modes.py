@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
+from tests.support.mcore.jobs.common import flags_of, written
 
 RECOMPUTE_MODES = {
     "whole": Recompute(full=8),
@@ -56,43 +57,26 @@ RUNS = {
     "hybrid": (1, 1, "llama", f"{HYBRID} {LOCAL}"),
     "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
     "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
-}
-"""One iteration each."""
-CUT_RUNS = {
     "cut layers, with dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1 --epp-layout 2.5,1.5"),
     "cut layers, there and back": (2, 2, "llama", f"{LOCAL} --epp-placement v --epp-layout 1.5,1,1,0.5"),
 }
-"""Also one iteration, of stages that begin and end inside layers."""
+"""One iteration each; of cut layers, stages begin and end inside layers."""
 
 
 def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run everything, or only what is named."""
-    from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
-    from scripts.parity.worlds import Training, load_megatron, train_all
-    from scripts.random_documents import write_documents
-
-    load_megatron()
+    common = flags_of(folder, 1, 64, 2)
     from megatron_epp.mcore.iteration import run_plan as schedule
+    from scripts.parity.cells import MODELS
     from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()
     schedule.Executor = by_levels(schedule.Executor)
-    common = [*common_flags(1, 64, 2, validates=False), "--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
 
-    def training(name: str, stages: int, processes: int, model: str, flags: str) -> Training:
-        own = ["--pipeline-model-parallel-size", str(stages), "--epp-report-dir", str(folder / name)]
-        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {flags}")))
+    def training(stages: int, processes: int, model: str, own: str) -> tuple[int, list[str]]:
+        return processes, [*common, "--pipeline-model-parallel-size", str(stages), *shlex.split(f"{MODELS[model]} {own}")]
 
-    runs = {name: training(name, *run) for name, run in (RUNS | CUT_RUNS).items() if name in (names or RUNS)}
-    (place := folder / "worlds").mkdir()
-    done = train_all(runs.values(), place, limit_s=240)
-    return {name: found(done[one], folder / name) for name, one in runs.items()}
-
-
-def found(ranks, folder: Path):
-    if isinstance(ranks, str):
-        return {"error": ranks}
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    return written({name: training(*run) for name, run in RUNS.items() if name in (names or RUNS)}, folder)
 
 
 def by_levels(executor):

@@ -1,4 +1,4 @@
-"""Trains some hundred tiny iterations through Megatron's loop and records what Python has after some of them."""
+"""Trains many tiny iterations through Megatron's loop and records what Python has after some of them."""
 
 import gc
 import shlex
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore import entry
+from tests.support.mcore.launch import PLANNED
 
 LONGEST, VOCABULARY = 64, 95
 
@@ -42,18 +43,15 @@ class SoakCase:
 
     @property
     def flags(self) -> list[str]:
-        return shlex.split(
-            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --transformer-impl local "
-            f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --micro-batch-size 1 --global-batch-size 2 "
-            f"--train-iters {self.iterations} --pipeline-model-parallel-size {self.pipeline_size} --lr 1e-3 "
-            f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
-            "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --split 100,0,0 --eval-iters 0 "
-            "--eval-interval 10000 --log-interval 10 --epp --epp-slices 2"
+        return PLANNED + shlex.split(
+            f"--num-layers 2 --seq-length {LONGEST} --max-position-embeddings {LONGEST} --global-batch-size 2 "
+            f"--train-iters {self.iterations} --pipeline-model-parallel-size {self.pipeline_size} "
+            f"--vocab-size {VOCABULARY} --log-interval 10 --epp-slices 2"
         )
 
 
 CASES = {
-    "tensors": SoakCase(iterations=100, pipeline_size=1, first=11, window=4),
+    "tensors": SoakCase(iterations=60, pipeline_size=1, first=11, window=4),
     "objects": SoakCase(iterations=1000, pipeline_size=2, first=101, counts_objects=True),
 }
 

@@ -9,9 +9,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
-from scripts.parity.worlds import Training, load_megatron, train_all
-from scripts.random_documents import write_documents
+from scripts.parity.cells import CONTEXT, MODELS
+from tests.support.mcore.jobs.common import flags_of, trained
 from tests.support.mcore.jobs.layouts import RESHARDABLE, differing, handed_on, tensors_of
 
 SHARDS = "--epp-vocab-parallel on --pipeline-model-parallel-size"
@@ -19,10 +18,9 @@ UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 PLAIN = "--ckpt-format torch_dist"
 STOCK = "--epp-schedule stock"
 CHAINS = {
-    "untied": (f"{MODELS['llama']} {RESHARDABLE}", ((f"{SHARDS} 2", 2), (STOCK, 1), (f"{SHARDS} 4", 4))),
-    "tied": (
-        f"{MODELS['gpt2']} {RESHARDABLE}",
-        ((f"{SHARDS} 2", 2), (f"{STOCK} --pipeline-model-parallel-size 2", 2), (f"{SHARDS} 4", 4)),
+    "untied, cut layers": (
+        f"{MODELS['llama']} {RESHARDABLE}",
+        ((f"{SHARDS} 2 --epp-layout 1.5,2.5", 2), (STOCK, 1), (f"{SHARDS} 4 --epp-layout 0.5,1.5,1.5,0.5", 4)),
     ),
     "uneven, plain optimizer": (f"{MODELS['llama']} {UNEVEN} {PLAIN}", ((f"{SHARDS} 4", 4), (STOCK, 1), (f"{SHARDS} 2", 2))),
     "tied, uneven": (
@@ -31,14 +29,13 @@ CHAINS = {
     ),
 }
 FORMATS = {"gpt2": RESHARDABLE, "llama": f"{PLAIN} --use-distributed-optimizer"}
-MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama", "bf16, tied": "gpt2"}
+MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama"}
 
 
 def run(folder: Path, part: str) -> dict[str, Any]:
-    load_megatron()
     if part in CHAINS:
         return handed_on(folder, *CHAINS[part])
-    return (types if part.startswith("bf16") else resumed)(folder, MODEL_OF[part])
+    return (types if part == "bf16" else resumed)(folder, MODEL_OF[part])
 
 
 def resumed(folder: Path, model: str) -> dict[str, Any]:
@@ -46,13 +43,12 @@ def resumed(folder: Path, model: str) -> dict[str, Any]:
 
     Of the buffers that Megatron keeps whole, whose padding it does not initialise, only the losses tell.
     """
-    common = [*common_flags(4, CONTEXT, 4, validates=False), *shlex.split(f"{SHARDS} 2 {MODELS[model]} {FORMATS[model]}")]
-    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--hidden-dropout", "0.1"]
+    common = flags_of(folder, 4, CONTEXT, 4)
+    common += shlex.split(f"{SHARDS} 2 {MODELS[model]} {FORMATS[model]} --hidden-dropout 0.1")
     places = [folder / name for name in ("whole", "resumed")]
     losses = []
     for place, loads in zip(places, ([], ["--load", str(places[0]), "--ckpt-step", "2"]), strict=True):
-        flags = (*common, "--save", str(place), "--save-interval", "2", *loads)
-        losses.append(_losses(folder, Training(2, flags)))
+        losses.append(_losses(folder, [*common, "--save", str(place), "--save-interval", "2", *loads]))
     ends = [tensors_of(place / "iter_0000004") for place in places]
     assert ends[0].keys() == ends[1].keys()
     return {"losses": losses[0][2:], "resumed": losses[1], "apart": [key for key in differing(*ends) if "gbuf_idx" not in key]}
@@ -60,15 +56,15 @@ def resumed(folder: Path, model: str) -> dict[str, Any]:
 
 def types(folder: Path, model: str) -> dict[str, Any]:
     """Train in bf16 by the stock schedule and with shards; the types that these broadcast and reduce."""
+    common = flags_of(folder, 2, CONTEXT, 4)
+    common += shlex.split(f"{MODELS[model]} --bf16 --pipeline-model-parallel-size 2")
     from megatron_epp.runtime.loss import pipeline_shards
 
-    common = [*common_flags(2, CONTEXT, 4, validates=False), *shlex.split(f"{MODELS[model]} --bf16")]
-    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--pipeline-model-parallel-size", "2"]
     pipeline_shards.dist = Noting(pipeline_shards.dist, folder)  # which processes forked from this one have
-    own = _losses(folder, Training(2, (*common, "--epp-vocab-parallel", "on")))
+    own = _losses(folder, [*common, "--epp-vocab-parallel", "on"])
     return {
         "losses": own,
-        "stock": _losses(folder, Training(2, (*common, *STOCK.split()))),
+        "stock": _losses(folder, [*common, *STOCK.split()]),
         "broadcast": sorted(set((folder / "broadcast").read_text().split())),
         "reduced": sorted(set((folder / "reduce").read_text().split())),
     }
@@ -93,7 +89,5 @@ class Noting:
         return noted
 
 
-def _losses(folder: Path, training: Training) -> list[float]:
-    (runs,) = train_all([training], folder, 200).values()
-    assert not isinstance(runs, str), runs
-    return next(run.losses for run in runs if run.losses)
+def _losses(folder: Path, flags: list[str]) -> list[float]:
+    return next(run.losses for run in trained(2, flags, folder) if run.losses)
