@@ -47,6 +47,12 @@ def test_several_stages_on_a_rank_have_the_gradients_of_whole_samples_on_as_many
     assert_equal(2, {"axes": 3, "read": tmp_path, "stages": 4})
 
 
+def test_ranks_that_share_tokens_have_one_dropout_of_the_rows_that_a_function_takes():
+    for rank in of_ranks(job(2, "inputs:dropout")):
+        assert rank["equal"]
+        assert 0.3 < rank["dropped"] < 0.7
+
+
 TOLD = {
     "no function": "sample 0 has 3 spans, and no function makes their rows: pass inputs=",
     "columns without a function": "input_columns volume are for a function of inputs, and there is none: pass inputs=",

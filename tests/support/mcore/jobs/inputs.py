@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.mcore.jobs.data_parallel import DataParallel
@@ -105,6 +106,18 @@ def inputs(chunk: Any) -> Tensor:
     layers = range(chunk.model.feature_layers)
     more = [merged(torch.zeros_like(rows), [(start, features[at]) for start, _, features in seen]) for at in layers]
     return (own, more) if more else own
+
+
+def dropout() -> dict[str, Any]:
+    """Return whether ranks that share tokens get the same rows of an embedding with dropout, and the share that is dropped."""
+    (model,) = begin(LENGTHS, tensor_parallel=2, sequence_parallel=True).models
+    model.embedding.embedding_dropout.p = 0.5
+    from megatron_epp.mcore.model.own_inputs import InputChunk
+
+    rows = InputChunk(model, torch.arange(40)[None], torch.arange(40)[None], {}, (), model).embedded().detach()
+    of_ranks = [torch.empty_like(rows) for _ in range(2)]
+    dist.all_gather(of_ranks, rows)
+    return {"equal": torch.equal(*of_ranks), "dropped": float((rows == 0).float().mean())}
 
 
 def samples(axes: int = 1) -> list[dict[str, Any]]:
