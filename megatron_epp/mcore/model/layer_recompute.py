@@ -30,7 +30,8 @@ from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discard
 
 
 def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
-    """Make a stage's layers recompute as the plan of the chunk that they run says, by their numbers in `Recompute.mode`.
+    """Make a stage's layers recompute as the plan of the chunk that they run says, by their numbers in `Recompute.mode`. Does
+    nothing to layers of which another run of the model has done so.
 
     Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
@@ -38,7 +39,8 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
         if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
             raise EppError(f"recompute mode {mode.name}: layers cannot run only {', '.join(sorted(mode.runs_again))} again")
     for number, layer in zip(numbers, layers, strict=True):
-        _Layer(number, layer)
+        if not getattr(layer, "recomputes_by_mode", False):
+            _Layer(number, layer)
 
 
 class _Running(threading.local):
@@ -67,7 +69,7 @@ class _Layer:
         norm, mlp = getattr(layer, norm_name), getattr(layer, "mlp", None)
         self._run, self._run_norm = layer.forward, norm.forward
         self._now = _Running()
-        layer.forward = self._forward
+        layer.forward, layer.recomputes_by_mode = self._forward, True
         if mlp is not None and not isinstance(mlp, IdentityOp):
             self._run_mlp, layer._forward_mlp = layer._forward_mlp, self._forward_mlp
         if not isinstance(norm, IdentityOp):

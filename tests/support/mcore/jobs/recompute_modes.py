@@ -86,6 +86,7 @@ def by_levels(executor):
 
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
+    from megatron_epp.mcore.model.layer_recompute import recompute_by_mode
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload
     from megatron_epp.runtime.offload.host import HostMemory
@@ -124,6 +125,8 @@ def by_levels(executor):
             return gradients, counted, len(calls), saved.peak_bytes, away
 
         def run(self):
+            for stage in self.stages.values():  # as another schedule of the model would
+                recompute_by_mode(stage.decoder.layers, range(len(stage.decoder.layers)))
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
             differ, kernels, peaks, away, plain, miscounted, first = {}, {}, {}, {}, {}, {}, {}
             for name, variant in variants_of(self.plan).items():
