@@ -41,8 +41,8 @@ def test_samples_are_counted_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -
 
 def test_with_equal_lengths_it_trains_as_with_as_many_sequences(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "data", [16] * 20, 120)
-    by_tokens = run(tmp_path / "tokens", data, "--epp-batch-tokens", 8 * 16 + 15, "--global-batch-size", 2)
-    by_count = run(tmp_path / "count", data, "--global-batch-size", 8)
+    by_tokens = run(tmp_path / "tokens", data, "--epp-batch-tokens", 8 * 16 + 15, "--global-batch-size", 2, iterations=3)
+    by_count = run(tmp_path / "count", data, "--global-batch-size", 8, iterations=3)
     assert by_tokens == by_count
 
 

@@ -21,7 +21,7 @@ from megatron_epp.cli.train import checked_argv
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.iteration import wrap as wrapping
-from megatron_epp.plan import EppError
+from tests.support.mcore.jobs.frameworks import refusal
 from tests.support.mcore.launch import TINY
 
 PLAIN = [flag for flag in TINY if flag != "--mock-data"]
@@ -94,14 +94,6 @@ def with_documents(folder: Path) -> Path:
 def words_of(folder: Path, flags: str) -> list[str]:
     """Return the command line of a training on the documents in a folder, with more flags."""
     return [*PLAIN, *FLAGS, "--data-path", str(folder / "text"), *shlex.split(flags.replace("FOLDER", str(folder)))]
-
-
-def refusal(check: Any) -> str:
-    try:
-        check()
-    except EppError as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments import start
 from megatron_epp.mcore.patches import install
 from megatron_epp.plan import EppError
-from tests.mcore.test_mistakes import megatron_parser, refusal, with_documents, words_of
+from tests.mcore.test_mistakes import megatron_parser, with_documents, words_of
+from tests.support.mcore.jobs.frameworks import refusal
 from tests.support.mcore.launch import TINY
 
 

@@ -73,6 +73,17 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max((float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)) for ours, theirs in pairs), default=0.0)
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """Return what a call is refused with; empty if it is not."""
+    from megatron_epp.plan import EppError
+
+    try:
+        call()
+    except EppError as error:
+        return str(error)
+    return ""
+
+
 def begin(
     lengths: Sequence[int],
     stages: int | None = None,
@@ -344,17 +355,12 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
     import megatron_epp
     from megatron_epp.mcore.iteration.wrap import uninstall
-    from megatron_epp.plan import EppError
 
     sys.modules["framework"] = framework = ModuleType("framework")
     framework.run = original = getattr(schedules, name)  # type: ignore[attr-defined]
     stock = loop.run(get_forward_backward_func())
     schedule = megatron_epp.install(memory_cap_gb=1)
-    twice = ""
-    try:
-        megatron_epp.install()
-    except EppError as error:
-        twice = str(error)
+    twice = refusal(megatron_epp.install)
     runs = [loop.run(run) for run in (get_forward_backward_func(), framework.run) for _ in range(RUNS // 2)]
     learnt = schedule._runs[0].learning.is_done
     uninstall()
@@ -418,7 +424,6 @@ def learnt() -> dict[str, Any]:
     loop = begin(UNEVEN)
     import megatron_epp
     from megatron_epp.cost.learning import RECORDED, WARM_UP
-    from megatron_epp.plan import EppError
 
     found: list[dict[str, Any]] = []
 
@@ -437,12 +442,7 @@ def learnt() -> dict[str, Any]:
     after(1, state)
     state["pipelines"][0]["learnt_with"]["the device"] = "another one"
     after(1, state)
-    error = ""
-    try:
-        own.load_state_dict(state)
-    except EppError as raised:
-        error = str(raised)
-    return {"schedules": found, "late": error}
+    return {"schedules": found, "late": refusal(lambda: own.load_state_dict(state))}
 
 
 SLEEP_S = 0.05

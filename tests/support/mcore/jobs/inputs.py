@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.mcore.jobs.data_parallel import DataParallel
-from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin
+from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin, refusal
 
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 PICTURES = {0: ((3, 3, 4), (17, 2, 3), (30, 5, 2)), 2: ((0, 4, 4),), 3: ((2, 1, 2),), 5: ((8, 4, 6), (32, 2, 2), (36, 3, 4))}
@@ -263,21 +264,15 @@ def refusals() -> dict[str, str]:
     loop = begin(LENGTHS, calculate_per_token_loss=True)
 
     import megatron_epp
-    from megatron_epp.plan import EppError
 
     model, said, right = VisionLanguage(loop.models[0]), {}, samples()
 
     def told(name: str, batch: Any = right, **settings: Any) -> None:
-        schedule = None
-        try:
-            schedule = megatron_epp.wrap_samples(**SETTINGS | settings)
-            schedule(model=model, samples=batch)
-            said[name] = "trains"
-        except EppError as error:
-            said[name] = str(error)
-        finally:
-            if schedule is not None:
-                schedule.close()
+        def train() -> None:
+            with contextlib.closing(megatron_epp.wrap_samples(**SETTINGS | settings)) as schedule:
+                schedule(model=model, samples=batch)
+
+        said[name] = refusal(train) or "trains"
 
     first, *others = right
     told("no function")

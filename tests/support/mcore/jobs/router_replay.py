@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step
+from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step, refusal
 
 EXPERTS = 4
 REPLAYS = 5
@@ -80,13 +80,9 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_epp
-    from megatron_epp.plan import EppError
 
-    replay, stock, refused = Replay(loop), get_forward_backward_func(), ""
-    try:
-        replay.run(megatron_epp.wrap(), forward_only=False)
-    except EppError as error:
-        refused = str(error)
+    replay, stock = Replay(loop), get_forward_backward_func()
+    refused = refusal(lambda: replay.run(megatron_epp.wrap(), forward_only=False))
     _, recorded = replay.run(stock, forward_only=True)
     learning = megatron_epp.wrap(order="given")
     planned = [replay.run(learning, forward_only=True)[1]]

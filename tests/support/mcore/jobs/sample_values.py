@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.mcore.jobs.data_parallel import DataParallel
-from tests.support.mcore.jobs.frameworks import apart, begin, outputs
+from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS, made
 
 
@@ -142,7 +143,6 @@ def divided_head() -> dict[str, Any]:
     import megatron_epp
     from megatron_epp.losses import ClippedValue
     from megatron_epp.mcore.model.value_head import ValueHead
-    from megatron_epp.plan import EppError
 
     group = parallel_state.get_tensor_model_parallel_group()
     head = ValueHead(loop.models[0].config, group)
@@ -152,14 +152,11 @@ def divided_head() -> dict[str, Any]:
     values = head(own)[0]
     values.backward(of_values)
     dist.all_reduce(head.weight.grad, group=group)  # as Megatron does for weights with this attribute
-    wanted, said = of_values * head.weight.detach(), ""
+    wanted = of_values * head.weight.detach()
     put_heads(loop.models, gathers=False)
-    try:
-        megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)(model=loop.models, samples=made_for_values())
-    except EppError as error:
-        said = str(error)
+    schedule = megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)
     return {
-        "said": said,
+        "said": refusal(lambda: schedule(model=loop.models, samples=made_for_values())),
         "attribute": head.weight.sequence_parallel,
         "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
         "hidden": apart([own.grad], [wanted.chunk(2)[dist.get_rank()]]),
@@ -174,14 +171,10 @@ def value_refusals() -> dict[str, str]:
 
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
-    from megatron_epp.plan import EppError
 
     def refused(loss: Any, samples: Any, plans: Any = None, **named: Any) -> str:
-        try:
-            megatron_epp.wrap_samples(loss=loss, **SETTINGS | dict(plans or {}))(model=loop.models, samples=samples, **named)
-        except EppError as error:
-            return str(error)
-        return ""
+        wrap = partial(megatron_epp.wrap_samples, loss=loss, **SETTINGS | dict(plans or {}))
+        return refusal(lambda: wrap()(model=loop.models, samples=samples, **named))
 
     samples, for_values = made(), made_for_values()
     teacher = {"teacher_tokens": torch.zeros(41, 3), "teacher_logprobs": torch.full((41, 3), -2.0)}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.mcore.jobs.data_parallel import DataParallel
-from tests.support.mcore.jobs.frameworks import apart, begin, outputs
+from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
 LENGTHS = (40, 10, 24, 4, 18, 56)
 """Positions of the samples; all train, and two replicas have three each."""
@@ -160,16 +160,12 @@ def bad() -> dict[str, Any]:
 
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, Preference
-    from megatron_epp.plan import EppError
 
     schedule, samples, said = megatron_epp.wrap_samples(loss=ClippedRatio(), **SETTINGS), made(), {}
     pairs = megatron_epp.wrap_samples(loss=Preference(), **SETTINGS)
 
     def refused(name: str, batch: Any, schedule: Any = schedule, model: Any = loop.models) -> None:
-        try:
-            schedule(model=model, samples=batch)
-        except EppError as error:
-            said[name] = str(error)
+        said[name] = refusal(lambda: schedule(model=model, samples=batch))
 
     config = loop.models[0].config
     config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
@@ -200,7 +196,6 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token)
     import megatron_epp
     from megatron_epp.losses import Average, ClippedRatio
-    from megatron_epp.plan import EppError
 
     samples, said = made(), {}
     training = DataParallel(loop, samples, overlaps=overlaps, distributed=distributed)
@@ -217,10 +212,7 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
         return [x.chunk(replicas)[dist.get_rank(group)].clone() for x, group in whole]  # the part that this replica steps
 
     def refused(name: str, batch: Any) -> None:
-        try:
-            schedule(model=chunks, samples=batch)
-        except EppError as error:
-            said[name] = str(error)
+        said[name] = refusal(lambda: schedule(model=chunks, samples=batch))
 
     training.config.attention_dropout = 0.1 * (dist.get_rank() == 0)
     refused("a model", samples)
