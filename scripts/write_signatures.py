@@ -6,9 +6,9 @@
 
 Libraries of kernels are read from clones of them; those of which no clone is named stay as they are; that of `hybrid-ep` is of
 DeepEP's branch of this name. Functions of torch are those that our sources call, and are read from wheels of any system.
-Nothing is installed. Tests compare our calls with every release (`tests/cpu/test_library_signatures.py`,
-`tests/cpu/test_torch_signatures.py`), and those that Megatron makes of a stand-in. Only identifiers are recorded: each
-function's parameters in order, with ``=`` behind those that have a default and ``*`` in front of those given by name alone.
+Nothing is installed. Tests compare our calls with every release (`tests/cpu/test_library_signatures.py`), and those that
+Megatron makes of a stand-in. Only identifiers are recorded: each function's parameters in order, with ``=`` behind those that
+have a default and ``*`` in front of those given by name alone.
 """
 
 from __future__ import annotations

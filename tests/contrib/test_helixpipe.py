@@ -154,18 +154,15 @@ def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
     assert kept == 3 * 2 * 4096 < whole.inner[0].bytes_per_token
 
 
-def test_costs_with_attention_in_the_stages_and_slices_are_refused():
+def test_costs_with_attention_in_the_stages_slices_and_layers_that_ranks_cannot_share_equally_are_refused():
+    with pytest.raises(EppError, match="equally many layers on every rank; 4 ranks share 10"):
+        HelixLayout.of(10, 4)
     layout, costs = blocks(attention=False)
     problem = Problem(LENGTHS, layout.placement.rank_of, (UNLIMITED_BYTES,) * 4)
     with pytest.raises(PlanError, match="costs of separate attention"):
         plan(problem, costs, Options(planner="helixpipe"))
     with pytest.raises(PlanError, match="whole sequences; a sequence is in 4 slices"):
         plan(problem, blocks()[1], Options(planner="helixpipe", slices=4))
-
-
-def test_layers_that_the_ranks_cannot_share_equally_are_refused():
-    with pytest.raises(EppError, match="equally many layers on every rank; 4 ranks share 10"):
-        HelixLayout.of(10, 4)
 
 
 def test_pictures_name_attention(made: Plan, tmp_path):

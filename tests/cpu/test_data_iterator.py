@@ -142,11 +142,13 @@ def test_a_plan_for_other_lengths_is_refused():
         next(batches(lambda lengths, trained, loss_groups, spans: whole_sequences((5, 9)), sampler=[(2, 3)]))
 
 
+SHARES = ((1,), (0, 2))
+
+
 def test_replicas_take_the_shares_they_planned():
-    shares = [(1,), (0, 2)]
-    replicas = [batches(make, replica=r, replicas=2) for r, make in enumerate(of_the_shares(*shares))]
+    replicas = [batches(make, replica=r, replicas=2) for r, make in enumerate(of_the_shares(*SHARES))]
     for indices in islice(GlobalBatchSampler(len(LENGTHS), 3), 5):
-        for share, replica in zip(shares, replicas, strict=True):
+        for share, replica in zip(SHARES, replicas, strict=True):
             batch = next(replica)
             assert batch.indices == tuple(indices[at] for at in share)
             assert batch.plan.lengths == batch.lengths
@@ -156,12 +158,10 @@ def test_replicas_take_the_shares_they_planned():
 
 
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
-    shares = [(1,), (0, 2)]
-
     def make(lengths, trained=(), loss_groups=(), spans=()):
-        return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
+        return tuple(packed for each in of_the_shares(*SHARES) for packed in each(lengths))
 
-    for position, share in enumerate(shares):
+    for position, share in enumerate(SHARES):
         iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, replica_position=position))
         assert next(iterator).indices == tuple((3, 4, 5)[at] for at in share)
 

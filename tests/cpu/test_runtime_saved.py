@@ -31,23 +31,30 @@ def test_bytes_live_from_forward_to_backward():
     assert meter.peak_bytes == 2 * KIB
 
 
-def test_views_count_as_the_storage_they_hold():
+WEIGHT = torch.nn.Parameter(torch.ones(16, 16))
+
+
+def thrice(x):
+    return x.exp().exp().exp()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[: KIB // 4].sin() + x[KIB // 4 : KIB // 2].sin(),
+        lambda x: x.view(-1, 16) @ WEIGHT.t(),
+        lambda x: checkpoint(thrice, x, use_reentrant=False),
+        lambda x: checkpoint(thrice, x, use_reentrant=True),
+    ],
+    ids=["views of one storage", "views of parameters do not count", "recomputed", "recomputed, reentrant"],
+)
+def test_kept_until_the_backward_is_the_storage_of_the_input_alone(function):
     x = leaf(8) * 1.0
-    with SavedTensors() as meter:
-        y = x[: KIB // 4].sin(), x[KIB // 4 : KIB // 2].sin()
-        assert meter.live_bytes == 8 * KIB
-        del y
-    assert meter.live_bytes == 0
-
-
-def test_parameters_do_not_count_nor_do_views_of_them():
-    weight = torch.nn.Parameter(torch.ones(16, 16))
-    x = torch.ones(4, 16, requires_grad=True) * 1.0
-    with SavedTensors([weight]) as meter:
-        y = x @ weight.t()
+    with SavedTensors([WEIGHT]) as meter:
+        y = function(x)
         assert meter.live_bytes == x.nbytes
         y.sum().backward()
-    assert meter.live_bytes == 0
+        assert meter.live_bytes == 0
 
 
 class Product(torch.autograd.Function):
@@ -118,16 +125,6 @@ def test_a_saved_parameter_lives_as_long_as_the_graph():
     assert gone() is not None
     del y
     assert gone() is None
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_recomputed_does_not_count_between_forward_and_backward(reentrant):
-    x = leaf(4) * 1.0
-    with SavedTensors() as meter:
-        y = checkpoint(lambda x: x.exp().exp().exp(), x, use_reentrant=reentrant)
-        assert meter.live_bytes == x.nbytes
-        y.sum().backward()
-    assert meter.live_bytes == 0
 
 
 def test_a_parameter_that_is_gone_does_not_hide_what_takes_its_address():
