@@ -34,11 +34,10 @@ def gpipe() -> Decisions:
     return Decisions(CHUNKS, order, NO_LAYERS)
 
 
-def with_action(action: Any, rank: int = 1, at: int = 4) -> Change:
+def with_action(action: Any) -> Change:
     def change(made: Decisions) -> Decisions:
-        rows = [list(row) for row in made.order]
-        rows[rank].insert(at, action)
-        return replace(made, order=tuple(map(tuple, rows)))
+        first, second = made.order
+        return replace(made, order=(first, (*second[:4], action, *second[4:])))
 
     return change
 
