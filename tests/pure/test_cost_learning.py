@@ -300,10 +300,10 @@ def took(plan: Plan, rank: int, factor: float) -> Iterator[tuple[Action, float]]
         yield step.action, factor * step.time_us
 
 
-def watched(factors: list[float], rank: int = 1) -> SlowStages:
+def watched(factors: list[float]) -> SlowStages:
     stages = SlowStages()
     for factor in factors:
-        stages.add(PLAN, rank, took(PLAN, rank, factor))
+        stages.add(PLAN, 1, took(PLAN, 1, factor))
     return stages
 
 

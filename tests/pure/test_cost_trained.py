@@ -32,16 +32,11 @@ from tests.support.plan.planner_cases import pipeline, problem
 TIMES = {"forward": LinearTime(5.0, 20.0), "backward": LinearTime(5.0, 40.0), "weight": LinearTime(0.0, 15.0)}
 
 
-def with_head(stages: int = 2) -> PipelineCosts:
+def with_head() -> PipelineCosts:
     """Costs of a pipeline whose output layer takes most of the time."""
-    costs = pipeline(stages)
-    return replace(
-        costs,
-        stages=(
-            *costs.stages[:-1],
-            costs.stages[-1].changed(INPUT, HEAD, **dict.fromkeys(TIMES, LinearTime())).changed(HEAD, **TIMES),
-        ),
-    )
+    first, last = pipeline(2).stages
+    last = last.changed(INPUT, HEAD, **dict.fromkeys(TIMES, LinearTime())).changed(HEAD, **TIMES)
+    return replace(pipeline(2), stages=(first, last))
 
 
 def parts_of(length: int, trained: range) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ from tests.support.plan.small_plans import chunk, one_f_one_b
 SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))
 
 
-def needed_by(text, chunks=SLICED, num_stages=3, optional=()):
-    needs = deps(chunks, num_stages, [Action.parse(word) for word in optional])
+def needed_by(text, optional=()):
+    needs = deps(SLICED, 3, [Action.parse(word) for word in optional])
     return {str(action) for action in needs(Action.parse(text))}
 
 

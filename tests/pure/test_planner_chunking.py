@@ -18,8 +18,8 @@ from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 WHALE = (131072, 90000, 40000, *web_lengths(60, seed=1, longest=4000))
 
 
-def chunker(lengths: tuple[int, ...], *, multiple: int = 1, chunk_tokens: int | None = None, stages: int = 4) -> Chunker:
-    return Chunker.of(problem(lengths, stages, token_multiple=multiple), pipeline(stages), chunk_tokens)
+def chunker(lengths: tuple[int, ...], *, multiple: int = 1, chunk_tokens: int | None = None) -> Chunker:
+    return Chunker.of(problem(lengths, 4, token_multiple=multiple), pipeline(4), chunk_tokens)
 
 
 def slices_of(chunks: tuple[Chunk, ...], sequence: int) -> list[tuple[int, int]]:

@@ -12,7 +12,6 @@ from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, O
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Chunker, Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.message_room import planned_with_room
@@ -180,21 +179,15 @@ def _delayed(row: Sequence[Action], waiting: Sequence[int]) -> Iterator[Action]:
     yield from left
 
 
-def peaks(order: Order, chunks: tuple[Chunk, ...], layers: RecomputeSteps, modes: tuple[str, ...]) -> list[int]:
-    tables = tabulate(chunks, BATCH, COSTS, modes)
-    return [int(row.max()) for row in held_bytes(order, tables, layers)]
-
-
 CHUNKS = cut(BATCH)
 ZERO_BUBBLE = with_weights(elastic_1f1b(CHUNKS, 3, False), [3])
 
 
-def capped(share: float, order: Order = ZERO_BUBBLE, modes: tuple[str, ...] = ("full",)) -> Problem:
+def capped(share: float, order: Order) -> Problem:
     """A cap between the peaks of an order with all recomputed and with nothing."""
-    none = [[0] * len(CHUNKS)] * 3
-    most = [[4] * len(CHUNKS)] * 3
-    least, all_kept = (max(peaks(order, CHUNKS, layers, modes)) for layers in (most, none))
-    return replace(BATCH, cap_bytes=(int(least + share * (all_kept - least)),) * 3)
+    tables = tabulate(CHUNKS, BATCH, COSTS)
+    least, most = (max(int(row.max()) for row in held_bytes(order, tables, [[layers] * len(CHUNKS)] * 3)) for layers in (4, 0))
+    return replace(BATCH, cap_bytes=(int(least + share * (most - least)),) * 3)
 
 
 @pytest.mark.parametrize("seed", range(12))

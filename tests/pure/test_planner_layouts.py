@@ -27,11 +27,11 @@ HEADLESS = replace(
 BATCHES = ((9000, 4000, 4000, 2000, 1000, 700), (16000, 3000, 500, 400), (5000,) * 5)
 
 
-def sample(profile=PROFILE, ranks: int = 4, cap_bytes: int = UNLIMITED_BYTES, num_layers: int = 16, **more) -> Sample:
+def sample(profile=PROFILE, ranks: int = 4, num_layers: int = 16, **more) -> Sample:
     def costs_of(layout: Layout) -> PipelineCosts:
         return profile.costs([count // 2 for count in layout.halves], state_bytes_per_parameter=7.5)
 
-    problems = tuple(Problem(lengths, tuple(range(ranks)), (cap_bytes,) * ranks) for lengths in BATCHES)
+    problems = tuple(Problem(lengths, tuple(range(ranks)), (UNLIMITED_BYTES,) * ranks) for lengths in BATCHES)
     return Sample(problems, costs_of, num_layers, halves=False, **more)
 
 

@@ -34,11 +34,10 @@ def gpipe() -> Decisions:
     return Decisions(CHUNKS, order, NO_LAYERS)
 
 
-def with_action(action: Any, rank: int = 1, at: int = 4) -> Change:
+def with_action(action: Any) -> Change:
     def change(made: Decisions) -> Decisions:
-        rows = [list(row) for row in made.order]
-        rows[rank].insert(at, action)
-        return replace(made, order=tuple(map(tuple, rows)))
+        first, second = made.order
+        return replace(made, order=(first, (*second[:4], action, *second[4:])))
 
     return change
 
@@ -73,6 +72,8 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_action(Action(Op.R, 1, 0)), r"1R0.*\n *\^\^\^ a planner says what recomputes by its layers"),
         (with_action(Action(Op.F, 1, 4)), r"\^\^\^ unknown chunk 4; there are 4"),
         (with_action(Action(Op.F, 0, 0)), "wrong rank: stage 0 is placed on rank 0"),
+        (with_action(Action(Op.F, -1, 0)), "unknown stage -1"),
+        (with_action(Action(Op.F, 1, -1)), "unknown chunk -1"),
         (with_action(("F", 1, 0)), r"\('F', 1, 0\) is not an Action"),
         (with_action(Action(Op.F, np.int64(1), 0)), "not an Action of an Op and two of Python's own whole numbers"),
         (lambda made: replace(made, order=made.order[:1]), "order has 1 rows for 2 ranks"),

@@ -300,3 +300,15 @@ def test_where_less_than_a_layers_input_may_leave_nothing_is_copied(lengths: tup
     made = plan(replace(asked, cap_bytes=(cap,) * 2), costs, Options(offload=True, kv_offload=False))
     assert check(made) == []
     assert any(made.copies) == copies
+
+
+def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
+    costs, asked = pipeline(2), problem([300_000, 5_000], 2)
+    plain = for_table(plan(asked, costs, Options(slices=40)).chunks, asked, costs, Options())
+    hosted = [set(), {(0, 0)}, {(0, 0), (1, 0)}]
+    built = [build_plan(asked, costs, Options(), replace(plain, kv_offload=frozenset(pairs))).predicted for pairs in hosted]
+    peaks, times = [made.peak_bytes for made in built], [made.makespan_us for made in built]
+    assert peaks[0][0] > peaks[1][0] == peaks[2][0]
+    assert peaks[0][1] == peaks[1][1] > peaks[2][1]
+    assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
+    assert max(made.lower_bound_us for made in built) <= times[0]  # what streaming takes can be spared

@@ -31,9 +31,9 @@ from tests.support.plan.stages import stage_of
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
 
 
-def table(slices: tuple[int, ...], tokens: int = 10) -> tuple[Chunk, ...]:
-    """Sequence q in ``slices[q]`` slices of equal length."""
-    return tuple(Chunk((Segment(q, k * tokens, (k + 1) * tokens),)) for q, count in enumerate(slices) for k in range(count))
+def table(slices: tuple[int, ...]) -> tuple[Chunk, ...]:
+    """Sequence q in ``slices[q]`` slices of ten tokens."""
+    return tuple(Chunk((Segment(q, 10 * k, 10 * k + 10),)) for q, count in enumerate(slices) for k in range(count))
 
 
 def tables(slices: tuple[int, ...], stages: int):

@@ -35,16 +35,13 @@ LENGTHS = (30000, 9000, 5000, 3000, 2000, 700, 300)
 PLACEMENTS = {"one stage per rank": (0, 1, 2, 3), "looped": (0, 1, 2, 3, 0, 1, 2, 3), "v": (0, 1, 2, 3, 3, 2, 1, 0)}
 
 
-def costs(placement=(0, 1, 2, 3), shards: bool = True, profile=PROFILE, layers: int = 16) -> PipelineCosts:
-    ranks = max(placement) + 1
-    each = [layers // len(placement)] * len(placement)
-    shares = [1 / ranks] * ranks if shards else []
-    return profile.costs(each, state_bytes_per_parameter=7.5, vocabulary_shares=shares)
+def costs(placement=(0, 1, 2, 3), shards: bool = True) -> PipelineCosts:
+    layers = [16 // len(placement)] * len(placement)
+    return PROFILE.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
 
 
-def made(placement=(0, 1, 2, 3), cap: int = UNLIMITED_BYTES, lengths=LENGTHS, options=Options(), **more) -> Plan:  # noqa: B008
-    ranks = max(placement) + 1
-    return plan(Problem(lengths, tuple(placement), (cap,) * ranks, **more), costs(placement), options)
+def made(lengths=LENGTHS, forward_only: bool = False) -> Plan:
+    return plan(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4, forward_only=forward_only), costs())
 
 
 def actions(plan: Plan, op: Op) -> list[Action]:
@@ -173,7 +170,7 @@ def test_what_a_shard_keeps_for_its_weight_gradient_is_one_item_of_memory_that_g
         assert max(sizes) > min(sizes) == sizes[-1] == 0
 
 
-def sample(vocab_size: int, vocabulary=(False, True)) -> Sample:
+def sample(vocab_size: int) -> Sample:
     profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=vocab_size), H100)
 
     def costs_of(layout: Layout) -> PipelineCosts:
@@ -182,7 +179,7 @@ def sample(vocab_size: int, vocabulary=(False, True)) -> Sample:
     batches = (LENGTHS * 4, (8192,) * 16)
     problems = tuple(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4) for lengths in batches)
     placements = (Placement("looped", 4, 1),)
-    return Sample(problems, costs_of, 16, halves=False, placements=placements, vocabulary=vocabulary)
+    return Sample(problems, costs_of, 16, halves=False, placements=placements, vocabulary=(False, True))
 
 
 @pytest.mark.parametrize(("vocab_size", "shards"), [(128256, True), (512, False)])
