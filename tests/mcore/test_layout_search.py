@@ -16,7 +16,6 @@ from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import PLANNED
-from tests.support.mcore.parity_figures import check_closeness, parity_of
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 FLAGS = shlex.split(
@@ -78,17 +77,3 @@ def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tm
     (line,) = [line for line in said.splitlines() if str(kept) in line]
     assert line.endswith("a layout for 4 pipeline ranks, where there are 2. The layout is searched again")
     assert load(tmp_path / "plan.json").num_layers == (5, 3)
-
-
-@pytest.mark.slow  # trains what is planned above, on four processes; `test_layouts.py` trains such stages
-def test_balanced_layers_of_two_replicas_train_as_the_stock_schedule_does(tmp_path: Path) -> None:
-    case = {
-        "cell": {"pp": 2, "dp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-layout balanced",
-        "both": "--vocab-size 1023",
-        "optimizer": "--use-distributed-optimizer",
-    }
-    figures = parity_of(tmp_path, {"balanced": case}, iterations=2)["balanced"]
-    check_closeness(figures)
-    assert [{tuple(plan["layers"]) for plan in plans} for plans in figures["plans"]] == [{(3, 1)}] * 2

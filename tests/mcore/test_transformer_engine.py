@@ -19,7 +19,6 @@ from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
-from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
 from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
 from tests.support.mcore.parity_figures import check_closeness
@@ -226,14 +225,3 @@ def test_a_loop_of_ones_own_trains_samples_in_slices_on_its_layers(ranks: None) 
     for one in of_ranks(job(2, "samples:grpo")):
         assert max(one["worst"], one["afterwards"], one["evaluated"], *one["logprobs"]) <= 1e-5
         assert one["chunks"] > len(LENGTHS)
-
-
-@pytest.mark.slow  # four schedules more
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_loop_of_ones_own_trains_microbatches_by_plans_on_its_layers(ranks: None, stages: int) -> None:
-    virtual = stages > 2
-    name = f"forward_backward_pipelining_with{'' if virtual else 'out'}_interleaving"
-    for one in of_ranks(job(2, "frameworks:installed", stages=stages, lengths=EVEN if virtual else UNEVEN, name=name)):
-        assert one["worst"] <= 1e-5
-        assert all(results == one["stock"] for results in one["results"])
-        assert one["learnt"]
