@@ -1,6 +1,6 @@
 """The three ways into Megatron, with and without --epp: our script, a user's script as it is, a patched copy of Megatron.
 
-A training with the default planner needs core alone, and nothing of contrib.
+A training with the default planner needs core alone: nothing of contrib, and a limited part of the package.
 """
 
 import re
@@ -106,6 +106,8 @@ def record(event, arguments):
 sys.addaudithook(record)
 """
 """Writes what every Python process imports of the package, as it does so."""
+MOST_LINES = 42_000
+"""That a training imports: what only some trainings need is imported where they do."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,14 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, p
     assert re.search(rf"epp_lookahead \.+ {3 if '--epp' in reference.flags else 2}", patched.run.output)
 
 
-def test_a_training_imports_no_module_of_contrib(reference: Reference, patched: Patched) -> None:
+def test_a_training_imports_a_limited_part_of_the_package_and_no_module_of_contrib(reference: Reference, patched: Patched) -> None:
     if "--epp" in reference.flags:
         assert len({process for process, _ in patched.imported}) > reference.ranks, "one process trains, another one plans"
         assert "megatron_epp.planner.search" in patched.modules
     assert [name for name in patched.modules if name.startswith("megatron_epp.contrib")] == []
+    files = {REPOSITORY.joinpath(*name.split(".")) for name in patched.modules}  # of which some are names in a module
+    paths = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in files]
+    assert sum(path.read_text().count("\n") for path in paths if path.is_file()) < MOST_LINES
 
 
 def test_a_patch_contains_only_added_lines_of_ours() -> None:
