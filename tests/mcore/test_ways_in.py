@@ -147,9 +147,7 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, p
     assert re.search(rf"epp_lookahead \.+ {3 if '--epp' in reference.flags else 2}", patched.run.output)
 
 
-def test_a_training_imports_a_limited_part_of_the_package_and_no_module_of_contrib(
-    reference: Reference, patched: Patched
-) -> None:
+def test_a_training_imports_a_limited_part_of_the_package_and_no_contrib(reference: Reference, patched: Patched) -> None:
     if "--epp" in reference.flags:
         assert len({process for process, _ in patched.imported}) > reference.ranks, "one process trains, another one plans"
         assert "megatron_epp.planner.search" in patched.modules
