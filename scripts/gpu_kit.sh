@@ -169,8 +169,8 @@ training race 400
 training copies 240
 device memory 240 copies,memory
 device memory-fixed 150 memory "${fixed[@]}"
-tests tests-queues 200 queues.py first_run.py
-megatron tests tests-training 400 caps.py training.py
+tests tests-queues 200 queues.py
+megatron tests tests-training 400 training.py
 wait
 
 # A rank takes a processor's core to start: pipelines of two and of four ranks come one after the other.
