@@ -1,4 +1,4 @@
-"""What is called of torch and of kernels' libraries exists in every release from the oldest supported one on.
+"""Functions of torch and of kernels' libraries that are called exist in every release from the oldest supported one on.
 
 The parameters are those of published releases, as `scripts/write_signatures.py` has recorded them.
 """
@@ -189,7 +189,7 @@ def test_groups_are_made_with_what_every_release_takes(monkeypatch):
 
 
 def test_fields_of_a_communicators_options_exist_in_every_release():
-    """Of those that are set by a name in a table, torch's stubs lack `net_name`, which its binding has."""
+    """But `net_name`, which torch's stubs lack and its binding has."""
     written = {
         target.attr
         for _, tree in trees()

@@ -116,7 +116,7 @@ PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-
 WITHOUT_EFFECT = ("--epp-recompute 1", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b")
 ROUTERS = "moe_router_load_balancing_type"
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
-"""What Megatron and frameworks call it."""
+"""Names that Megatron and frameworks have for it."""
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "documents": [
         (f"{PP} 4", 6, "6 processes", f"{PP} 4", "multiple of 4"),

@@ -38,7 +38,7 @@ def transformer(
     embedding: bool = False,
     loss: bool = False,
 ) -> SimpleNamespace:
-    """What Megatron's configuration says of layers on two ranks."""
+    """Megatron's settings for layers on two ranks."""
     return SimpleNamespace(
         pipeline_model_parallel_layout=None,
         pipeline_model_parallel_size=2,

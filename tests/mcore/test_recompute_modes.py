@@ -35,6 +35,7 @@ def test_gradients_are_those_without_recompute_and_offload(runs, name):
     for facts in runs(name):
         assert facts["differ"] == {variant: [] for variant in ("", *RECOMPUTE_MODES, *OFFLOADS, *KV_OFFLOAD)}
         assert len(facts["zeros"]) < facts["num_gradients"] / 2
+        assert set(facts["hooks"]) == {1}
         assert facts["slices"]
 
 
@@ -57,7 +58,7 @@ def test_only_whole_layers_run_attention_again(runs, name):
 
 @NOT_SPLIT
 def test_the_more_recomputes_or_is_away_the_less_is_held_on_the_device(runs, name):
-    """Of keys and values at the host, what attention is at is on the device."""
+    """Keys and values that attention reads are on the device, all others of hosted slices are not."""
     for facts in runs(name):
         peaks, away = facts["peaks"], facts["away"]
         assert peaks["whole"] < peaks["linear"] < peaks["mlp"] < peaks[""]

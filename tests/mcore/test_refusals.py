@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
@@ -132,7 +132,7 @@ REFUSED = [
     (f"{SAMPLES}:GRPO --epp-vocab-parallel on", "leave out --epp-vocab-parallel"),
     (f"{SAMPLES}:GRPO --mtp-num-layers 1", "trains no multi-token prediction"),
     (f"{SAMPLES}:VALUES", "reads values", "in the place of the output layer: pass --untie-embeddings-and-output-weights"),
-    (f"{SAMPLES}:GRPO --num-experts 4 --moe-aux-loss-coeff 0.01", "is divided by sequences", "pass --moe-aux-loss-coeff 0"),
+    (f"{SAMPLES}:GRPO --num-experts 4 --moe-aux-loss-coeff 0.01", "routers are divided by tokens", "--moe-aux-loss-coeff 0"),
     # others
     ("--epp-latents on", "--epp-latents on", "--multi-latent-attention", "leave it out"),
     ("--eval-micro-batch-size 4", "--eval-micro-batch-size 4"),
@@ -318,10 +318,10 @@ OF_SAMPLES = {
     "deepep": ({}, ""),
     "dropout": ({"attention_dropout": 0.1, "qk_clip": True}, "attention_dropout=0.1 (set it to 0); qk_clip=True (leave"),
     "recompute": ({"recompute_granularity": "full"}, "recompute_granularity='full': leave it out"),
-    "router losses": ({"moe_aux_loss_coeff": 1e-2}, "the losses of its routers are divided by microbatches: build it with moe"),
+    "router losses": ({"moe_aux_loss_coeff": 1e-2}, "losses of routers are divided by microbatches: give moe_aux_loss_coeff=0"),
     "router losses beside a loss by sequences": (
         {"moe_z_loss_coeff": 1e-2, "calculate_per_token_loss": True},
-        "divided by tokens, and the loss by sequences: build it with moe_z_loss_coeff=0, or average by tokens",
+        "divided by tokens, the loss by sequences: give moe_z_loss_coeff=0, or a loss with Average.TOKENS",
     ),
     "no balancing": ({"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "none"}, ""),
 }
@@ -342,6 +342,15 @@ def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(setting
     model.attention = torch.nn.Module()
     model.attention.core_attention, model.attention.attn_mask_type = torch.nn.Module(), AttnMaskType.no_mask
     assert says or "attention attends by AttnMaskType.no_mask" in refusal(model, Average.SEQUENCES)
+
+
+def test_a_window_of_all_earlier_tokens_is_none():
+    alone = argparse.Namespace(size=lambda: 1)
+    config = argparse.Namespace(kv_channels=8, attention_backend=AttnBackend.auto, softmax_type="vanilla")
+    config.window_attn_skip_freq = None
+    windows = {(-1, 0): None, (5, 0): 5, None: None}
+    for config.window_size, window in windows.items():
+        assert RelayAttention(config, 1, pg_collection=argparse.Namespace(cp=alone, tp=alone)).window == window
 
 
 def test_attention_that_is_not_causal_is_refused_where_it_is_built():

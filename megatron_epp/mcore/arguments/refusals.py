@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from megatron_epp.mcore.arguments.sizes import replicas_of, shares, stages
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.model.kinds.experts import chunk_problems, router_problems
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import flag_of
@@ -174,7 +175,7 @@ def _samples(args: Namespace, _: Door) -> Iterator[str]:
 
 
 def _of_loss(args: Namespace) -> Iterator[str]:
-    from megatron_epp.losses import Average, load_loss
+    from megatron_epp.losses import load_loss
 
     loss = load_loss(args.epp_loss)
     if args.epp_vocab_parallel != "off":
@@ -186,26 +187,7 @@ def _of_loss(args: Namespace) -> Iterator[str]:
             f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
             "--untie-embeddings-and-output-weights"
         )
-    if (routers := router_losses(args)) and loss.average is not Average.TOKENS:
-        yield (
-            f"--epp-loss {args.epp_loss} is divided by sequences, and the losses of routers by tokens: pass "
-            f"{flag_of(routers[0])} 0, or a loss with Average.TOKENS"
-        )
-
-
-def router_losses(settings: Any) -> list[str]:
-    """Return the names of the coefficients by which routers add losses of their own, of flags or of a model's configuration."""
-    if not any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts")):
-        return []
-    balancing, coefficients = getattr(settings, "moe_router_load_balancing_type", None), ["moe_z_loss_coeff"]
-    if balancing not in ("none", ["none"]):
-        coefficients.insert(0, "moe_aux_loss_coeff")
-    return [name for name in coefficients if any(_listed(getattr(settings, name, None)))]
-
-
-def _listed(coefficients: Any) -> Sequence[Any]:
-    """Return the coefficients of several kinds of losses, or of one."""
-    return coefficients if isinstance(coefficients, list | tuple) else [coefficients]
+    yield from (f"--epp-loss {args.epp_loss}: {problem}" for problem in router_problems(args, Door.DOCUMENTS, loss.average))
 
 
 def _memory(settings: Any, door: Door) -> Iterator[str]:
@@ -350,6 +332,7 @@ RULES = (
     Rule(_optional),
     Rule(lambda args, _: vocabulary_problems(args) if shards_vocabulary(args) else ()),
     Rule(_layers),
+    Rule(chunk_problems, Door.SLICED_MODEL),
 )
 
 

@@ -294,8 +294,8 @@ class SampleSchedule:
     def _has_gradients(self, models: Sequence[torch.nn.Module]) -> bool | None:
         """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
 
-        Those of unfinished calls count until the program writes to them: they are 0 where all advantages were. Otherwise only
-        the smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
+        After unfinished calls it has, until the program writes to them: they may be 0, as all advantages. Otherwise only the
+        smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
         """
         if get_model_config(models[0]).finalize_model_grads_func is None:
             return None

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.refusals import problems_of, router_losses
+from megatron_epp.mcore.arguments.refusals import problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
 from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import KINDS
-from megatron_epp.mcore.model.kinds.experts import chunk_problems
+from megatron_epp.mcore.model.kinds.experts import router_problems
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
@@ -87,7 +87,7 @@ def refusal(model: torch.nn.Module, average: Average) -> str:
     """
     inside = language_model_of(model)
     obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
-    obstacle = obstacle or _router_refusal(get_model_config(inside), average)
+    obstacle = obstacle or next(router_problems(get_model_config(inside), Door.SLICED_MODEL, average), "")
     return obstacle and f"samples cannot be cut for this {type(unwrap_model(model)).__name__}: {obstacle}"
 
 
@@ -123,8 +123,7 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    of_experts = chunk_problems(config, Door.SLICED_MODEL) if config.num_moe_experts else ()
-    if problems := (*problems_of(config, Door.SLICED_MODEL), *of_experts):
+    if problems := [*problems_of(config, Door.SLICED_MODEL)]:
         return "; ".join(problems)
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
@@ -140,18 +139,6 @@ def _refusal(model: Any) -> str:
             return f"{name} is a {type(module).__name__}, which is not Megatron's"
         if own := [weight for weight, _ in module.named_parameters() if weight != "softmax_offset"]:
             return f"{name} has parameters of its own, {', '.join(own)}"
-    return ""
-
-
-def _router_refusal(config: Any, average: Average) -> str:
-    """Return why gradients of routers' own losses would be divided by other numbers than they should be."""
-    if not (coefficients := router_losses(config)):
-        return ""
-    without = f"build it with {' and '.join(f'{name}=0' for name in coefficients)}"
-    if not config.calculate_per_token_loss:
-        return f"the losses of its routers are divided by microbatches: {without}, or with calculate_per_token_loss=True"
-    if average is not Average.TOKENS:
-        return f"the losses of its routers are divided by tokens, and the loss by {average}: {without}, or average by tokens"
     return ""
 
 

@@ -118,7 +118,8 @@ def begin_graphs(model: torch.nn.Module) -> None:
     the KV cache frees the keys and values of slices where attention has a backward.
     """
     for module in model.modules():
-        if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):
+        is_block = isinstance(getattr(module, "layers", None), torch.nn.ModuleList)
+        if is_block and _with_gradient not in module._forward_pre_hooks.values():  # of another run of the model
             module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
 
 

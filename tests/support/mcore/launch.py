@@ -26,9 +26,8 @@ TINY = shlex.split(
 TINY_ON_DOCUMENTS = [*(flag for flag in TINY if flag != "--mock-data"), "--micro-batch-size", "1"]
 """The same without mock data, and with one sequence in a microbatch."""
 
-PLANNED = [flag for flag in TINY if flag != "--mock-data"]
-PLANNED += shlex.split("--epp --micro-batch-size 1 --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
-"""The same with plans for documents, whose path is not among the flags."""
+PLANNED = TINY_ON_DOCUMENTS + shlex.split("--epp --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
+"""The same with plans, and all documents for training; their path is not among the flags."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,31 @@ def flex_backend(settings: Any) -> str:
     return str("deepep" if settings.moe_enable_deepep else settings.moe_flex_dispatcher_backend)
 
 
+def _has_experts(settings: Any) -> bool:
+    """True for flags, or the configuration, of a model with experts."""
+    return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
+
+
+def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
+    """Yield why the gradients of routers' own losses would not be divided as those of a loss are, by its `Average`."""
+    balancing, coefficients = getattr(settings, "moe_router_load_balancing_type", None), ["moe_z_loss_coeff"]
+    if balancing not in ("none", ["none"]):
+        coefficients.insert(0, "moe_aux_loss_coeff")
+    values = {name: getattr(settings, name, None) for name in coefficients}
+    given = [name for name, value in values.items() if any(value if isinstance(value, list | tuple) else [value])]
+    if not given or not _has_experts(settings):
+        return
+    without = " and ".join(door.with_value(name, 0) for name in given)
+    if not door.has_flags and not settings.calculate_per_token_loss:  # flags imply it
+        yield f"losses of routers are divided by microbatches: give {without}, or calculate_per_token_loss=True"
+    elif average != "tokens":
+        yield f"losses of routers are divided by tokens, the loss by {average}: give {without}, or a loss with Average.TOKENS"
+
+
 def chunk_problems(settings: Any, door: Door) -> Iterator[str]:
     """Yield why experts cannot have chunks, of which ranks have unequal numbers of tokens, by flags or a configuration."""
+    if not _has_experts(settings):
+        return
     yield from _flex_problems(settings, door)
     if (ranks := settings.expert_model_parallel_size) > 1:
         sharing = door.with_value("expert_model_parallel_size", ranks)

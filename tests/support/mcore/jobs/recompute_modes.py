@@ -86,7 +86,7 @@ def by_levels(executor):
 
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.mcore.model.layer_recompute import recompute_by_mode
+    from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.offload.activations import ActivationOffload
     from megatron_epp.runtime.offload.host import HostMemory
@@ -127,6 +127,7 @@ def by_levels(executor):
         def run(self):
             for stage in self.stages.values():  # as another schedule of the model would
                 recompute_by_mode(stage.decoder.layers, range(len(stage.decoder.layers)))
+                begin_graphs(stage.model)
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
             differ, kernels, peaks, away, plain, miscounted, first = {}, {}, {}, {}, {}, {}, {}
             for name, variant in variants_of(self.plan).items():
@@ -136,6 +137,7 @@ def by_levels(executor):
                 close = {key: torch.allclose(one, first[key], rtol=1e-6, atol=0.0) for key, one in counted.items()}
                 miscounted[name] = [key for key, is_close in close.items() if not is_close]
             facts = {
+                "hooks": [len(stage.decoder._forward_pre_hooks) for stage in self.stages.values()],
                 "differ": differ,
                 "miscounted": miscounted,
                 "counted": sum(bool(one.any()) for one in first.values()),
