@@ -66,10 +66,10 @@ def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
     if balancing not in ("none", ["none"]):
         coefficients.insert(0, "moe_aux_loss_coeff")
     values = {name: getattr(settings, name, None) for name in coefficients}
-    given = [name for name, value in values.items() if any(value if isinstance(value, list | tuple) else [value])]
-    if not given or not _has_experts(settings):
+    nonzero = [name for name, value in values.items() if any(value if isinstance(value, list | tuple) else [value])]
+    if not nonzero or not _has_experts(settings):
         return
-    without = " and ".join(door.with_value(name, 0) for name in given)
+    without = " and ".join(door.with_value(name, 0) for name in nonzero)
     if not door.has_flags and not settings.calculate_per_token_loss:  # flags imply it
         yield f"losses of routers are divided by microbatches: give {without}, or calculate_per_token_loss=True"
     elif average != "tokens":
