@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
 from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
-from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import FULL, MODES
@@ -209,7 +209,7 @@ def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
 
 def _num_cached(module: torch.nn.Module) -> int:
     """Return the number of attentions whose keys and values are cached."""
-    return sum(isinstance(part, RelayAttention) and part.window is None for part in module.modules())
+    return sum((relay := relay_of(part)) is not None and relay.window is None for part in module.modules())
 
 
 def _most_taken_off(caches: Sequence[bool]) -> float:

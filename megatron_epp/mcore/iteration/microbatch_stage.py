@@ -20,6 +20,7 @@ from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
+from megatron_epp.mcore.model.replaced import marked, problems, put
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
@@ -49,7 +50,8 @@ class MicrobatchStage:
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
-            layer.forward = partial(self._run_layer, number, layer.forward)
+            put(layer, "forward", partial(self._run_layer, number, layer.forward))
+        self._replaced = marked(model)
         self._shards, self._device = shards, own_device()
         self.weights: WeightGradients | None = None
         """Delayed weight gradients; None if they are not split."""
@@ -99,6 +101,8 @@ class MicrobatchStage:
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self._tracker = tracker
+        if problem := next(problems(self.model, self._replaced), ""):
+            raise EppError(problem)
         if self._in_fp8:
             forget_casts(self.model)
         self.results: dict[int, list[Any]] = {}

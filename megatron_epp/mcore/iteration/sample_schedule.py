@@ -237,7 +237,7 @@ class SampleSchedule:
         has_gradients: bool | None = None,
     ) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
-        dataset, digest = self._agreed(samples, run.args.padded_vocab_size, has_gradients)
+        dataset, digest = self._agreed(samples, run, has_gradients)
         if (count := len(samples_in(dataset))) < run.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
             raise EppError(f"{count} {what} cannot be shared by {run.replicas} replicas: give at least {run.replicas} a call")
@@ -254,7 +254,7 @@ class SampleSchedule:
         return _Planned(digest, dataset, batches)
 
     def _agreed(
-        self, samples: Sequence[Mapping[str, Any]], vocab_size: int, has_gradients: bool | None
+        self, samples: Sequence[Mapping[str, Any]], run: SlicedRun, has_gradients: bool | None
     ) -> tuple[Samples, bytes]:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
@@ -262,15 +262,16 @@ class SampleSchedule:
             has_gradients: as `_has_gradients` returns it; None for a call that adds none.
 
         Raises:
-            EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, or there are
-                gradients that are finished already.
+            EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, something is
+                attached to the model that plans would not run, or there are gradients that are finished already.
         """
         dataset, digest, problem = Samples(()), b"", ""
         try:
-            asked = vocab_size, self._of_inputs
+            asked = run.args.padded_vocab_size, self._of_inputs
             named = [TokenSample.of(sample, self._asks, f"sample {at}", *asked) for at, sample in enumerate(samples)]
             dataset, digest = Samples(named, self._asks), _digest(named)
             problem = "" if named else "there are no samples"
+            problem = problem or next(filter(None, (stage.obstacle for stage in run.stages.values())), "")
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
         problems, digests, with_gradients = zip(*from_each_of_job((problem, digest, has_gradients)), strict=True)

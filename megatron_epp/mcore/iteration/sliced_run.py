@@ -27,9 +27,10 @@ from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
 from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
+from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
-from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
@@ -121,6 +122,7 @@ class SlicedRun(Run):
         if self.args.epp_schedule != "stock":
             for model in models:
                 check_adopted(model)
+                rotary.place(language_model_of(model))  # or that of a provider's, which has put its own there
         last = self.placement.num_stages - 1
         loss, has_head, kind = None, not shards_vocabulary(self.args), MegatronStage
         if not has_head:
@@ -285,8 +287,8 @@ def _warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: 
             part.has_sinks,
         ): None
         for stage in stages
-        for part in stage.decoder.modules()
-        if isinstance(part, RelayAttention)
+        for part in map(relay_of, stage.decoder.modules())
+        if part is not None
     }
     kernel_warm_up = KernelWarmUp(tuple(heads), args.seq_length, args.epp_warm_up, offloads(args))
     return kernel_warm_up if kernel_warm_up.is_active else None

@@ -15,12 +15,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.conflicts import Door
@@ -28,16 +25,14 @@ from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
 from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import half_layers, model_chunks
-from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
+from megatron_epp.mcore.model import half_layers, model_chunks, rotary
+from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import KINDS
-from megatron_epp.mcore.model.language_model import axes_of, language_model_of
+from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
 from megatron_epp.plan.placement import Placement
-from megatron_epp.runtime.attention import context_parallel
-from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")
 """Constructor parameters through which models receive the specs of their layers."""
@@ -104,19 +99,19 @@ def number_attentions(model: torch.nn.Module) -> None:
     """
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
-    shared = [part for block in repeated for part in block.modules() if isinstance(part, RelayAttention)]  # the chunk's last
+    shared = [relay for block in repeated for part in block.modules() if (relay := relay_of(part))]  # the chunk's last
     adopted = {kind for row in KINDS for kind in row.modules()}
     inside = {part for module in model.modules() if type(module) in adopted for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
-        if isinstance(module, RelayAttention):
-            if module in names:
+        if (relay := relay_of(module)) is not None:
+            if relay in names:
                 raise EppError(
-                    f"{names[module]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
+                    f"{names[relay]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
                     "slices: one layer's would take the place of the other's; give each layer an attention of its own"
                 )
-            module.number = len(names)
-            names[module] = name
-            module.stride = len(shared) * (module in shared)
+            relay.number = len(names)
+            names[relay] = name
+            relay.stride = len(shared) * (relay in shared)
         elif module not in inside and _mixes_tokens(name, module):
             raise EppError(
                 f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
@@ -130,13 +125,13 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
         return module.kernel_size != (1,)
     if name.rpartition(".")[2] not in _MIXERS or isinstance(module, (IdentityOp, torch.nn.Identity)):
         return False
-    return not any(isinstance(part, RelayAttention) for part in module.modules())
+    return not any(relay_of(part) for part in module.modules())
 
 
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
-    place_rotary(model)
+    rotary.place(model)
     for kind in KINDS:
         kind.adopt(model, args)
     if args.epp_loss is not None:
@@ -148,21 +143,6 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
         split_weight_gradients(model)
     model.has_relay = True
-
-
-def place_rotary(model: Any) -> None:
-    """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table."""
-    # Angles by several axes are of the positions that the model gets.
-    rotary = getattr(model, "rotary_pos_emb", None) if axes_of(model) == 1 else None
-    latents = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
-    if rotary is None and not latents:
-        return
-    group = context_parallel.of_group(mpu.get_context_parallel_group())
-    if rotary is not None:
-        model.rotary_pos_emb = PositionedRotary(rotary, group)
-    shared = PositionedRotary(latents[0].rotary_pos_emb, group, by_row=False) if latents else None
-    for module in latents:
-        module.rotary_pos_emb = shared
 
 
 def relayed(spec: Any) -> Any:
@@ -193,56 +173,3 @@ def _check_replaceable(attention: Any) -> None:
     if attention is not RelayAttention and not is_installed(attention):
         name = getattr(attention, "__qualname__", type(attention).__qualname__)
         raise EppError(f"--epp puts its own attention in the place of {name}, which is not Megatron's: start without --epp")
-
-
-TABLE_TOKENS = 1 << 14
-"""Positions whose angles are kept, 8 MiB for 128 channels; slices of longer sequences compute theirs. Not measured."""
-
-
-class PositionedRotary(torch.nn.Module):
-    """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions on this context-parallel rank.
-
-    A slice starts at its offset in the sequence, a packed sequence at zero. Megatron calls it in two steps:
-    `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
-
-    Args:
-        context_parallel: how ranks share the chunk's tokens.
-        by_row: queries have a dimension for rows of a batch, which latent attention leaves out.
-    """
-
-    def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED, by_row: bool = True) -> None:
-        super().__init__()
-        self.rotary, self.context_parallel, self.by_row = rotary, context_parallel, by_row
-        self._table: tuple[Tensor, tuple[Any, ...]] | None = None
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the chunk's parameters in place of a length, for `forward`; without a chunk the wrapped module's length."""
-        params = next((a for a in (*args, *kwargs.values()) if isinstance(a, ChunkParams)), None)
-        return self.rotary.get_rotary_seq_len(*args, **kwargs) if params is None else params
-
-    def forward(self, length: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module.
-
-        Without `by_row` they are ``[tokens / shards, 1, channels]``.
-        """
-        if not isinstance(length, ChunkParams):
-            return self.rotary(length, *args, **kwargs)
-        table = length.context.table
-        pieces = table.part(self.context_parallel.shard(table.num_tokens))
-        parts, more = zip(*(self._angles(piece.start, piece.num_tokens) for piece in pieces), strict=True)
-        angles = torch.cat(parts) if self.by_row else torch.cat(parts)[:, 0]
-        return (angles, *more[0]) if more[0] else angles  # YaRN returns a scale too
-
-    def _angles(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return the angles of some positions, from a table if it reaches that far: no kernel is launched for them then."""
-        if start + length > TABLE_TOKENS:
-            return self._made(start, length)
-        if self._table is None:
-            self._table = self._made(0, TABLE_TOKENS)
-        angles, more = self._table
-        return angles.narrow(0, start, length), more
-
-    def _made(self, start: int, length: int) -> tuple[Tensor, tuple[Any, ...]]:
-        make = getattr(self.rotary, "get_emb", None)  # the part of `forward` that keeps no cache of results
-        angles = make(length, start) if make is not None else self.rotary(length, start)
-        return (angles[0], angles[1:]) if isinstance(angles, tuple) else (angles, ())

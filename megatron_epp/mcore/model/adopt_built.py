@@ -7,6 +7,7 @@ evaluation or generation, they are the original ones. Parameters, their names an
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,66 +20,39 @@ from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
-from megatron_epp.mcore.model.adopt import number_attentions, place_rotary
-from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention, is_causal
+from megatron_epp.mcore.model import rotary
+from megatron_epp.mcore.model.adopt import number_attentions
+from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.kinds.experts import router_problems
 from megatron_epp.mcore.model.language_model import language_model_of
+from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
 from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
 _ATTENTION = "core_attention"
 
 
-class AdoptedAttention(RelayAttention):
-    """`RelayAttention` in the place of a model's attention, to which all calls outside of a plan go.
+def _relay_in(original: Any, owner: Any) -> RelayAttention:
+    """Return our attention for the place of a model's, with its scale and its sinks."""
+    config, channels = owner.config, (None, None)
+    scale = _scale(original, config)
+    if isinstance(owner, MultiLatentAttention):
+        scale, channels = owner.softmax_scale, (owner.q_head_dim, config.v_head_dim)
+    return RelayAttention(
+        config,
+        original.layer_number,
+        softmax_scale=scale,
+        k_channels=channels[0],
+        v_channels=channels[1],
+        softmax_offset=getattr(original, "softmax_offset", None),
+    )
 
-    The original is no submodule, or its names in checkpoints would change: what a module does for its submodules is handed on.
-    """
 
-    def __init__(self, original: Any, owner: Any) -> None:
-        config, channels = owner.config, (None, None)
-        scale = _scale(original, config)
-        if isinstance(owner, MultiLatentAttention):
-            scale, channels = owner.softmax_scale, (owner.q_head_dim, config.v_head_dim)
-        super().__init__(
-            config,
-            original.layer_number,
-            softmax_scale=scale,
-            k_channels=channels[0],
-            v_channels=channels[1],
-            softmax_offset=getattr(original, "softmax_offset", None),
-        )
-        self._original: list[Any] = [original]  # in a list, which torch does not look into
-        self.training = original.training
-
-    @property
-    def original(self) -> Any:
-        return self._original[0]
-
-    def forward(self, *args: Any, **named: Any) -> Tensor:
-        if isinstance(named.get("packed_seq_params"), ChunkParams):
-            return super().forward(*args, **named)
-        output: Tensor = self.original(*args, **named)
-        return output
-
-    def train(self, mode: bool = True) -> AdoptedAttention:
-        self.original.train(mode)
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-        self.original._apply(fn, *rest, **named)
-        return super()._apply(fn, *rest, **named)
-
-    def state_dict(self, *args: Any, **named: Any) -> Any:
-        return self.original.state_dict(*args, **named)
-
-    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
-        self.original._load_from_state_dict(*args, **named)
-
-    def sharded_state_dict(self, *args: Any, **named: Any) -> Any:
-        own = getattr(self.original, "sharded_state_dict", None)
-        return {} if own is None else own(*args, **named)
+def _attend(relay: RelayAttention, original: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
+    """Run our attention for a chunk, and the model's own for all calls outside of a plan."""
+    in_plan = isinstance(named.get("packed_seq_params"), ChunkParams)
+    return relay.forward(*args, **named) if in_plan else original(*args, **named)
 
 
 def refusal(model: torch.nn.Module, average: Average) -> str:
@@ -103,9 +77,10 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     for module in bare.modules():
         attention = vars(module).get("_modules", {}).get(_ATTENTION)
         if attention is not None:
-            setattr(module, _ATTENTION, AdoptedAttention(attention, module))
+            vars(attention)[RELAY] = relay = _relay_in(attention, module)  # no submodule: names in checkpoints stay
+            put(attention, "forward", functools.partial(_attend, relay, attention.forward), HOOKS, wraps=False)
     number_attentions(bare)
-    place_rotary(bare)
+    rotary.place(bare)
     for kind in KINDS:
         kind.adopt(bare, args)
     bare.has_relay = True
@@ -130,10 +105,14 @@ def _refusal(model: Any) -> str:
         return "its output layer gathers logits: build it with parallel_output=True"
     if layer is not None and type(layer) not in multiplying_output_layers() and outputs_of(layer) != 1:
         return f"its output layer is a {type(layer).__name__}"
+    replaced = {kind for row in KINDS for kind in row.modules()}
     for name, module in model.named_modules():
+        is_core = name.rpartition(".")[2] == _ATTENTION
+        if (is_core or type(module) in replaced) and assigned(module, ("forward",)):
+            return f"{name} has a forward that is not Megatron's"
         if hasattr(module, _ATTENTION) and not is_causal(mask := getattr(module, "attn_mask_type", None)):
             return f"{name} attends by {mask}, and slices to earlier tokens of their sequence alone"
-        if name.rpartition(".")[2] != _ATTENTION:
+        if not is_core:
             continue
         if not is_installed(type(module)):
             return f"{name} is a {type(module).__name__}, which is not Megatron's"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
+from megatron_epp.mcore.model.replaced import BEFORE, HOOKS, attached
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
@@ -71,6 +72,11 @@ class BlockLoss(OfRows):
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
         self.kernel, self.passed_over = explain(LossCase(device, model.config.params_dtype, entries, shared))
+
+    @property
+    def obstacle(self) -> str:
+        reason = loss_obstacle(self._model)
+        return reason and f"{reason}, and plans compute the loss by blocks of tokens: turn that off (loss_block_tokens 0)"
 
     @property
     def workspace_bytes(self) -> int:
@@ -155,7 +161,7 @@ class FusedLoss:
     in the backward, not split from it.
     """
 
-    workspace_bytes = 0
+    obstacle, workspace_bytes = "", 0
 
     def instead(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Return a context that changes nothing, in which the model runs a chunk with labels: the kernel takes all tokens."""
@@ -242,6 +248,8 @@ def loss_obstacle(model: Any) -> str:
         return "autocast chooses the type of the logits"
     if features.gathers_output_weight(layer):
         return "ranks share the output layer's weight and gather it"
+    if hook := next(attached(layer, HOOKS - {BEFORE}), ""):
+        return f"the output layer has a {hook}, which is of logits"
     own = own_functions(model)
     return f"{type(model).__name__} has its own {', '.join(own)}" if own else ""
 
@@ -261,6 +269,7 @@ def shard_logits(model: torch.nn.Module) -> None:
     own = own_functions(bare)
     if LOSS in own:
         return
+    own += attached(layer, HOOKS - {BEFORE})  # of whole logits
     if type(layer) not in features.multiplying_output_layers() or own:
         owner = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
         raise EppError(

@@ -26,6 +26,15 @@ def is_causal(mask: AttnMaskType | None) -> bool:
     return mask in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
+RELAY = "relay"
+"""Attribute of a model's own core attention with the `RelayAttention` that runs in its place."""
+
+
+def relay_of(module: torch.nn.Module) -> RelayAttention | None:
+    """Return our attention that a module is, or that runs in its place; None for other modules."""
+    return module if isinstance(module, RelayAttention) else vars(module).get(RELAY)
+
+
 class ChunkParams(PackedSeqParams):
     """Packed-sequence parameters that carry a chunk's context through Megatron's layers.
 

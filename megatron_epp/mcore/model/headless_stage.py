@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
+from megatron_epp.mcore.model.trained_rows import own_functions
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -28,6 +29,12 @@ class HeadlessStage(MegatronStage):
     @property
     def has_loss(self) -> bool:
         return False
+
+    @property
+    def obstacle(self) -> str:
+        own = own_functions(unwrap_model(self.model))
+        changed = own and f"the model has got its own {', '.join(own)}, and shards of the vocabulary compute the loss"
+        return changed or super().obstacle
 
     def begin(self, *args: Any, **named: Any) -> None:
         super().begin(*args, **named)

@@ -15,9 +15,14 @@ def language_model_of(model: Any) -> Any:
 
     A multimodal model may show its language model's decoder as its own.
     """
-    while (inner := next((part for name in _INSIDE if (part := getattr(model, name, None)) is not None), None)) is not None:
+    while (inner := inside_of(model)) is not None:
         model = inner
     return model if getattr(getattr(model, "decoder", None), "layers", None) is not None else None
+
+
+def inside_of(model: Any) -> Any:
+    """Return the model inside a wrapper, or a multimodal model; None if there is none."""
+    return next((part for name in _INSIDE if (part := getattr(model, name, None)) is not None), None)
 
 
 def axes_of(language_model: Any) -> int:

@@ -10,6 +10,7 @@ left out (hybrid models have layers of attention alone and of an MLP alone): a l
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.replaced import attached, put
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded, ReceiveLeaf
@@ -69,11 +71,13 @@ class _Layer:
         norm, mlp = getattr(layer, norm_name), getattr(layer, "mlp", None)
         self._run, self._run_norm = layer.forward, norm.forward
         self._now = _Running()
-        layer.forward, layer.recomputes_by_mode = self._forward, True
+        layer.recomputes_by_mode = True
+        put(layer, "forward", self._forward)
         if mlp is not None and not isinstance(mlp, IdentityOp):
-            self._run_mlp, layer._forward_mlp = layer._forward_mlp, self._forward_mlp
+            self._run_mlp = layer._forward_mlp
+            put(layer, "_forward_mlp", self._forward_mlp)
         if not isinstance(norm, IdentityOp):
-            norm.forward = self._norm
+            put(norm, "forward", functools.partial(self._norm, norm))
             getattr(layer, mixer_name).register_forward_hook(self._attended)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +102,10 @@ class _Layer:
             return self._run_mlp(*args, **kwargs)
         return run_again(self._run_mlp, args, kwargs, self._in_fp8)
 
-    def _norm(self, x: Tensor) -> Tensor:
+    def _norm(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
         output = self._run_norm(x)
-        if NORMS in self._now.parts and isinstance(output, Tensor):  # a fused norm returns the residual too
+        # A fused norm returns the residual too; and a hook may keep the output, or change it.
+        if NORMS in self._now.parts and isinstance(output, Tensor) and not any(attached(norm)):
             self._now.normed = Discarded(self._run_norm, x, output)
         return output
 

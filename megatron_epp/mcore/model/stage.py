@@ -19,9 +19,10 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.language_model import axes_of, language_model_of, own_positions
+from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
+from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import check_routers, chunk_of
 from megatron_epp.plan import EppError
@@ -156,6 +157,11 @@ class MegatronStage:
             check_routers(model)
         if own_inputs is not None:
             own_inputs.check(len(layers))
+        outside: Any = model
+        while self._called is not model and outside is not self.language_model:  # what is around it never runs
+            mark(outside, ())
+            outside = inside_of(outside)
+        self._replaced = marked(model)
         self._device = own_device()
 
     @property
@@ -172,6 +178,12 @@ class MegatronStage:
     def decoder(self) -> Any:
         """Block of transformer layers."""
         return self.language_model.decoder
+
+    @property
+    def obstacle(self) -> str:
+        """What a program has attached to modules, or assigned, that would not act as without plans; empty for nothing."""
+        of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
+        return of_loss or next(problems(self.model, self._replaced), "")
 
     @property
     def token_multiple(self) -> int:
@@ -203,7 +215,12 @@ class MegatronStage:
         before_last_gradient: Callable[[], None] = lambda: None,
         reduce_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an iteration. `inputs` gives the inputs of a chunk; the others are methods of `Stage`."""
+        """Start an iteration. `inputs` gives the inputs of a chunk; the others are methods of `Stage`.
+
+        Raises `EppError` if something is attached to the model that plans would not run (`obstacle`).
+        """
+        if obstacle := self.obstacle:
+            raise EppError(obstacle)
         self._inputs = inputs
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None

@@ -24,6 +24,11 @@ class OfRows:
 
     _rows: Tensor | None = None
 
+    @property
+    def obstacle(self) -> str:
+        """What a program has changed since the loss was chosen, with a remedy; empty for nothing."""
+        raise NotImplementedError
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Compute the losses of all tokens in the body, which is inside `instead` of a subclass."""
@@ -43,6 +48,11 @@ class TrainedRows(OfRows):
 
     def __init__(self, model: Any) -> None:
         self._model, self._layer = model, model.output_layer
+
+    @property
+    def obstacle(self) -> str:
+        own = own_functions(self._model)
+        return own and f"the model has got its own {', '.join(own)}, which plans would not run: assign it before the first call"
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:

@@ -26,6 +26,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
+from megatron_epp.mcore.model.replaced import mark
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.nccl import uses_nccl
 
@@ -137,6 +138,7 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
     shard.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     if config.use_mup:
         shard.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
+    mark(shard, ())  # a program that takes it for the output layer would change weights, not logits
     chunks[0].output_layer = shard
 
 

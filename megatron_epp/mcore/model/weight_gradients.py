@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 
@@ -59,7 +60,8 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
             continue
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
-            module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
+            own = functools.partial(_forward, module, module._forward_impl, gradients)
+            put(module, "_forward_impl", own, wraps=False)
             num_split += 1
         elif _delays(module) and next(module.parameters(recurse=False), None) is not None:
             if reason := obstacle(module):
@@ -145,7 +147,7 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
     store, weights = module.wgrad_store, _weights(module)
     queue: Callable[[list[Any], Callable[..., Any]], None] = store.put
 
-    def put(entry: list[Any], function: Callable[..., Any]) -> None:
+    def keep(entry: list[Any], function: Callable[..., Any]) -> None:
         leaves, shape = tree_flatten(entry[:_OF_A_CHUNK])
         tensors, rebuild = _tensors_of(leaves)
         rest = entry[_OF_A_CHUNK:]
@@ -160,7 +162,8 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
 
         gradients.put_off(weights[0], tensors, compute)
 
-    store.put = put
+    store.put = keep
+    mark(module, HOOKS)  # the weights that delay their gradients are known
 
 
 def _tensors_of(leaves: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Any]]]:

@@ -46,12 +46,14 @@ def run_chunks(model: Any, types: tuple[type, ...], forward: Callable[[Any, int,
         forward: from a module, a number that no other module of the model has, nor this one at another depth of multi-token
             prediction, hidden states ``[tokens, 1, hidden]`` and the chunk's context to what the module's forward returns.
     """
+    from megatron_epp.mcore.model.replaced import put
+
     modules = [*model.modules()]
     repeated = {part for block in modules if getattr(block, "mtp_use_repeated_layer", False) for part in block.modules()}
     for number, module in enumerate(modules):
         if type(module) in types:
             stride = len(modules) * (module in repeated)
-            module.forward = functools.partial(_of_chunk, module, number, stride, forward, module.forward)
+            put(module, "forward", functools.partial(_of_chunk, module, number, stride, forward, module.forward), wraps=False)
 
 
 def _of_chunk(

@@ -33,16 +33,19 @@ def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
         return
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
+    from megatron_epp.mcore.model.replaced import AFTER, BEFORE, put
+
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             linear: Any = module.linear_kv_up_proj
             # Called as a module all the same: with --overlap-param-gather its hook waits for the weight.
-            linear.forward = functools.partial(_latents, linear)
+            put(linear, "forward", functools.partial(_latents, linear), (BEFORE,), wraps=False)
             linear.is_expansion = True
             if hasattr(linear.weight, "skip_backward_post_hook"):  # of a layer that would delay its weight's gradient
                 del linear.weight.skip_backward_post_hook
-            module.core_attention.attend = functools.partial(_attend, module)
-            module.get_query_key_value_tensors = functools.partial(_tensors, module, module.get_query_key_value_tensors)
+            put(module.core_attention, "attend", functools.partial(_attend, module), (AFTER,))  # it gets no keys and values
+            tensors = functools.partial(_tensors, module, module.get_query_key_value_tensors)
+            put(module, "get_query_key_value_tensors", tensors, wraps=False)
 
 
 def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options: Any) -> Tensor:

@@ -1,0 +1,176 @@
+"""Jobs of `test_attachments.py`: what a program attaches to modules, in a training by Megatron's schedule and in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from tests.support.mcore.jobs.data_parallel import DataParallel
+from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
+
+LENGTHS = (40, 10, 24)
+
+
+def changed(value: Any, entries: int = 0) -> Any:
+    """Return a tensor, or the first of several, changed token by token: numbers of tokens to others, all else to no multiple."""
+    if isinstance(value, tuple):
+        return (changed(value[0], entries), *value[1:])
+    if not isinstance(value, Tensor):
+        return value
+    return value + 0.3 * torch.tanh(value) if value.is_floating_point() else (value + 1) % entries
+
+
+class Halved(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 0.5 * weight
+
+
+def halved(gradients: Any) -> Any:
+    """Halve gradients; torch gives one of a mask, too."""
+    return tuple(each if each is None or not each.is_floating_point() else 0.5 * each for each in gradients)
+
+
+@contextmanager
+def attached(module: Any, kind: str) -> Iterator[None]:
+    """Attach something to a module, or assign to it, in the body."""
+    if kind == "forward hook":
+        handle = module.register_forward_hook(lambda module, args, output: changed(output))
+    elif kind == "forward pre-hook":
+        handle = module.register_forward_pre_hook(lambda module, args: (changed(args[0], 64), *args[1:]) if args else None)
+    elif kind == "backward hook":
+        handle = module.register_full_backward_hook(lambda module, of_input, of_output: halved(of_input))
+    elif kind == "backward pre-hook":
+        handle = module.register_full_backward_pre_hook(lambda module, of_output: halved(of_output))
+    elif kind == "parametrization":
+        parametrize.register_parametrization(module, "weight", Halved())  # for good: taking it away makes another weight
+        handle = None
+    else:
+        assert kind == "forward"
+        handle = Assigned(module)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+class Assigned:
+    """A `forward` of a module's object that changes what it had returned."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._before, original = module, vars(module).get("forward"), module.forward
+        module.forward = lambda *args, **named: changed(original(*args, **named))
+
+    def remove(self) -> None:
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+def step(data: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    tokens = next(data)["tokens"][None]
+    losses = outputs(model, tokens[:, :-1], tokens[:, 1:])
+    return losses, lambda output: (output.sum(), torch.tensor(output.numel(), dtype=torch.int), {})
+
+
+def started(**settings: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Return a loop with weights that tell cases apart, and its samples."""
+    loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
+    random = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in loop.models[0].parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 0.3)
+    return loop, [{"tokens": torch.randint(64, (length + 1,), generator=random)} for length in LENGTHS]
+
+
+def schedule_of(plans: Mapping[str, Any] | None) -> Any:
+    import megatron_epp
+    from megatron_epp.losses import NextToken
+
+    return megatron_epp.wrap_samples(loss=NextToken(), **{"slices": 3, "wait_limit_seconds": 60} | dict(plans or {}))
+
+
+def between_calls(
+    cases: Mapping[str, Sequence[str]], plans: Mapping[str, Any] | None = None, mode: str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Attach each kind to its module between two calls of one schedule; return how far gradients in slices are from Megatron's,
+    in one call and in a call for each sample, or what is said.
+
+    Args:
+        cases: kinds by module.
+        plans: settings of `wrap_samples`.
+        mode: in which all layers recompute; None for none.
+    """
+    loop, samples = started(**settings)
+    from megatron_epp.plan.recompute import Recompute
+
+    if mode is not None:
+        Recompute.mode = lambda self, number: mode
+    modules = dict(loop.models[0].named_modules())
+    training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
+    (plain, _), _ = training.whole(), training.sliced(schedule)
+
+    def sliced() -> tuple[list[Tensor], list[Tensor]]:
+        of_one_call, _ = training.sliced(schedule)
+        training.zero()
+        for number, sample in enumerate(samples, start=1):
+            schedule(model=training.chunks, samples=[sample], last=number == len(samples))
+        return of_one_call, training.gradients()
+
+    found: dict[str, Any] = {}
+    for path, kinds in cases.items():
+        for kind in kinds:
+            with attached(modules[path], kind):
+                wanted, _ = training.whole()
+                gradients: list[list[Tensor]] = []
+                said = refusal(lambda into=gradients: into.extend(sliced()))
+            away = max((apart(one, wanted) for one in gradients), default=0.0)
+            has_effect = apart(wanted, plain) > 1e-3  # otherwise the case would show nothing
+            found[f"{path}: {kind}"] = (said or away) if has_effect else "has no effect"
+    found["afterwards"] = apart(training.sliced(schedule)[0], plain)
+    schedule.close()
+    return found
+
+
+def before_the_first(cases: Mapping[str, str], plans: Mapping[str, Any] | None = None, **settings: Any) -> float | str:
+    """Attach a kind to each module before data parallelism wraps the model; return how far gradients in slices are from
+    Megatron's in the first call and in the second, or what is said.
+    """
+    loop, samples = started(**settings)
+    model, tokens = loop.models[0], samples[0]["tokens"][None]
+
+    def losses() -> Tensor:
+        return outputs(model, tokens[:, :-1], tokens[:, 1:])
+
+    plain, modules = losses(), dict(model.named_modules())
+    with ExitStack() as stack:
+        for path, kind in cases.items():
+            if kind == "a class of its own":
+                model.rotary_pos_emb = own_rotary(model)
+            elif kind == "scales by length":
+                model.rotary_pos_emb = own_rotary(model, by_length=True)
+            else:
+                stack.enter_context(attached(modules[path], kind))
+        assert (losses() - plain).abs().max() > 1e-3
+        training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
+        wanted, _ = training.whole()
+        gradients: list[list[Tensor]] = []
+        said = refusal(lambda: gradients.extend(training.sliced(schedule)[0] for _ in range(2)))
+        schedule.close()
+        return said or max(apart(one, wanted) for one in gradients)
+
+
+def own_rotary(model: Any, by_length: bool = False) -> Any:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    class Interpolated(RotaryEmbedding):
+        def forward(self, length: int, *args: Any, **named: Any) -> Tensor:
+            return super().forward(length, *args, **named) / (1 + length / 16 if by_length else 4)
+
+    return Interpolated(kv_channels=model.config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True)
