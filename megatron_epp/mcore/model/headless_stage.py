@@ -32,8 +32,8 @@ class HeadlessStage(MegatronStage):
 
     @property
     def obstacle(self) -> str:
-        own = own_functions(unwrap_model(self.model))
-        changed = own and f"the model has got its own {', '.join(own)}, and shards of the vocabulary compute the loss"
+        own = ", ".join(own_functions(unwrap_model(self.model)))
+        changed = own and f"the model has got its own {own}, and shards of the vocabulary compute the loss"
         return changed or super().obstacle
 
     def begin(self, *args: Any, **named: Any) -> None:

@@ -1,7 +1,7 @@
 """Functions of a model's modules in whose place plans put others, and what programs have attached to these modules.
 
-Torch calls the hooks of a module around its `forward`, whosever that is. They act as without plans where the function in its place
-takes and returns the same tensors, of a chunk's tokens. Everything else that is attached or assigned is refused by name
+Torch calls the hooks of a module around its `forward`, whosever that is. They act as without plans where the function in its
+place takes and returns the same tensors, of a chunk's tokens. Everything else that is attached or assigned is refused by name
 (`problems`), also between two calls. Every replacement is made by `put`, or told by `mark`.
 """
 
@@ -29,11 +29,12 @@ _IN_TORCH = {
 """Attributes of torch's modules with their hooks, by number."""
 _KNOWN = ("megatron.core", "megatron.training", "transformer_engine", "megatron_epp")
 """Packages whose hooks are known: they wait for weights, reduce gradients, or are this package's own."""
-_MARK = "replaced_by_plans"
+MARK = "replaced_by_plans"
+"""Attribute of modules with what plans have replaced of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
+class Replaced:
     """What plans have replaced of a module.
 
     Attributes:
@@ -43,6 +44,9 @@ class _Replaced:
 
     acting: frozenset[str]
     functions: dict[str, Callable[..., Any]]
+
+
+NOTHING = Replaced(ALL, {})
 
 
 def put(module: Any, name: str, function: Callable[..., Any], acting: Iterable[str] = ALL, *, wraps: bool = True) -> None:
@@ -63,18 +67,18 @@ def put(module: Any, name: str, function: Callable[..., Any], acting: Iterable[s
 
 def mark(module: Any, acting: Iterable[str], **functions: Callable[..., Any]) -> None:
     """Tell what may be attached to a module which plans replace, or call in another way."""
-    before = vars(module).get(_MARK, _Replaced(ALL, {}))
-    vars(module)[_MARK] = _Replaced(before.acting & frozenset(acting), before.functions | functions)
+    before = vars(module).get(MARK, NOTHING)
+    vars(module)[MARK] = Replaced(before.acting & frozenset(acting), before.functions | functions)
 
 
 def marked(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of the modules of which plans have replaced something."""
-    return frozenset(name for name, module in model.named_modules() if _MARK in vars(module))
+    return frozenset(name for name, module in model.named_modules() if MARK in vars(module))
 
 
 def assigned(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
     """Return which functions a program has assigned to a module's object."""
-    ours = vars(module)[_MARK].functions if _MARK in vars(module) else {}
+    ours = vars(module)[MARK].functions if MARK in vars(module) else {}
     return [name for name in names if name in vars(module) and vars(module)[name] is not ours.get(name)]
 
 
@@ -103,7 +107,7 @@ def problems(model: torch.nn.Module, names: frozenset[str] = frozenset()) -> Ite
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if (replaced := vars(module).get(_MARK)) is None:
+        if (replaced := vars(module).get(MARK)) is None:
             continue
         of = f"{name or 'the model'} ({type(module).__name__})"
         for function, own in replaced.functions.items():
@@ -114,5 +118,5 @@ def problems(model: torch.nn.Module, names: frozenset[str] = frozenset()) -> Ite
                 )
         for what in attached(module, ALL - replaced.acting):
             yield f"{of} has a {what}, which plans would not call, or with other tensors than Megatron: remove it"
-    for name in sorted(names - {name for name, module in modules.items() if _MARK in vars(module)}):
+    for name in sorted(names - {name for name, module in modules.items() if MARK in vars(module)}):
         yield f"{name} is another module than the one that plans run: put it there before the first call"

@@ -51,8 +51,8 @@ class TrainedRows(OfRows):
 
     @property
     def obstacle(self) -> str:
-        own = own_functions(self._model)
-        return own and f"the model has got its own {', '.join(own)}, which plans would not run: assign it before the first call"
+        own = ", ".join(own_functions(self._model))
+        return own and f"the model has got its own {own}, which plans would not run: assign it before the first call"
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ LENGTHS = (40, 10, 24)
 
 
 def changed(value: Any, entries: int = 0) -> Any:
-    """Return a tensor, or the first of several, changed token by token: numbers of tokens to others, all else to no multiple."""
+    """Return a tensor, or the first of several, changed token by token: numbers of tokens to others, all else unevenly."""
     if isinstance(value, tuple):
         return (changed(value[0], entries), *value[1:])
     if not isinstance(value, Tensor):
@@ -78,14 +79,14 @@ def step(data: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     return losses, lambda output: (output.sum(), torch.tensor(output.numel(), dtype=torch.int), {})
 
 
-def started(**settings: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """Return a loop with weights that tell cases apart, and its samples."""
+def started(spread: float = 0.2, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Return a loop whose weights have such a standard deviation, which tells cases apart, and its samples."""
     loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
     random = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in loop.models[0].parameters():
             if weight.dim() == 2:
-                weight.normal_(0, 0.3)
+                weight.normal_(0, spread)
     return loop, [{"tokens": torch.randint(64, (length + 1,), generator=random)} for length in LENGTHS]
 
 
@@ -108,13 +109,15 @@ def between_calls(
         mode: in which all layers recompute; None for none.
     """
     loop, samples = started(**settings)
-    from megatron_epp.plan.recompute import Recompute
+    from megatron_epp.mcore.model.stage import MegatronStage
+    from megatron_epp.plan import Recompute
 
-    if mode is not None:
-        Recompute.mode = lambda self, number: mode
     modules = dict(loop.models[0].named_modules())
     training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
-    (plain, _), _ = training.whole(), training.sliced(schedule)
+    (plain, _), _ = training.whole(), training.sliced(schedule)  # which measures each mode
+    if mode is not None:
+        forward, recompute = MegatronStage.forward, Recompute(**{mode: 8})
+        MegatronStage.forward = lambda self, context, hidden: forward(self, replace(context, recompute=recompute), hidden)
 
     def sliced() -> tuple[list[Tensor], list[Tensor]]:
         of_one_call, _ = training.sliced(schedule)
@@ -132,7 +135,7 @@ def between_calls(
                 said = refusal(lambda into=gradients: into.extend(sliced()))
             away = max((apart(one, wanted) for one in gradients), default=0.0)
             has_effect = apart(wanted, plain) > 1e-3  # otherwise the case would show nothing
-            found[f"{path}: {kind}"] = (said or away) if has_effect else "has no effect"
+            found[f"{path}: {kind}"] = said or (away if has_effect else "has no effect")
     found["afterwards"] = apart(training.sliced(schedule)[0], plain)
     schedule.close()
     return found
@@ -155,6 +158,9 @@ def before_the_first(cases: Mapping[str, str], plans: Mapping[str, Any] | None =
                 model.rotary_pos_emb = own_rotary(model)
             elif kind == "scales by length":
                 model.rotary_pos_emb = own_rotary(model, by_length=True)
+            elif kind == "learns":
+                model.rotary_pos_emb = own_rotary(model)
+                model.rotary_pos_emb.scale = torch.nn.Parameter(torch.ones(()))
             else:
                 stack.enter_context(attached(modules[path], kind))
         assert (losses() - plain).abs().max() > 1e-3
@@ -174,3 +180,41 @@ def own_rotary(model: Any, by_length: bool = False) -> Any:
             return super().forward(length, *args, **named) / (1 + length / 16 if by_length else 4)
 
     return Interpolated(kv_channels=model.config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True)
+
+
+def replaced(plans: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Return what a training in slices replaces of the model's modules: what stays, without `replaced.put`, and what is there
+    while the output layer runs.
+    """
+    loop, samples = started(**settings)
+    from megatron_epp.mcore.model import replaced
+
+    model = loop.models[0]
+    training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
+
+    def functions() -> dict[tuple[str, str], Any]:
+        """Return the functions on the objects of modules, and the modules themselves."""
+        return {
+            (name, attribute): value
+            for name, module in model.named_modules()
+            for attribute, value in (vars(module) | {"itself": module}).items()
+            if callable(value) and (attribute == "itself" or not isinstance(value, torch.nn.Module))
+        }
+
+    def differing(old: Mapping[tuple[str, str], Any]) -> set[tuple[str, str]]:
+        new = functions()
+        return {key for key in old.keys() | new.keys() if old.get(key) is not new.get(key)}
+
+    before, inside = functions(), set[tuple[str, str]]()
+    training.sliced(schedule)
+    stays = differing(before)
+    told = {
+        (name, function)
+        for name, module in model.named_modules()
+        for function in getattr(module, replaced.MARK, replaced.NOTHING).functions
+    }
+    adopted = functions()
+    model.output_layer.register_forward_pre_hook(lambda module, args: inside.update(differing(adopted)))
+    training.sliced(schedule)
+    schedule.close()
+    return {"untold": sorted(stays - told), "told": len(told), "while it runs": sorted(inside)}
