@@ -1,9 +1,18 @@
 """Hooks, parametrizations and functions that a program gives to modules act in slices as in Megatron, or are refused."""
 
+import ast
+import json
+import shlex
+from pathlib import Path
+
 import pytest
 
+import megatron_epp
 from tests.mcore.test_samples import DELTA, LATENT, MAMBA
-from tests.support.mcore.forked import job, returned
+from tests.support.mcore.forked import CHANGED, job, launch, returned, train
+from tests.support.mcore.jobs.attachments import OWN_ROTARY
+from tests.support.mcore.launch import PLANNED
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -92,6 +101,7 @@ def check(found, cases, refused):
 @pytest.mark.parametrize(
     ("cases", "said"),
     [
+        ({"": "forward hook"}, "module (Outer) has a forward hook attached.<locals>.<lambda>, which plans would not call"),
         ({CORE: "forward hook", "rotary_pos_emb": "a class of its own", "output_layer": "forward hook"}, ""),
         ({"rotary_pos_emb": "forward", LAYER: "forward", f"{LAYER}.self_attention.linear_qkv": "parametrization"}, ""),
         (
@@ -104,7 +114,8 @@ def check(found, cases, refused):
     ],
 )
 def test_what_is_there_before_the_first_call_acts_or_is_refused(cases, said):
-    found = returned(job(1, "attachments:before_the_first", cases=cases, positions="rope"))
+    inside = "language_model" if "" in cases else None
+    found = returned(job(1, "attachments:before_the_first", cases=cases, positions="rope", inside=inside))
     assert said in found if said else found <= TOLERANCE
 
 
@@ -117,3 +128,86 @@ def test_all_that_plans_replace_is_told(settings):
     assert found["untold"] == []
     assert found["told"] >= 8
     assert found["while it runs"] == [["", "compute_language_model_loss"], ["output_layer", "forward"]]  # `OfRows.obstacle`
+
+
+def test_layers_of_microbatches_call_hooks_and_other_functions_than_plans_put_there_are_refused():
+    away, said = returned(job(1, "attachments:of_microbatches"))
+    assert away <= TOLERANCE
+    assert "decoder.layers.1 (TransformerLayer) has another forward than plans have put there" in said
+
+
+def test_functions_of_modules_are_replaced_by_the_one_helper():
+    """Those that a chunk's forward puts there and takes away are `OfRows`', which says itself what it would lose."""
+    trees = [(path.name, ast.parse(path.read_text())) for path in Path(megatron_epp.__file__).parent.rglob("*.py")]
+    calls = [node for _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    puts = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "put" and len(call.args) > 2]
+    names = {call.args[1].value for call in puts} | {"forward"}
+    assert len(names) >= 6
+    found = {
+        file
+        for file, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names
+    }
+    assert found == {"block_loss.py", "trained_rows.py"}
+
+
+OF_LAYER = "decoder.layers.0.self_attention"
+LATENTS = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
+    "--no-rope-fusion"
+)
+SPLIT = "--epp-split-weight-gradient --no-gradient-accumulation-fusion"
+SHARDS = "--epp-vocab-parallel on --untie-embeddings-and-output-weights"
+TRAININGS = {
+    "rotary": ("", {"rotary_pos_emb": OWN_ROTARY, f"{OF_LAYER}.core_attention": "forward hook"}, ""),
+    "apart": (SPLIT, {f"{OF_LAYER}.linear_qkv": "backward hook", f"{OF_LAYER}.linear_proj": "forward hook"}, ""),
+    "latents": (
+        f"{LATENTS} --epp-latents on",
+        {f"{OF_LAYER}.linear_kv_up_proj": "forward pre-hook", f"{OF_LAYER}.core_attention": "forward hook"},
+        "",
+    ),
+    "latents for keys": (
+        f"{LATENTS} --epp-latents on",
+        {f"{OF_LAYER}.core_attention": "forward pre-hook"},
+        f"{OF_LAYER}.core_attention (RelayAttention) has a forward pre-hook",
+    ),
+    "latents for their products": (
+        f"{LATENTS} --epp-latents on",
+        {f"{OF_LAYER}.linear_kv_up_proj": "forward hook"},
+        f"{OF_LAYER}.linear_kv_up_proj (ColumnParallelLinear) has a forward hook",
+    ),
+    "shards": (SHARDS, {"output_layer": "forward hook"}, "output_layer (VocabularyShard) has a forward hook"),
+}
+"""Flags, what a program attaches to the models that Megatron builds, and what is said."""
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_training_by_flags_runs_what_is_attached_or_refuses_it(tmp_path, case):
+    flags, cases, said = TRAININGS[case]
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 32), vocab_size=127))
+    common = [
+        *PLANNED,
+        *shlex.split(f"--pipeline-model-parallel-size 2 --position-embedding-type rope {flags}"),
+        "--data-path",
+        data,
+    ]
+    env = {"ATTACH": json.dumps(cases)}
+    if said:
+        finished = launch(2, CHANGED, "attached", *common, "--train-iters", 1, env=env)
+        assert finished.returncode != 0
+        assert said in finished.output
+        return
+    plain, stock, planned = (
+        train(tmp_path / "run", 2, *schedule, iterations=2, change=change, tiny=common, env=env).steps
+        for change, schedule in (
+            ("", ["--epp-slices", 2]),
+            # Megatron's attention in torch has no such sizes as keys of latents have.
+            ("attached", ["--epp-latents", "off"] if "latents" in case else ["--epp-schedule", "stock"]),
+            ("attached", ["--epp-slices", 2]),
+        )
+    )
+    for iteration, step in planned.items():
+        assert step["loss"] == pytest.approx(stock[iteration]["loss"], rel=TOLERANCE)
+        assert step["grad_norm"] == pytest.approx(stock[iteration]["grad_norm"], rel=TOLERANCE)
+        assert step["grad_norm"] != pytest.approx(plain[iteration]["grad_norm"], rel=1e-3)

@@ -6,6 +6,7 @@ Where ``RECORD_TO`` is set, they are recorded.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import time
@@ -123,6 +124,31 @@ def gathered():
         build(*args, **(named | {"parallel_output": False}))
 
     return mock.patch.object(GPTModel, "__init__", gathering)
+
+
+@contextmanager
+def attached() -> Iterator[None]:
+    """What ``ATTACH`` names, kinds by module, is attached to every chunk that Megatron has built, before it is wrapped."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.utils import unwrap_model
+
+    from tests.support.mcore.jobs import attachments
+
+    wrap, stack = DistributedDataParallel.__init__, ExitStack()
+
+    @functools.wraps(wrap)
+    def wrapping(self, config, ddp_config, module, *rest, **named):
+        model = unwrap_model(module)
+        modules = dict(model.named_modules())
+        for path, kind in json.loads(os.environ["ATTACH"]).items():
+            if kind == attachments.OWN_ROTARY:
+                model.rotary_pos_emb = attachments.own_rotary(model)
+            elif path in modules:
+                stack.enter_context(attachments.attached(modules[path], kind))
+        wrap(self, config, ddp_config, module, *rest, **named)
+
+    with stack, mock.patch.object(DistributedDataParallel, "__init__", wrapping):
+        yield
 
 
 def slow():
@@ -267,7 +293,7 @@ def given_times():
 CHANGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     change.__name__: change
     for change in (
-        *(own_loss, failing, rerun, gathered, slow),
+        *(own_loss, failing, rerun, gathered, attached, slow),
         *(standing_still_in_save, diagnostics_without_memory, counted, given_times),
     )
 }

@@ -85,18 +85,22 @@ def train(
     timeout_s: float = 180,
     change: str = "",
     tiny: Sequence[str] = TINY,
+    env: Mapping[str, str] | None = None,
 ) -> Finished:
     """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails.
 
     Args:
         change: one of `changed_training`.
         tiny: in the place of TINY.
+        env: of the ranks, besides.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = [*tiny, "--train-iters", iterations, *flags]
     program = (CHANGED, change) if change else (RECORDER,)
-    finished = launch(num_processes, *program, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
+    finished = launch(
+        num_processes, *program, *arguments, env={"RECORD_TO": str(folder)} | dict(env or {}), timeout_s=timeout_s
+    )
     assert finished.returncode == 0, finished.output[-5000:]
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     steps = next(

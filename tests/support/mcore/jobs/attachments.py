@@ -15,6 +15,7 @@ from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
 LENGTHS = (40, 10, 24)
+OWN_ROTARY = "a class of its own"
 
 
 def changed(value: Any, entries: int = 0) -> Any:
@@ -154,7 +155,7 @@ def before_the_first(cases: Mapping[str, str], plans: Mapping[str, Any] | None =
     plain, modules = losses(), dict(model.named_modules())
     with ExitStack() as stack:
         for path, kind in cases.items():
-            if kind == "a class of its own":
+            if kind == OWN_ROTARY:
                 model.rotary_pos_emb = own_rotary(model)
             elif kind == "scales by length":
                 model.rotary_pos_emb = own_rotary(model, by_length=True)
@@ -218,3 +219,18 @@ def replaced(plans: Mapping[str, Any] | None = None, **settings: Any) -> dict[st
     training.sliced(schedule)
     schedule.close()
     return {"untold": sorted(stays - told), "told": len(told), "while it runs": sorted(inside)}
+
+
+def of_microbatches() -> tuple[float, str]:
+    """Return how far microbatches by a plan are from Megatron's with a hook on a layer, and what is said of a `forward`."""
+    loop = begin(LENGTHS)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_epp
+
+    schedule, layer = megatron_epp.wrap(), loop.models[0].decoder.layers[1]
+    loop.run(schedule)
+    with attached(layer, "forward hook"):
+        away = apart(loop.run(schedule)[1], loop.run(get_forward_backward_func())[1])
+    with attached(layer, "forward"):
+        return away, refusal(lambda: loop.run(schedule))
