@@ -64,6 +64,8 @@ class Watchdog:
     ) -> None:
         self.limit_s, self.limit_name = limit_s, limit_name
         self._on_expiry, self._failures = on_expiry, failures
+        self.note = ""
+        """Lines behind the message, of what is known to make activities stand still."""
         # Innermost last. Several threads append and remove, which the interpreter's lock makes atomic; looks are at a copy.
         self._activities: list[_Activity] = []
         self._thread: threading.Thread | None = None
@@ -129,7 +131,7 @@ class Watchdog:
 
     def _message(self, activity: _Activity) -> str:
         try:
-            return activity.describe()
+            return activity.describe() + self.note
         except Exception as error:
             failure = activity.failure or error
             return f"no progress for {self.limit(activity.limit_s)}: {type(failure).__name__}: {failure}"

@@ -136,6 +136,13 @@ def test_layers_of_microbatches_call_hooks_and_other_functions_than_plans_put_th
     assert "decoder.layers.1 (TransformerLayer) has another forward than plans have put there" in said
 
 
+def test_a_hang_of_replicas_with_unequal_numbers_of_chunks_is_said_to_be_one():
+    finished = job(2, "attachments:collective_in_a_hook")
+    assert finished.returncode != 0
+    assert "Replicas run unequal numbers of chunks, this one" in finished.output
+    assert "in the model configuration's finalize_model_grads_func or a pre-hook of the optimizer's step" in finished.output
+
+
 def test_functions_of_modules_are_replaced_by_the_one_helper():
     """Those that a chunk's forward puts there and takes away are `OfRows`', which says itself what it would lose."""
     trees = [(path.name, ast.parse(path.read_text())) for path in Path(megatron_epp.__file__).parent.rglob("*.py")]

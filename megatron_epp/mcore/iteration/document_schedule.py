@@ -137,6 +137,7 @@ def run_batch(
     """
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
+    run.watchdog.note = _of_own_chunks(run, batch)
     with run.telling_others():
         _warm_up_attention(run, batch)
         if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:
@@ -149,6 +150,17 @@ def run_batch(
         if not forward_only:
             finish(num_tokens)
     return loss, report
+
+
+def _of_own_chunks(run: SlicedRun, batch: GlobalBatch) -> str:
+    """Return what a hang may come from where replicas run plans of their own; empty where all run one order."""
+    if len(run.lockstep_groups) == 1 or batch.plan is None:
+        return ""
+    return (
+        f"\nReplicas run unequal numbers of chunks, this one {len(batch.plan.chunks)}. If a hook of a parameter or a module makes a "
+        "collective over replicas, it waits for a chunk that others do not have: make the collective behind the last backward, "
+        "in the model configuration's finalize_model_grads_func or a pre-hook of the optimizer's step"
+    )
 
 
 def finish_batch(

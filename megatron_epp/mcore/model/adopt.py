@@ -131,7 +131,7 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
-    rotary.place(model)
+    rotary.adopt(model)
     for kind in KINDS:
         kind.adopt(model, args)
     if args.epp_loss is not None:

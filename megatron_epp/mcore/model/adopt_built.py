@@ -80,7 +80,7 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
             vars(attention)[RELAY] = relay = _relay_in(attention, module)  # no submodule: names in checkpoints stay
             put(attention, "forward", functools.partial(_attend, relay, attention.forward), HOOKS, wraps=False)
     number_attentions(bare)
-    rotary.place(bare)
+    rotary.adopt(bare)
     for kind in KINDS:
         kind.adopt(bare, args)
     bare.has_relay = True

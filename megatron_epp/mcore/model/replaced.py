@@ -35,7 +35,7 @@ MARK = "replaced_by_plans"
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """What plans have replaced of a module.
+    """Functions of a module that plans have replaced, and what acts there.
 
     Attributes:
         acting: kinds of what may be attached, since it acts as without plans.

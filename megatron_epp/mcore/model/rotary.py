@@ -29,7 +29,7 @@ _FEW_TOKENS = 64
 """Positions by which tables are compared: angles of Megatron's embeddings are proportional to the position."""
 
 
-def place(model: Any) -> None:
+def adopt(model: Any) -> None:
     """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table.
 
     Does nothing to those of which an earlier call has done so. Raises `EppError` for an embedding of a program's own whose

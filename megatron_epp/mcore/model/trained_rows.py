@@ -26,7 +26,7 @@ class OfRows:
 
     @property
     def obstacle(self) -> str:
-        """What a program has changed since the loss was chosen, with a remedy; empty for nothing."""
+        """Change of a program since the loss was chosen, with a remedy; empty for none."""
         raise NotImplementedError
 
     @contextmanager

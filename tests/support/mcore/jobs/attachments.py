@@ -234,3 +234,14 @@ def of_microbatches() -> tuple[float, str]:
         away = apart(loop.run(schedule)[1], loop.run(get_forward_backward_func())[1])
     with attached(layer, "forward"):
         return away, refusal(lambda: loop.run(schedule))
+
+
+def collective_in_a_hook() -> None:
+    """Train on two replicas, of which one has more chunks, with a collective over both where a weight gets its gradient."""
+    loop, samples = started(replicas=2)
+    training = DataParallel(loop, samples)
+    schedule = schedule_of({"wait_limit_seconds": 4})
+    training.sliced(schedule)
+    weight = loop.models[0].output_layer.weight
+    weight.register_post_accumulate_grad_hook(lambda weight: torch.distributed.all_reduce(torch.ones(1)))
+    training.sliced(schedule)
