@@ -157,9 +157,9 @@ def _of_own_chunks(run: SlicedRun, batch: GlobalBatch) -> str:
     if len(run.lockstep_groups) == 1 or batch.plan is None:
         return ""
     return (
-        f"\nReplicas run unequal numbers of chunks, this one {len(batch.plan.chunks)}. If a hook of a parameter or a module makes a "
-        "collective over replicas, it waits for a chunk that others do not have: make the collective behind the last backward, "
-        "in the model configuration's finalize_model_grads_func or a pre-hook of the optimizer's step"
+        f"\nReplicas run unequal numbers of chunks (here {len(batch.plan.chunks)}). If a hook of a parameter or module makes a "
+        "collective over replicas, it waits for a chunk that others do not have: make it behind the last backward, in the "
+        "model configuration's finalize_model_grads_func or a pre-hook of the optimizer's step"
     )
 
 

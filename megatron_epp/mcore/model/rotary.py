@@ -37,10 +37,10 @@ def adopt(model: Any) -> None:
     """
     # Angles by several axes are of the positions that the model gets.
     own = getattr(model, "rotary_pos_emb", None) if axes_of(model) == 1 else None
-    latents = [module.rotary_pos_emb for module in model.modules() if isinstance(module, MultiLatentAttention)]
-    group = context_parallel.of_group(mpu.get_context_parallel_group())
+    latents = (module.rotary_pos_emb for module in model.modules() if isinstance(module, MultiLatentAttention))
     longest, tables = int(getattr(model, "max_sequence_length", 0) or TABLE_TOKENS), list[_Angles]()
     for rotary, by_row in [*([] if own is None else [(own, True)]), *((rotary, False) for rotary in latents)]:
+        group = context_parallel.of_group(mpu.get_context_parallel_group())
         if "get_rotary_seq_len" in vars(rotary) and not assigned(rotary, ("get_rotary_seq_len",)):
             continue
         angles = _Angles(rotary)

@@ -181,7 +181,7 @@ class MegatronStage:
 
     @property
     def obstacle(self) -> str:
-        """Problem with what a program has attached to modules, or assigned: it would not act as without plans; empty for none."""
+        """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
         of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
         return of_loss or next(problems(self.model, self._replaced), "")
 
