@@ -6,8 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 import megatron_epp
+from megatron_epp.mcore.model.predictions import own_embedding
 from tests.mcore.test_samples import DELTA, LATENT, MAMBA
 from tests.support.mcore.forked import CHANGED, job, launch, returned, train
 from tests.support.mcore.jobs.attachments import OWN_ROTARY
@@ -141,6 +144,21 @@ def test_a_hang_of_replicas_with_unequal_numbers_of_chunks_is_said_to_be_one():
     assert finished.returncode != 0
     assert "Replicas run unequal numbers of chunks (here " in finished.output
     assert "in the model configuration's finalize_model_grads_func or a pre-hook of the optimizer's step" in finished.output
+
+
+def test_a_layer_of_multi_token_prediction_that_embeds_by_itself_is_refused():
+    class OwnLayer(MultiTokenPredictionLayer):
+        def _get_embeddings(self, *args, **named): ...
+
+    assert own_embedding(torch.nn.ModuleList([bare(MultiTokenPredictionLayer)])) == ""
+    said = "OwnLayer has its own _get_embeddings, which knows no tokens ahead of a slice"
+    assert own_embedding(torch.nn.ModuleList([bare(OwnLayer)])).startswith(said)
+
+
+def bare(kind):
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    return module
 
 
 def test_functions_of_modules_are_replaced_by_the_one_helper():

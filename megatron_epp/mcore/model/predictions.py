@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.features import bound, log_prediction_loss
 from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.replaced import overridden
 
 
 @dataclass(slots=True)
@@ -35,6 +36,17 @@ class ChunkPredictions:
     arrays: AheadArrays
     whole: Callable[[], AbstractContextManager[None]] = nullcontext
     depth: int = 0
+
+
+def own_embedding(model: torch.nn.Module) -> str:
+    """Return which layer of multi-token prediction embeds in its own way, which knows no tokens ahead of a chunk; or nothing."""
+    for module in model.modules():
+        if isinstance(module, MultiTokenPredictionLayer) and overridden(
+            module, MultiTokenPredictionLayer, ("_get_embeddings",)
+        ):
+            name = type(module).__name__
+            return f"{name} has its own _get_embeddings, which knows no tokens ahead of a slice: use Megatron's, or no slices"
+    return ""
 
 
 def embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

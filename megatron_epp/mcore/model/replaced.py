@@ -82,6 +82,11 @@ def assigned(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in vars(module) and vars(module)[name] is not ours.get(name)]
 
 
+def overridden(module: torch.nn.Module, of: type, names: Iterable[str]) -> list[str]:
+    """Return which methods of a class, which plans have replaced there, a subclass or an object of a program's has its own of."""
+    return [name for name in names if name in vars(module) or getattr(type(module), name, None) is not getattr(of, name)]
+
+
 def attached(module: torch.nn.Module, kinds: Iterable[str] = HOOKS) -> Iterator[str]:
     """Yield what a program has attached to a module, of some kinds, with its name: ``forward hook capped``."""
     for attribute, kind in _IN_TORCH.items():

@@ -24,7 +24,7 @@ from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
-from megatron_epp.mcore.patches.routers import check_routers, chunk_of
+from megatron_epp.mcore.patches.routers import chunk_of, own_routing
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
@@ -153,8 +153,6 @@ class MegatronStage:
         add_to_gradients(model, self._in_fp8)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._shards = self._sequence_shards * config.context_parallel_size
-        if self.token_multiple > 1:
-            check_routers(model)
         if own_inputs is not None:
             own_inputs.check(len(layers))
         outside: Any = model
@@ -162,6 +160,8 @@ class MegatronStage:
             mark(outside, ())
             outside = inside_of(outside)
         self._replaced = marked(model)
+        if obstacle := self.obstacle:
+            raise EppError(obstacle)
         self._device = own_device()
 
     @property
@@ -182,8 +182,14 @@ class MegatronStage:
     @property
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
-        of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        return of_loss or next(problems(self.model, self._replaced), "")
+        found = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
+        if not found and self.depths:
+            from megatron_epp.mcore.model.predictions import own_embedding
+
+            found = own_embedding(self.model)
+        if not found and self.token_multiple > 1:
+            found = own_routing(self.model)
+        return found or next(problems(self.model, self._replaced), "")
 
     @property
     def token_multiple(self) -> int:

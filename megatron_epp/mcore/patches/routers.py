@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_epp.mcore import features
-from megatron_epp.plan.errors import EppError
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
@@ -77,17 +76,23 @@ def chunk_of(table: SegmentTable, config: Any) -> Iterator[None]:
         yield
 
 
-def check_routers(model: torch.nn.Module) -> None:
-    """Raise `EppError` if a router of the model has a routing of its own, which would count the padding of chunks."""
+_METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
+
+
+def own_routing(model: torch.nn.Module) -> str:
+    """Return which router of the model routes in its own way, which would count the padding of chunks; empty for none."""
     from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_epp.mcore.model.replaced import overridden
 
     for module in model.modules():
         router = getattr(module, "router", None)
-        if isinstance(router, torch.nn.Module) and getattr(type(router), "routing", None) is not TopKRouter.routing:
-            raise EppError(
-                f"{type(router).__name__} routes tokens in its own way, and would count the padding of chunks by "
+        if isinstance(router, torch.nn.Module) and (own := overridden(router, TopKRouter, _METHODS)):
+            return (
+                f"{type(router).__name__} has its own {', '.join(own)}, and would count the padding of chunks by "
                 "--context-parallel-size, --sequence-parallel or --fp8-format: use Megatron's TopKRouter, or leave them out"
             )
+    return ""
 
 
 # ---- replacements of Megatron's functions ----------------------------------------------------------------------------
