@@ -39,11 +39,10 @@ class ChunkPredictions:
 
 
 def own_embedding(model: torch.nn.Module) -> str:
-    """Return which layer of multi-token prediction embeds in its own way, which knows no tokens ahead of a chunk; or nothing."""
+    """Return which layer of multi-token prediction embeds in its own way, which knows nothing ahead of a chunk; or none."""
+    kind = MultiTokenPredictionLayer
     for module in model.modules():
-        if isinstance(module, MultiTokenPredictionLayer) and overridden(
-            module, MultiTokenPredictionLayer, ("_get_embeddings",)
-        ):
+        if isinstance(module, kind) and overridden(module, kind, ("_get_embeddings",)):
             name = type(module).__name__
             return f"{name} has its own _get_embeddings, which knows no tokens ahead of a slice: use Megatron's, or no slices"
     return ""

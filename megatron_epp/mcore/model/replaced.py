@@ -83,7 +83,7 @@ def assigned(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def overridden(module: torch.nn.Module, of: type, names: Iterable[str]) -> list[str]:
-    """Return which methods of a class, which plans have replaced there, a subclass or an object of a program's has its own of."""
+    """Return which of a class's methods, which plans have replaced there, a program's subclass or object does not have."""
     return [name for name in names if name in vars(module) or getattr(type(module), name, None) is not getattr(of, name)]
 
 
