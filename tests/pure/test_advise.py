@@ -1,16 +1,19 @@
 """Advice on parallel sizes, for a small model on a few devices, and plans of it by the commands that it prints."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
 
 from megatron_epp.advice import configuration_search
 from megatron_epp.advice.advice_text import as_json, as_text
+from megatron_epp.advice.causes import Stock
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
-from megatron_epp.advice.judge import exactly, misfit
+from megatron_epp.advice.judge import Baseline, exactly, misfit
 from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.advice.recipe import stock_settings
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
@@ -24,7 +27,8 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner import UNLIMITED_BYTES, plan
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
+from megatron_epp.planner.baselines.contest import pack_whole
 from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {
@@ -105,12 +109,50 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
 def test_of_equal_lengths_plain_1f1b_is_as_good_and_of_skewed_ones_in_a_pipeline_elastic_plans_pay():
     advice = advise(replace(question([8192] * 16), context=8192))
     assert advice.plain_is_as_good
-    assert "Plain 1F1B is as good" in as_text(advice, 3, everything=False)
+    assert "Megatron's own schedule is as good" in as_text(advice, 3, everything=False)
     advice = advise(question(fixed={"pipeline": 4}))
     assert all(entry.parts.exchange_us == 0 for entry in advice.best)  # no rank shares a layer
     assert advice.plain is not None
     assert not advice.plain_is_as_good
     assert "Elastic plans pay" in as_text(advice, 3, everything=False)
+
+
+@pytest.mark.parametrize("cap_bytes", [UNLIMITED_BYTES, 9 << 30])
+def test_the_gain_is_over_megatrons_schedule_at_its_best_which_can_be_planned_again(cap_bytes):
+    asked = question((CONTEXT, *web_lengths(15, 1, CONTEXT)), cap_bytes, fixed={"pipeline": 4})
+    advice = advise(asked)
+    plain, gain, best = advice.plain, advice.gain, advice.best[0]
+    assert math.prod(gain.factors) * best.parts.step_us == pytest.approx(gain.steps_us[0])
+    assert gain.over_megatron * best.parts.step_us == pytest.approx(plain.step_us)
+    assert min(gain.factors[:3]) >= 1, "what may be done without a cause may be done with it"
+    stock, costs = plain.stock, asked.costs(plain.config)
+    made = plan(stock.problem, costs, Options(planner="1f1b-packed", context=stock.row_tokens))
+    assert check(made) == []
+    assert made.predicted.makespan_us + asked.reduction_us(plain.config) == pytest.approx(plain.step_us)
+    assert max(made.predicted.peak_bytes) <= cap_bytes
+
+
+def test_megatrons_own_schedule_may_have_virtual_stages_unless_the_question_fixes_them():
+    advice = advise(replace(question([2048] * 32, fixed={"pipeline": 4}), context=2048))
+    assert advice.gain.factors[2] == 1, "memory is not short, so nothing is recomputed"
+    one_stage = advise(replace(advice.question, fixed={"pipeline": 4, "virtual": 1})).plain
+    assert one_stage.config.virtual == 1 < advice.plain.config.virtual
+    assert one_stage.step_us > 1.03 * advice.plain.step_us
+
+
+def test_megatrons_flags_are_those_of_its_own_schedule_alone():
+    asked = replace(question([2048] * 32, fixed={"pipeline": 4}), flags=MODEL | {"num_experts": 4, "moe_router_topk": 2})
+    config = Configuration(1, 1, 4, 1, virtual=2, layers=(1,) * 8)
+    rows = pack_whole(asked.lengths, 5 * 2048)
+    decisions = Decisions(rows, (), [[1] * len(rows)] * 8, ("mlp",))
+    flags = stock_settings(asked, Baseline(config, Stock(1.0, config.stages, 10240, asked.problem(config, ()), decisions)))
+    assert not any(name.startswith("epp") for name in flags)
+    assert (flags["seq_length"], flags["global_batch_size"], flags["num_virtual_stages_per_pipeline_rank"]) == (10240, 7, 2)
+    assert flags["microbatch_group_size_per_virtual_pipeline_stage"] == 7
+    assert flags["recompute_granularity"] == "selective"
+    assert flags["recompute_modules"] == ["layernorm", "mlp", "moe"]
+    full = Stock(1.0, config.stages, 10240, asked.problem(config, ()), replace(decisions, modes=("full",)))
+    assert stock_settings(asked, Baseline(config, full))["recompute_num_layers"] == 1
 
 
 def test_sizes_that_cannot_be_are_ruled_out_by_name():

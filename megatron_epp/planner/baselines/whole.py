@@ -46,8 +46,8 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
     Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as
     ranks (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in
-    all layers (``--recompute-modules layernorm mlp``), or the least number of whole layers of every stage
-    (``--recompute-method block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
+    all layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage
+    (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
 
     Kinder than the original: rows are not padded to the context, sequences of a row do not attend to each other, and the number
     of rows suits each batch. With `options.chunk_tokens` no row is longer than that.

@@ -178,8 +178,8 @@ def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = 
     Where slices need more forwards before the first backward than the warm-up has, it is longer by as many.
 
     Args:
-        together: chunks n that a rank runs on a stage before it goes on to its next, as Megatron's flag
-            ``--microbatch-group-size-per-virtual-pipeline-stage`` says; None for as many as ranks.
+        together: chunks n that a rank runs on a stage before it goes on to its next, as Megatron's
+            setting ``microbatch_group_size_per_vp_stage`` says; None for as many as ranks.
     """
     ranks, laps = own.num_ranks, list(range(own.num_chunks))
     size = together or ranks

@@ -1,0 +1,225 @@
+"""The gain of plans over Megatron's own 1F1B, divided by cause: what its flags bring already, and what plans add.
+
+Megatron's side may have what its flags can say: several stages per rank (interleaved 1F1B), whole layers per stage
+(``--pipeline-model-parallel-layout``), rows of any length, its kinds of recompute, and all logits at once, since its loss
+has no blocks. Each cause is added to those before it, so the factors multiply to the whole gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.baselines.whole import MLP_AGAIN, packed_contest
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.fitted import fitted
+from megatron_epp.planner.layouts.rank_work import WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.report.text import table
+
+CAUSES = (
+    "layers and virtual stages, by Megatron's flags",
+    "packing: rows of equal work, or of more tokens",
+    "recompute and offload chosen for each row",
+    "slices, order, and half layers",
+    "vocabulary over all ranks, weight gradients apart",
+)
+"""What plans differ in from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
+BY_FLAGS = 2
+"""Number of causes, the first, that Megatron's own flags and data bring."""
+PLANNER = "1f1b-packed"
+STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
+"""Stages per rank that are tried for Megatron, where there are layers for them."""
+_CONTEXTS = (2, 4, 8)
+"""Lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster."""
+_MOVES = 3
+"""Most moves of a layer to another stage that are tried from the best layout, each to the best of several."""
+
+
+class Stock(NamedTuple):
+    """Rows of whole sequences in Megatron's order, by the time of a step.
+
+    Attributes:
+        step_us: of the pipeline's rows, and what a step has besides.
+        layout: of the stages.
+        row_tokens: most of a row.
+        problem, decisions: of the replica that takes longest; recompute is uniform, or of each row.
+    """
+
+    step_us: float
+    layout: Layout
+    row_tokens: int
+    problem: Problem
+    decisions: Decisions
+
+    @property
+    def recompute(self) -> str:
+        """Recompute in the words of Megatron's flags; "none" if there is none."""
+        most = max(map(max, self.decisions.recompute_steps))
+        if not most:
+            return "none"
+        return "of norms and MLPs" if self.decisions.modes == MLP_AGAIN else f"of {most} layers of each stage"
+
+
+Steps = tuple[Stock | None, ...]
+"""A step before any cause and with each of the first three; None where nothing fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockChoices:
+    """A batch at given parallel sizes, and what may be chosen for it.
+
+    Attributes:
+        problems: of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal.
+        costs_of: costs of a layout without a loss by blocks.
+        own_costs_of: costs of a layout as plans have them.
+        num_layers: of the model.
+        context: tokens of a row that Megatron packs by default.
+        options: of the plans.
+        counts: stages per rank that Megatron may have.
+        layouts: more layouts to try, of which those count that its flags can say.
+        added_us: time of a step besides the pipeline's with a layout.
+    """
+
+    problems: tuple[Problem, ...]
+    costs_of: CostsOf
+    own_costs_of: CostsOf
+    num_layers: int
+    context: int
+    options: Options
+    even: Layout
+    counts: Sequence[int] = STAGES_PER_RANK
+    layouts: tuple[Layout, ...] = ()
+    added_us: Callable[[Layout], float] = lambda _: 0.0
+
+    def steps(self, *, even_only: bool = False) -> Steps:
+        """Return the steps before any cause, with layers and virtual stages, and with packing.
+
+        Args:
+            even_only: the layout stays that of even layers on one stage per rank.
+        """
+        layouts = [self.even] if even_only else [*dict.fromkeys((self.even, *self._balanced(), *self.layouts))]
+        dealt, by_work = self.problems[0], self.problems[-1]
+        first = [self._at(layout, dealt, self.context, first_fit=True) for layout in layouts]
+        by_hand = fastest(*first)
+        packed = fastest(by_hand, *(self._at(layout, by_work, self.context) for layout in layouts))
+        if packed is None:
+            return first[0], by_hand, None
+        for contexts in _CONTEXTS:
+            longer = self._at(packed.layout, by_work, contexts * self.context)
+            if longer is None or longer.step_us >= packed.step_us:
+                break
+            packed = longer
+        return first[0], by_hand, packed if even_only else self._moved(packed)
+
+    def by_chunk(self, packed: Stock | None) -> Stock | None:
+        """Return the fastest rows with recompute, and with the options' offload, chosen for each; no slower than given ones."""
+        best = packed
+        for layout in dict.fromkeys(([packed.layout] if packed else [self.even]) + [*self.layouts]):
+            for contexts in (1, *_CONTEXTS):
+                best = fastest(best, self._at(layout, self.problems[-1], contexts * self.context, by_chunk=True))
+        if best is None or not self.options.offload:
+            return best
+        costs, options, decisions = self.own_costs_of(best.layout), replace(self.options, planner=PLANNER), best.decisions
+        with suppress(EppError):
+            copied = fitted(decisions.order, decisions.chunks, best.problem, costs, options)
+            step_us = copied.makespan_us(best.problem, costs) + self.added_us(best.layout)
+            best = fastest(best, best._replace(step_us=step_us, decisions=copied))
+        return best
+
+    def _at(
+        self, layout: Layout, problem: Problem, tokens: int, *, first_fit: bool = False, by_chunk: bool = False
+    ) -> Stock | None:
+        """Return the fastest rows of at most so many tokens; None where nothing fits, or Megatron's flags cannot say it."""
+        if layout.to_megatron() is None or layout.shards_vocabulary:
+            return None
+        costs = (self.own_costs_of if by_chunk else self.costs_of)(layout)
+        asked = replace(problem, placement=layout.placement.rank_of)
+        options = Options(planner=PLANNER, context=max(tokens, max(problem.lengths)))
+        try:
+            contest = packed_contest(asked, costs, options, first_fit=first_fit, by_chunk=by_chunk)
+        except InfeasibleError:  # a row for every rank is not there
+            return None
+        if contest.best is None:
+            return None
+        return Stock(contest.best_us + self.added_us(layout), layout, tokens, asked, contest.best)
+
+    def _balanced(self) -> Iterator[Layout]:
+        """Yield layouts of whole layers that level the ranks' work, by the number of stages per rank."""
+        ranks = self.even.placement.num_ranks
+        if ranks == 1:
+            return
+        work = LayerWork.of(self.problems[-1:], self.costs_of, halves=False)
+        for count in self.counts:
+            if ranks * count <= self.num_layers:
+                yield work.spread(self.num_layers, Placement("looped", ranks, count), WHOLE)
+
+    def _moved(self, start: Stock) -> Stock:
+        """Move single layers away from the rank with the most work while that helps."""
+        if start.layout.placement.num_ranks == 1:
+            return start
+        work = LayerWork.of(self.problems[-1:], self.costs_of, halves=False)
+        best = start
+        for _ in range(_MOVES):
+            times_us = work.ranks_us(best.layout).max(axis=1)
+            idle = [int(rank) for rank in times_us.argsort()[:1]]
+            layouts = moved(best.layout, int(times_us.argmax()), WHOLE, idle)
+            faster = fastest(best, *(self._at(layout, best.problem, best.row_tokens) for layout in layouts))
+            if faster is None or faster is best:
+                break
+            best = faster
+        return best
+
+
+def fastest(*steps: Stock | None) -> Stock | None:
+    """Return the step of least time, the first of equal ones; None if there is none."""
+    return min(filter(None, steps), key=lambda step: step.step_us, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Times of a step in microseconds before any cause and with each of `CAUSES`; infinite where nothing fits."""
+
+    steps_us: tuple[float, ...]
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Speed with each cause over that without it; infinite where nothing fits without it, 1 where nothing fits with it."""
+        pairs = pairwise(self.steps_us)
+        return tuple(1.0 if math.isinf(after) else before / after for before, after in pairs)
+
+    @property
+    def over_megatron(self) -> float:
+        """Speed of plans over Megatron's own 1F1B at its best; infinite where that does not fit."""
+        return self.steps_us[BY_FLAGS] / self.steps_us[-1]
+
+    def lines(self) -> list[str]:
+        """Return a table of causes, whose factors multiply to the last."""
+        known = [step_us for step_us in self.steps_us if math.isfinite(step_us)]
+        rows = [(cause, _times(factor)) for cause, factor in zip(CAUSES, self.factors, strict=True)]
+        before = "1F1B of even layers, one stage per rank" if known[0] == self.steps_us[0] else "the first that fits"
+        rows.append((f"all together, over {before}", _times(known[0] / known[-1])))
+        rows.append(("of it by plans, over Megatron's own at its best", _times(self.over_megatron)))
+        return table(("gain by cause, each added to those above it", "times as fast"), rows, left=(0,))
+
+
+def _times(factor: float) -> str:
+    return "fits only so" if math.isinf(factor) else f"{factor:.2f}x"
+
+
+def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
+    """Return the gain of plans.
+
+    Args:
+        steps: the steps before any cause and with the first three.
+        whole_us: of a step by plans with the vocabulary on the last stage and weight gradients within backwards.
+        best_us: of a step by plans with all settings, the last cause among them; at most about `whole_us`.
+    """
+    return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))
