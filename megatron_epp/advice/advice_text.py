@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_epp.advice.causes import CAUSES
 from megatron_epp.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.advice.judge import Baseline, Judged, Parts
 from megatron_epp.advice.question import Question
@@ -209,11 +207,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "slower": [_row(advice, entry, best) for entry in advice.slower],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],
         "plain_1f1b": None if plain is None else _plain_row(advice, plain),
-        "gain": {
-            "causes": [{"cause": cause, "factor": factor} for cause, factor in zip(CAUSES, advice.gain.factors, strict=True)],
-            "steps_us": [None if math.isinf(step_us) else step_us for step_us in advice.gain.steps_us],
-            "over_megatron": None if plain is None else advice.gain.over_megatron,
-        },
+        "gain": advice.gain.as_json(),
     }
 
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_epp.plan import EppError, InfeasibleError
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, packed_contest
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.planner.layouts.rank_work import WHOLE, CostsOf, LayerWork, moved
-from megatron_epp.report.text import table
+from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.report.text import format_us, table
 
 CAUSES = (
     "layers and virtual stages, by Megatron's flags",
@@ -134,6 +134,11 @@ class StockChoices:
             best = fastest(best, best._replace(step_us=step_us, decisions=copied))
         return best
 
+    def gain(self, whole_us: float, best_us: float) -> tuple[Stock | None, Gain]:
+        """Return Megatron's best, and the gain of plans at the same sizes. Arguments as in `gain_of`."""
+        steps = self.steps()
+        return steps[-1], gain_of((*steps, self.by_chunk(steps[-1])), whole_us, best_us)
+
     def _at(
         self, layout: Layout, problem: Problem, tokens: int, *, first_fit: bool = False, by_chunk: bool = False
     ) -> Stock | None:
@@ -183,6 +188,16 @@ def fastest(*steps: Stock | None) -> Stock | None:
     return min(filter(None, steps), key=lambda step: step.step_us, default=None)
 
 
+def stock_text(stock: Stock) -> str:
+    """Describe Megatron's own schedule: stages, rows and recompute."""
+    placement = stock.layout.placement
+    stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
+    return (
+        f"{format_us(stock.step_us)}, {stages} on each rank, layers {layers_text(stock.layout.halves)}; "
+        f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; recompute {stock.recompute}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Gain:
     """Times of a step in microseconds before any cause and with each of `CAUSES`; infinite where nothing fits."""
@@ -200,6 +215,14 @@ class Gain:
         """Speed of plans over Megatron's own 1F1B at its best; infinite where that does not fit."""
         return self.steps_us[BY_FLAGS] / self.steps_us[-1]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return every figure; None in place of what is infinite."""
+        return {
+            "causes": [{"cause": cause, "factor": _finite(factor)} for cause, factor in zip(CAUSES, self.factors, strict=True)],
+            "steps_us": [*map(_finite, self.steps_us)],
+            "over_megatron": _finite(self.over_megatron),
+        }
+
     def lines(self) -> list[str]:
         """Return a table of causes, whose factors multiply to the last."""
         known = [step_us for step_us in self.steps_us if math.isfinite(step_us)]
@@ -210,8 +233,26 @@ class Gain:
         return table(("gain by cause, each added to those above it", "times as fast"), rows, left=(0,))
 
 
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
 def _times(factor: float) -> str:
     return "fits only so" if math.isinf(factor) else f"{factor:.2f}x"
+
+
+def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halves: bool) -> list[Layout]:
+    """Return layouts with the vocabulary on the last stage to plan in place of one that may divide it: the same layers, and
+    where it does layers levelled anew, since the last stage then has more to do.
+
+    Args:
+        halves: stages may begin inside a layer.
+    """
+    plain = replace(layout, shards_vocabulary=False)
+    if plain == layout:
+        return [layout]
+    work = LayerWork.of((problem,), costs_of, halves=halves)
+    return [plain, work.spread(layout.num_layers, layout.placement, HALF if halves else WHOLE)]
 
 
 def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
@@ -220,6 +261,6 @@ def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> G
     Args:
         steps: the steps before any cause and with the first three.
         whole_us: of a step by plans with the vocabulary on the last stage and weight gradients within backwards.
-        best_us: of a step by plans with all settings, the last cause among them; at most about `whole_us`.
+        best_us: of a step by plans with every cause.
     """
     return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))

@@ -8,18 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, StockChoices
+from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, StockChoices, without_shards
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import exchange_line
-from megatron_epp.cost.library import even_layers, pattern_of
+from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
-from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, LayerWork
 from megatron_epp.planner.least import least_decisions, one_order_decides
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import plan_lockstep
@@ -228,11 +227,8 @@ def step_without_shards_us(question: Question, judged: Judged) -> float:
     config, asked = judged.config, replace(question, options=replace(question.options, split_weight=False))
     if not config.shards_vocabulary and asked == question:
         return judged.parts.step_us
-    layouts = [replace(config.stages, shards_vocabulary=False)]
-    if config.shards_vocabulary:  # the last stage has more to do then, so fewer layers
-        sample, step = question.sample(config, range(len(question.lengths))), HALF if not pattern_of(question.flags) else WHOLE
-        work = LayerWork.of(sample.problems, sample.costs_of, halves=sample.halves)
-        layouts.append(work.spread(sample.num_layers, layouts[0].placement, step))
+    sample = question.sample(config, range(len(question.lengths)))
+    layouts = without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves)
     times_us = [math.inf]
     for layout in layouts:
         with suppress(InfeasibleError):

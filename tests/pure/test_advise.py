@@ -8,10 +8,10 @@ import pytest
 
 from megatron_epp.advice import configuration_search
 from megatron_epp.advice.advice_text import as_json, as_text
-from megatron_epp.advice.causes import Stock
+from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, stock_text
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
-from megatron_epp.advice.judge import Baseline, exactly, misfit
+from megatron_epp.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.advice.recipe import stock_settings
 from megatron_epp.cli import main as cli
@@ -390,6 +390,26 @@ def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again, monk
         assert sorted(made.lengths) == sorted(entry.plan.lengths)
         assert made.predicted.makespan_us == entry.plan.predicted.makespan_us
         assert made.predicted.peak_bytes == entry.plan.predicted.peak_bytes == tuple(peaks)
+
+
+def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsys):
+    sizes = ["--tensor-parallel", "1", "--context-parallel", "1", "--stages", "4", "--virtual-stages", "2"]
+    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, *sizes, "--offload", "off", "--memory-cap-gb", "2.05")
+    question = question_of(args)
+    advice = advise(question)
+    best = next(entry for entry in advice.best if entry.config.virtual == 2)
+    shares = shares_by_work(question, best.config)
+    choices = choices_of(question, best.config, shares, [best.config.stages])
+    stock, gain = replace(choices, counts=STAGES_PER_RANK).gain(best.parts.step_us, best.parts.step_us)
+    flags = [*plan_flags(args, question, best), "--planner", "greedy", "--planner", "1f1b-packed"]
+    assert main(["compare", *flags, "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["planner"] == "greedy")
+    assert row["gain"]["steps_us"] == pytest.approx(gain.steps_us)
+    assert row["gain"]["over_megatron"] * row["makespan_us"] == pytest.approx(stock.step_us)
+    assert main(["compare", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in gain.lines())
+    assert stock_text(stock) in printed
 
 
 @pytest.mark.parametrize("devices", [4, 16])
