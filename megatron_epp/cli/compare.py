@@ -239,9 +239,9 @@ def _gain(
     Args:
         args, lengths, longest, chosen: as in `_entry`.
     """
-    made = {entry.planner: entry.plan for entry in entries}
-    ours, source = made.get("greedy"), costs_source(args, longest)[0]
-    if ours is None or PLANNER not in made or args.forward_only or not isinstance(source, Profile):
+    plans = {entry.planner: entry.plan for entry in entries}
+    ours, source = plans.get("greedy"), costs_source(args, longest)[0]
+    if ours is None or PLANNER not in plans or args.forward_only or not isinstance(source, Profile):
         return None
     alone = argparse.Namespace(**vars(args) | {"loss_block_tokens": 0, "latents": "off"})
     whole, _ = costs_source(alone, longest)
