@@ -215,26 +215,26 @@ def rows_of(compared_recipes: Sequence[Compared]) -> Iterator[str]:
         "their sizes",
     )
     lines = []
-    for one in compared_recipes:
-        recipe = one.recipe
+    for item in compared_recipes:
+        recipe = item.recipe
         measured = "" if recipe.measured_s is None else f"{recipe.measured_s:.4g} s"
         cells = [recipe.name, f"{recipe.title}, {sizes_of(recipe.config) or 'one device'}", measured]
-        cells.append(f"{one.shipped.seconds:.4g} s")
-        pairs = (one.stock, one.same, one.times_same), (one.stock_anywhere, one.advised, one.times_advised)
+        cells.append(f"{item.shipped.seconds:.4g} s")
+        pairs = (item.stock, item.same, item.times_same), (item.stock_anywhere, item.advised, item.times_advised)
         for theirs, ours, times in pairs:
             cells += [f"{time.seconds:.4g} s" if time else "-" for time in (theirs, ours)]
             cells.append(f"{times:.2f}x" if times else "")
-        sizes = [time.sizes for time in (one.stock_anywhere, one.advised) if time]
+        sizes = [time.sizes for time in (item.stock_anywhere, item.advised) if time]
         lines.append([*cells, "; ".join(sizes)])
     yield from table(header, lines, left=(0, 1, 10))
-    for one in compared_recipes:
-        recipe, times = one.recipe, [getattr(one, name) for name in TIMES]
+    for item in compared_recipes:
+        recipe, times = item.recipe, [getattr(item, name) for name in TIMES]
         peaks = ", ".join(f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in times)
         words = [f"{recipe.repository} {recipe.file} ({recipe.commit})"]
-        words += [f"{recipe.sequences:,} sequences, {one.tokens:,} tokens", recipe.lengths.remark]
+        words += [f"{recipe.sequences:,} sequences, {item.tokens:,} tokens", recipe.lengths.remark]
         words += [recipe.measured] * bool(recipe.measured)
-        words += [f"peaks {peaks} of {one.cap_bytes / 2**30:.0f} GiB"]
-        words += [f"by cause {_factors(factors)}" for factors in (one.causes, one.causes_advised) if factors]
+        words += [f"peaks {peaks} of {item.cap_bytes / 2**30:.0f} GiB"]
+        words += [f"by cause {_factors(factors)}" for factors in (item.causes, item.causes_advised) if factors]
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
         words += [f"advise searches with {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"
@@ -246,11 +246,11 @@ def _factors(factors: Sequence[float]) -> str:
 
 
 def row(args: Namespace, recipe: Recipe) -> Figures:
-    one = compared(recipe, advises=not args.no_advice)
-    times = {name: (time := getattr(one, name)) and asdict(time) for name in TIMES}
-    figures = {"tokens": one.tokens, "cap_bytes": one.cap_bytes, "times_same": one.times_same}
-    figures |= {name: [*map(_finite, getattr(one, name))] for name in ("causes", "causes_advised")}
-    return figures | times | {"times_advised": one.times_advised}
+    item = compared(recipe, advises=not args.no_advice)
+    times = {name: (time := getattr(item, name)) and asdict(time) for name in TIMES}
+    figures = {"tokens": item.tokens, "cap_bytes": item.cap_bytes, "times_same": item.times_same}
+    figures |= {name: [*map(_finite, getattr(item, name))] for name in ("causes", "causes_advised")}
+    return figures | times | {"times_advised": item.times_advised}
 
 
 def _finite(factor: float) -> float | None:
