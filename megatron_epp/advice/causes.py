@@ -1,8 +1,9 @@
 """The gain of plans over Megatron's own 1F1B, divided by cause: what its flags bring already, and what plans add.
 
 Megatron's side may have what its flags can say: several stages per rank (interleaved 1F1B), whole layers per stage
-(``--pipeline-model-parallel-layout``), rows of any length, its kinds of recompute, and all logits at once, since its loss
-has no blocks. Each cause is added to those before it, so the factors multiply to the whole gain.
+(``--pipeline-model-parallel-layout``), rows of any length, and its kinds of recompute. Its loss has no blocks: all logits are there
+at once, and blocks are lent to it only where nothing fits without. Each cause is added to those before it, so the factors multiply
+to the whole gain.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, packed_contest
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
 from megatron_epp.report.text import format_us, table
@@ -50,14 +53,21 @@ class Stock(NamedTuple):
         step_us: of the pipeline's rows, and what a step has besides.
         layout: of the stages.
         row_tokens: most of a row.
-        problem, decisions: of the replica that takes longest; recompute is uniform, or of each row.
+        problem, costs, decisions: of the replica that takes longest; recompute is uniform, or of each row.
     """
 
     step_us: float
     layout: Layout
     row_tokens: int
     problem: Problem
+    costs: PipelineCosts
     decisions: Decisions
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of any rank, without messages in flight."""
+        tables = self.decisions.tables(self.problem, self.costs)
+        return max(peaks_bytes(self.decisions.order, tables, self.decisions.recompute_steps))
 
     @property
     def recompute(self) -> str:
@@ -131,7 +141,7 @@ class StockChoices:
         with suppress(EppError):
             copied = fitted(decisions.order, decisions.chunks, best.problem, costs, options)
             step_us = copied.makespan_us(best.problem, costs) + self.added_us(best.layout)
-            best = fastest(best, best._replace(step_us=step_us, decisions=copied))
+            best = fastest(best, best._replace(step_us=step_us, costs=costs, decisions=copied))
         return best
 
     def gain(self, whole_us: float, best_us: float) -> tuple[Stock | None, Gain]:
@@ -145,16 +155,15 @@ class StockChoices:
         """Return the fastest rows of at most so many tokens; None where nothing fits, or Megatron's flags cannot say it."""
         if layout.to_megatron() is None or layout.shards_vocabulary:
             return None
-        costs = (self.own_costs_of if by_chunk else self.costs_of)(layout)
         asked = replace(problem, placement=layout.placement.rank_of)
         options = Options(planner=PLANNER, context=max(tokens, max(problem.lengths)))
-        try:
-            contest = packed_contest(asked, costs, options, first_fit=first_fit, by_chunk=by_chunk)
-        except InfeasibleError:  # a row for every rank is not there
-            return None
-        if contest.best is None:
-            return None
-        return Stock(contest.best_us + self.added_us(layout), layout, tokens, asked, contest.best)
+        for costs_of in (self.own_costs_of,) if by_chunk else (self.costs_of, self.own_costs_of):
+            costs = costs_of(layout)
+            with suppress(InfeasibleError):  # there are fewer rows than ranks
+                contest = packed_contest(asked, costs, options, first_fit=first_fit, by_chunk=by_chunk)
+                if contest.best is not None:
+                    return Stock(contest.best_us + self.added_us(layout), layout, tokens, asked, costs, contest.best)
+        return None
 
     def _balanced(self) -> Iterator[Layout]:
         """Yield layouts of whole layers that level the ranks' work, by the number of stages per rank."""

@@ -289,6 +289,7 @@ def _text(
         stock, causes = gain
         lines += ["", *causes.lines()]
         lines.append("Megatron's own at its best: " + ("nothing fits" if stock is None else stock_text(stock)))
+        lines.append("(several stages on each rank only where plans may have them: --layout auto, or one with several)")
     return "\n".join(lines)
 
 

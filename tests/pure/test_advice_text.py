@@ -39,7 +39,7 @@ def advice(best=(BEST,), slower=(), refused=(), plain=None, gain=GAIN):
 
 def stock(step_us, config=CONFIG, rows=8, steps=0, modes=("full",)):
     decisions = Decisions((), (), [[steps]], modes)
-    return Baseline(config, Stock(step_us, config.stages, rows, None, decisions))
+    return Baseline(config, Stock(step_us, config.stages, rows, None, None, decisions))
 
 
 def words(text):

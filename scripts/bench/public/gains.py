@@ -22,7 +22,6 @@ from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.microbatches import plan_as_given
 from megatron_epp.report.text import table
 from scripts.bench.frame import Bench, Figures
@@ -121,7 +120,7 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
     gain = None
     if judged is not None:
         gain = gain_of((*steps, choices.by_chunk(best)), judged.parts.step_us, judged.parts.step_us)
-    times = [_time_of_stock(recipe, asked, recipe.config, best)] if best else []
+    times = [_time_of_stock(recipe, recipe.config, best)] if best else []
     if shipped.peak_bytes <= asked.cap_bytes or not times:
         times.append(shipped)
     advice = _advice(asked) if advises else None
@@ -135,7 +134,7 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
         stock=min(times, key=lambda time: time.seconds),
         same=None if judged is None else _time_of(recipe, judged),
         causes=() if gain is None else gain.factors,
-        stock_anywhere=None if plain is None else _time_of_stock(recipe, asked, plain.config, plain.stock),
+        stock_anywhere=None if plain is None else _time_of_stock(recipe, plain.config, plain.stock),
         advised=None if fastest is None else _time_of(recipe, fastest),
         causes_advised=() if advice is None else advice.gain.factors,
     )
@@ -187,11 +186,9 @@ def _advice(asked: Question) -> Advice | None:
         return None
 
 
-def _time_of_stock(recipe: Recipe, asked: Question, config: Configuration, stock: Stock) -> Time:
-    decisions, config = stock.decisions, config.with_layout(stock.layout)
-    tables = decisions.tables(stock.problem, asked.costs(config))
-    peak_bytes = max(peaks_bytes(decisions.order, tables, decisions.recompute_steps))
-    return Time(seconds=recipe.steps * stock.step_us / MICROSECONDS, peak_bytes=peak_bytes, sizes=sizes_of(config))
+def _time_of_stock(recipe: Recipe, config: Configuration, stock: Stock) -> Time:
+    sizes = sizes_of(config.with_layout(stock.layout))
+    return Time(seconds=recipe.steps * stock.step_us / MICROSECONDS, peak_bytes=stock.peak_bytes, sizes=sizes)
 
 
 def _time_of(recipe: Recipe, judged: Judged) -> Time:

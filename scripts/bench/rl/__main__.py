@@ -34,7 +34,6 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us
-from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
 from scripts.bench.frame import Bench, Figures
@@ -128,7 +127,9 @@ class Ways:
         results["recompute"] = self._planned(rows, Options())
         stocks = [self._stock(tuple(share)) for share in shares]
         slowest_stock = max(stocks, key=lambda stock: math.inf if stock is None else stock.step_us)
-        results["Megatron"] = self._figures(slowest_stock)
+        results["Megatron"] = {"time_us": math.inf, "peak_bytes": CAP_BYTES}
+        if slowest_stock is not None:
+            results["Megatron"] = {"time_us": slowest_stock.step_us, "peak_bytes": slowest_stock.peak_bytes}
         layouts = dict.fromkeys([self.even, *(stock.layout for stock in stocks if stock is not None)])
         results["slices"] = min((self._sliced((), layout) for layout in layouts), key=lambda figures: figures["time_us"])
         results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))), self.even)
@@ -146,13 +147,6 @@ class Ways:
             even=self.even,
         )
         return choices.steps()[-1]
-
-    def _figures(self, stock: Stock | None) -> Figures:
-        if stock is None:
-            return {"time_us": math.inf, "peak_bytes": CAP_BYTES}
-        tables = stock.decisions.tables(stock.problem, self.whole_costs_of(stock.layout))
-        peaks = peaks_bytes(stock.decisions.order, tables, stock.decisions.recompute_steps)
-        return {"time_us": stock.step_us, "peak_bytes": max(peaks)}
 
     def _planned(self, rows: Sequence[Lengths], options: Options) -> Figures:
         try:
