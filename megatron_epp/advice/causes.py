@@ -1,9 +1,9 @@
 """The gain of plans over Megatron's own 1F1B, divided by cause: what its flags bring already, and what plans add.
 
 Megatron's side may have what its flags can say: several stages per rank (interleaved 1F1B), whole layers per stage
-(``--pipeline-model-parallel-layout``), rows of any length, and its kinds of recompute. Its loss has no blocks: all logits are there
-at once, and blocks are lent to it only where nothing fits without. Each cause is added to those before it, so the factors multiply
-to the whole gain.
+(``--pipeline-model-parallel-layout``), rows of any length, and its kinds of recompute. Its loss has no blocks: all logits are
+there at once, and blocks are lent to it only where nothing fits without. Each cause is added to those before it, so the
+factors multiply to the whole gain.
 """
 
 from __future__ import annotations

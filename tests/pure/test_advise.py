@@ -13,7 +13,7 @@ from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
 from megatron_epp.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.recipe import stock_settings
+from megatron_epp.advice.recipe import epp_settings, stock_settings
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
@@ -157,15 +157,14 @@ def test_megatrons_flags_are_those_of_its_own_schedule_alone():
     config = Configuration(1, 1, 4, 1, virtual=2, layers=(1,) * 8)
     rows = pack_whole(asked.lengths, 5 * 2048)
     decisions = Decisions(rows, (), [[1] * len(rows)] * 8, ("mlp",))
-    flags = stock_settings(
-        asked, Baseline(config, Stock(1.0, config.stages, 10240, asked.problem(config, ()), asked.costs(config), decisions))
-    )
+    stock = Stock(1.0, config.stages, 10240, asked.problem(config, ()), asked.costs(config), decisions)
+    flags = stock_settings(asked, Baseline(config, stock))
     assert not any(name.startswith("epp") for name in flags)
     assert (flags["seq_length"], flags["global_batch_size"], flags["num_virtual_stages_per_pipeline_rank"]) == (10240, 7, 2)
     assert flags["microbatch_group_size_per_virtual_pipeline_stage"] == 7
     assert flags["recompute_granularity"] == "selective"
     assert flags["recompute_modules"] == ["layernorm", "mlp", "moe"]
-    full = Stock(1.0, config.stages, 10240, asked.problem(config, ()), asked.costs(config), replace(decisions, modes=("full",)))
+    full = stock._replace(decisions=replace(decisions, modes=("full",)))
     assert stock_settings(asked, Baseline(config, full))["recompute_num_layers"] == 1
 
 
@@ -257,6 +256,9 @@ def test_a_configuration_says_its_flags():
     assert there_and_back.rank_of == (0, 1, 1, 0)
     assert there_and_back.settings({})["num_virtual_stages_per_pipeline_rank"] == 2
     assert there_and_back.settings({})["sequence_parallel"] is True
+    hybrid = {"hybrid_layer_pattern": "M*M*M*M*/*M"}  # with a depth of multi-token prediction, behind the last stage's layers
+    assert there_and_back.settings(hybrid)["hybrid_layer_pattern"] == "M*|M*|M*|M*/*M"
+    assert epp_settings(question(), there_and_back)["placement"] == "v"
 
 
 def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsys):
