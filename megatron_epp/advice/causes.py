@@ -42,8 +42,8 @@ STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 """Stages per rank that are tried for Megatron, where there are layers for them."""
 _CONTEXTS = (2, 4, 8)
 """Lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster."""
-_MOVES = 3
-"""Most moves of a layer to another stage that are tried from the best layout, each to the best of several."""
+_MOVES, _TARGETS = 2, 4
+"""Most moves of a layer to another rank that are made from the best layout, and the layouts that are tried for each."""
 
 
 class Stock(NamedTuple):
@@ -183,8 +183,8 @@ class StockChoices:
         best = start
         for _ in range(_MOVES):
             times_us = work.ranks_us(best.layout).max(axis=1)
-            idle = [int(rank) for rank in times_us.argsort()[:1]]
-            layouts = moved(best.layout, int(times_us.argmax()), WHOLE, idle)
+            others = moved(best.layout, int(times_us.argmax()), WHOLE, [int(times_us.argmin())])
+            layouts = sorted(others, key=lambda layout: (sorted(layout.halves, reverse=True), layout.halves))[:_TARGETS]
             faster = fastest(best, *(self._at(layout, best.problem, best.row_tokens) for layout in layouts))
             if faster is None or faster is best:
                 break

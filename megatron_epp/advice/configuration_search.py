@@ -30,7 +30,7 @@ SEARCHED = 6
 """Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
 PLANNED = 12
 """Number of configurations that are evaluated exactly."""
-COMPARED = 12
+COMPARED = 6
 """Number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B."""
 TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from megatron_epp.cost import Costs
@@ -11,7 +12,7 @@ from megatron_epp.planner.baselines.contest import Contest, context_tokens, even
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions, Planner
-from megatron_epp.planner.fit import fit_recompute, uniform_steps
+from megatron_epp.planner.fit import fit_recompute, is_within, peaks_bytes, uniform_steps
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order, arranged, slice_groups, stand_in
 from megatron_epp.planner.orders.patterns import looped, one_warm_up
@@ -135,8 +136,10 @@ def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement)
     if fixed != "auto":
         contest.enter(Decisions(chunks, order, uniform_steps(tables, fixed)), tables)
         return
-    counts = range(most + 1)
-    least = next((n for n in counts if contest.enter(Decisions(chunks, order, uniform_steps(tables, n)), tables)), most)
+    least = bisect_left(
+        range(most), True, key=lambda n: is_within(peaks_bytes(order, tables, uniform_steps(tables, n)), problem.cap_bytes)
+    )
+    contest.enter(Decisions(chunks, order, uniform_steps(tables, least)), tables)
     if least and MLP_AGAIN[0] in contest.options.modes(costs):
         tables = tabulate(chunks, problem, costs, MLP_AGAIN)
         contest.enter(Decisions(chunks, order, uniform_steps(tables, most), MLP_AGAIN), tables)
