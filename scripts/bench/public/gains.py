@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
-from megatron_epp.advice.causes import CAUSES, Stock, gain_of
+from megatron_epp.advice.causes import CAUSES, PLANNER, Stock, gain_of
 from megatron_epp.advice.configuration_search import Advice, NothingFitsError, advise
 from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
@@ -125,6 +125,8 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
         times.append(shipped)
     advice = _advice(asked) if advises else None
     plain = None if advice is None else advice.plain
+    anywhere = [] if advice is None else [min(times, key=lambda time: time.seconds)]
+    anywhere += [] if plain is None else [_time_of_stock(recipe, plain.config, plain.stock)]
     fastest = None if advice is None else min(advice.best, key=lambda each: each.parts.step_us)
     return Compared(
         recipe=recipe,
@@ -134,7 +136,7 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
         stock=min(times, key=lambda time: time.seconds),
         same=None if judged is None else _time_of(recipe, judged),
         causes=() if gain is None else gain.factors,
-        stock_anywhere=None if plain is None else _time_of_stock(recipe, plain.config, plain.stock),
+        stock_anywhere=min(anywhere, key=lambda time: time.seconds, default=None),
         advised=None if fastest is None else _time_of(recipe, fastest),
         causes_advised=() if advice is None else advice.gain.factors,
     )
@@ -163,13 +165,13 @@ def together(replicas: Sequence[Rows]) -> Rows:
 
 
 def _in_its_schedule(recipe: Recipe, asked: Question, rows: Rows, budget: int) -> Plan:
-    """Plan microbatches in 1F1B; with several stages on a rank in Megatron's interleaved order, whose packing is its own."""
+    """Plan microbatches in 1F1B; with several stages on a rank whole rows in Megatron's interleaved order, which packs them."""
     config = recipe.config
     options = Options(context=budget, recompute=max(map(int, config.layers)) if recipe.recomputes_all else 0)
     if config.virtual == 1:
         return plan_as_given(tuple(map(tuple, rows)), asked.problem(config, ()), asked.costs(config), options).plan
     problem = asked.problem(config, tuple(length for row in rows for length in row))
-    return plan(problem, asked.costs(config), replace(options, planner="interleaved", chunk_tokens=budget))
+    return plan(problem, asked.costs(config), replace(options, planner=PLANNER))
 
 
 def _judged(asked: Question, config: Configuration) -> Judged | None:
