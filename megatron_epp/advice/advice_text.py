@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_epp.advice.configuration_search import CLOSE, TIE, Advice
-from megatron_epp.advice.judge import Judged, Parts
+from megatron_epp.advice.judge import Baseline, Judged, Parts
 from megatron_epp.advice.question import Question
 from megatron_epp.cost.casts import recipe_of
 from megatron_epp.plan import is_unlimited
@@ -26,7 +26,6 @@ _NOT_SUBTRACTED = (
     "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
     "worth to a training that has them is not subtracted."
 )
-_FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:
@@ -40,10 +39,13 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         fits + f"{sum(misfit.config is not None for misfit in advice.refused)} do not fit.",
         "\n".join(_table(advice, show)),
         _wrapped(
-            f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
-            "weights, of which training may hide a part. Waiting is for the slowest replica."
+            "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. "
+            "Waiting: a replica that has finished its part of the batch waits until the slowest one has. In the best, "
+            f"{format_us(best.parts.reduction_us)} go to reducing gradients and gathering weights, of which training may hide "
+            "a part."
         ),
         _wrapped(_plain_text(advice)),
+        "\n".join(advice.gain.lines()),
         _wrapped(_NOT_SUBTRACTED.format(products=products)),
     ]
     limit = None if everything else _LINES
@@ -110,19 +112,21 @@ def _table(advice: Advice, show: int) -> list[str]:
 
 def _plain_text(advice: Advice) -> str:
     if advice.plain is None:
-        return "Plain 1F1B, packed or padded, fits in no configuration of one stage per rank."
+        return "Megatron's own 1F1B fits at none of the sizes that were tried, with any layers, virtual stages or recompute."
     plain, best_us = advice.plain, advice.best[0].parts.step_us
-    length = "the context" if plain.contexts == 1 else f"{plain.contexts} times the context"
-    where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.config.name}"
-    alone = " Without a pipeline that is plain gradient accumulation." if plain.config.pipeline == 1 else ""
+    name = "interleaved 1F1B" if plain.config.virtual > 1 else "plain 1F1B"
     where = (
-        f"{where}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the best above.{alone}"
+        f"{name} at its best has {plain.config.name}, rows of up to {plain.stock.row_tokens:,} tokens and recompute "
+        f"{plain.stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the "
+        "best above."
     )
+    if plain.config.pipeline == 1:
+        where += " Without a pipeline that is plain gradient accumulation."
     if best_us > (1 + TIE) * plain.step_us:
-        return f"Plain 1F1B is faster: {where}"
+        return f"Megatron's own schedule is faster: {where}"
     if advice.plain_is_as_good:
-        return f"Plain 1F1B is as good (within {TIE:.0%}): {where}"
-    head = "Plain 1F1B comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
+        return f"Megatron's own schedule is as good (within {TIE:.0%}): {where}"
+    head = "Megatron's own schedule comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
     return f"{head}: {where}"
 
 
@@ -165,12 +169,14 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
     crosses = question.shape(config).neighbours > question.cluster.devices_per_node
-    ranks, chunks, fair_tokens = config.tensor * config.context, len(plan.chunks), question.tokens // config.data
+    fair_tokens, chunk_tokens = question.tokens // config.data, sum(plan.lengths) // len(plan.chunks)
+    each = f", {chunk_tokens // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
     return {
         "compute_us": (
-            "compute takes",
-            f": each of {chunks} chunks is shared by {ranks}, and short kernels are slow",
+            "computing takes",
+            f": its {len(plan.chunks)} chunks have {chunk_tokens:,} tokens on average{each if config.ranks > 1 else ''}, and "
+            "kernels are slower per token the fewer they are",
         ),
         "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
@@ -200,9 +206,19 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "best": [_row(advice, entry, best) for entry in advice.best],
         "slower": [_row(advice, entry, best) for entry in advice.slower],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],
-        "plain_1f1b": None
-        if plain is None
-        else asdict(plain) | {"tokens_per_s": advice.tokens_per_s(plain.step_us), "is_as_good": advice.plain_is_as_good},
+        "plain_1f1b": None if plain is None else _plain_row(advice, plain),
+        "gain": advice.gain.as_json(),
+    }
+
+
+def _plain_row(advice: Advice, plain: Baseline) -> dict[str, Any]:
+    return {
+        "layout": asdict(plain.config),
+        "row_tokens": plain.stock.row_tokens,
+        "recompute": plain.stock.recompute,
+        "step_us": plain.step_us,
+        "tokens_per_s": advice.tokens_per_s(plain.step_us),
+        "is_as_good": advice.plain_is_as_good,
     }
 
 

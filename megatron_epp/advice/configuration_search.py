@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from megatron_epp.advice.causes import Gain, Steps, gain_of
 from megatron_epp.advice.configurations import candidates
-from megatron_epp.advice.judge import Judged, Misfit, Plain, exactly, misfit, plain, roughly, shares_by_work
+from megatron_epp.advice.judge import (
+    Baseline,
+    Judged,
+    Misfit,
+    choices_of,
+    exactly,
+    misfit,
+    roughly,
+    shares_by_work,
+    step_without_shards_us,
+)
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
@@ -18,6 +30,8 @@ SEARCHED = 6
 """Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
 PLANNED = 12
 """Number of configurations that are evaluated exactly."""
+COMPARED = 6
+"""Number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B."""
 TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
 CLOSE = 0.02
@@ -38,13 +52,15 @@ class Advice:
         slower: configurations ruled out by a rough plan, the best first.
         refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
         plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
+        gain: of the best over 1F1B, divided by cause.
     """
 
     question: Question
     best: tuple[Judged, ...]
     slower: tuple[Judged, ...]
     refused: tuple[Misfit, ...]
-    plain: Plain | None
+    plain: Baseline | None
+    gain: Gain
 
     @property
     def plain_is_as_good(self) -> bool:
@@ -76,15 +92,17 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     search.plan_best(question)
     if not search.exact:
         raise _nothing_fits(search.question, [*refused, *search.refused])
-    best = min(filter(None, search.plains), key=lambda plain: (plain.step_us, plain.config), default=None)
+    ranked = _simplest_first(search.exact)
+    plain, gain = search.compare(question, ranked)
     planned = {entry.config for entry in search.exact}
     slower = [entry for entry in search.entries if entry.config not in planned]
     return Advice(
         question=question,
-        best=tuple(_simplest_first(search.exact)),
+        best=tuple(ranked),
         slower=tuple(sorted(slower, key=_speed)),
         refused=(*sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused),
-        plain=best,
+        plain=plain,
+        gain=gain,
     )
 
 
@@ -96,7 +114,7 @@ class _Search:
         self.entries: list[Judged] = []
         self.exact: list[Judged] = []
         self.refused: list[Misfit] = []
-        self.plains: list[Plain | None] = []
+        self.steps: dict[Configuration, Steps] = {}
         self._shares: dict[int, tuple[Share, ...]] = {}
 
     def look_at(self, configs: Iterable[Configuration], what: str) -> None:
@@ -114,8 +132,8 @@ class _Search:
                 self.entries.append(roughly(self.question, config, shares))
             except InfeasibleError as error:
                 self._refuse(config, error)
-            if config.virtual == 1:
-                self.plains.append(plain(self.question, config, shares))
+            if config.virtual == 1 and config.latents != "on":
+                self.steps[_sizes(config)] = choices_of(self.question, config, shares).steps(even_only=True)
 
     def search_layouts(self) -> None:
         """Search for the layout of the best configurations, as `--layout auto` does, and evaluate what is found."""
@@ -142,11 +160,55 @@ class _Search:
                 self.entries.remove(entry)
                 self._refuse(entry.config, error)
 
+    def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
+        """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.
+
+        Layers and virtual stages are searched at the sizes of the fastest plans, and at those where 1F1B of even layers comes
+        nearest; every cause is taken at the sizes that suit it best.
+        """
+        best = ranked[0]
+        near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))
+        if any(math.isfinite(_packed_us(steps)) for steps in self.steps.values()):
+            near = near[:COMPARED]  # otherwise other layers may fit anywhere
+        near = list(dict.fromkeys((_sizes(best.config), *near)))
+        tried: list[tuple[Configuration, Steps]] = [*self.steps.items()]
+        for number, sizes in enumerate(near):
+            self.say(f"Megatron's own schedule at {number} of {len(near)} sizes searched")
+            layouts = (entry.config.stages for entry in ranked if _sizes(entry.config) == sizes)
+            setting = choices_of(question, sizes, self._shares[sizes.data], layouts)
+            tried.append((sizes, setting.steps()))
+        firsts = [_fastest(tried, number) for number in range(3)]
+        packed = firsts[-1]
+        again = [packed]
+        for sizes in dict.fromkeys((best.config, *([packed.config] if packed else []))):
+            setting = choices_of(question, sizes, self._shares[sizes.data], [sizes.stages])
+            own = packed.stock if packed and _sizes(packed.config) == _sizes(sizes) else None
+            if (stock := setting.by_chunk(own)) is not None:
+                again.append(Baseline(sizes.with_layout(stock.layout), stock))
+        by_chunk = min(filter(None, again), key=lambda each: each.step_us, default=None)
+        stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
+        return packed, gain_of(stocks, step_without_shards_us(question, best), best.parts.step_us)
+
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes
         of_cap = f"{format_gib(needed, cap)} of {format_gib(cap, needed)}"
         why = f"a replica's share of this batch needs {of_cap}" if needed else error.message.rstrip()
         self.refused.append(Misfit(config.name, why, needed, config))
+
+
+def _sizes(config: Configuration) -> Configuration:
+    """Return the parallel sizes alone."""
+    return replace(config, virtual=1, placement="looped", layers=(), shards_vocabulary=False, latents="")
+
+
+def _packed_us(steps: Steps) -> float:
+    return math.inf if steps[-1] is None else steps[-1].step_us
+
+
+def _fastest(tried: list[tuple[Configuration, Steps]], number: int) -> Baseline | None:
+    """Return the fastest of all steps with so many causes; None if none fits."""
+    each = [Baseline(sizes.with_layout(stock.layout), stock) for sizes, steps in tried if (stock := steps[number]) is not None]
+    return min(each, key=lambda baseline: (baseline.step_us, baseline.config), default=None)
 
 
 def _speed(entry: Judged) -> tuple[float, Configuration]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
+from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, StockChoices, without_shards
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import exchange_line
+from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
@@ -18,8 +25,6 @@ from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.text import busy_us
 
-PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
-"""Megatron's own 1F1B: planners, and the largest length of a microbatch in contexts."""
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
 _PLANNED = 4
@@ -88,13 +93,15 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """Megatron's 1F1B at a configuration of one stage on each rank, with the largest length of a microbatch in contexts."""
+class Baseline:
+    """Megatron's own 1F1B at the parallel sizes, and with the layers and virtual stages, that suit it best."""
 
     config: Configuration
-    planner: str
-    contexts: int
-    step_us: float
+    stock: Stock
+
+    @property
+    def step_us(self) -> float:
+        return self.stock.step_us
 
 
 def misfit(question: Question, config: Configuration) -> Misfit | None:
@@ -180,26 +187,53 @@ def exactly(question: Question, config: Configuration) -> Judged:
     return Judged(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
 
 
-def plain(question: Question, config: Configuration, shares: Sequence[Share]) -> Plain | None:
-    """Evaluate Megatron's 1F1B with the better of its ways to fill microbatches; None if neither fits.
+def choices_of(
+    question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
+) -> StockChoices:
+    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration.
 
-    This favours 1F1B: the batch is divided by count and by work, which Megatron does not do, and the better result counts.
+    This favours 1F1B: the batch is also divided by work, which Megatron does not do, and replicas that share experts do not
+    wait for each other's rows.
+
+    Args:
+        layouts: more layouts to try, of which those count that Megatron can have.
     """
-    costs, best = question.costs(config), None
+    even = Layout.of_layers(
+        even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1)
+    )
+    config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
     loads_us = _loads_us(question, config, dealt)
-    heaviest = dealt[loads_us.index(max(loads_us))]
-    for planner, contexts in PLAIN:
-        options = Options(planner=planner, context=contexts * question.context)
-        for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
-            try:
-                result = plan(question.problem_of(config, share), costs, options)
-            except InfeasibleError:
-                continue
-            step_us = result.predicted.makespan_us + question.reduction_us(config)
-            if best is None or step_us < best.step_us:
-                best = Plain(config, planner, contexts, step_us)
-    return best
+    heaviest = dict.fromkeys((dealt[loads_us.index(max(loads_us))], tuple(sorted(shares[0]))))
+    whole = replace(question, flags=question.flags | {"epp_loss_block_tokens": 0})
+    sizes = replace(config, latents="off" if question.flags.get("multi_latent_attention") else "")
+    most = question.fixed.get("virtual", max(STAGES_PER_RANK))
+    return StockChoices(
+        problems=tuple(question.problem_of(config, share) for share in heaviest),
+        costs_of=cache(lambda layout: whole.costs(sizes.with_layout(layout))),
+        own_costs_of=cache(lambda layout: question.costs(config.with_layout(layout))),
+        num_layers=int(question.flags["num_layers"]),
+        context=question.context,
+        options=question.options,
+        even=even,
+        counts=[count for count in {*STAGES_PER_RANK, most} if count <= most],
+        layouts=tuple(layouts),
+        added_us=cache(lambda layout: question.reduction_us(config.with_layout(layout))),
+    )
+
+
+def step_without_shards_us(question: Question, judged: Judged) -> float:
+    """Return the time of a step by plans with the vocabulary on the last stage and weight gradients within backwards."""
+    config, asked = judged.config, replace(question, options=replace(question.options, split_weight=False))
+    if not config.shards_vocabulary and asked == question:
+        return judged.parts.step_us
+    sample = question.sample(config, range(len(question.lengths)))
+    layouts = without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves)
+    times_us = [math.inf]
+    for layout in layouts:
+        with suppress(InfeasibleError):
+            times_us.append(exactly(asked, config.with_layout(layout)).parts.step_us)
+    return min(times_us)
 
 
 def _parts(question: Question, config: Configuration, result: Plan, times_us: Sequence[float]) -> Parts:

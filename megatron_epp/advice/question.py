@@ -117,9 +117,9 @@ class Configuration:
 
     @property
     def layers_text(self) -> str:
-        """Layers per stage in short form: ``4x8``, or ``9 2x8 7``."""
+        """Layers of the stages in order as a sum: ``4x8`` for four stages of eight, or ``9+2x8+7``."""
         runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
-        text = " ".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
+        text = "+".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
         return text + " (vocabulary over all)" * self.shards_vocabulary
 
     def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import math
 import shlex
 from typing import Any
 
+from megatron_epp.advice.judge import Baseline
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.layout import layers_text
+from megatron_epp.planner.baselines.whole import MLP_AGAIN, rows_together
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -76,11 +78,35 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
     return settings
 
 
+def stock_settings(question: Question, baseline: Baseline) -> dict[str, Any]:
+    """Megatron's flags for its own schedule at its best, with underscores: a sample is a packed row."""
+    config, stock, ranks = baseline.config, baseline.stock, baseline.config.pipeline
+    rows, most = len(stock.decisions.chunks), max(map(max, stock.decisions.recompute_steps))
+    settings = megatron_settings(question, config) | {
+        "global_batch_size": rows * config.data,
+        "seq_length": stock.row_tokens,
+        "max_position_embeddings": stock.row_tokens,
+    }
+    if config.virtual > 1 and rows % ranks:
+        settings["microbatch_group_size_per_virtual_pipeline_stage"] = rows_together(rows, ranks)
+    if stock.decisions.modes == MLP_AGAIN:
+        modules = ["layernorm", "mlp", *["moe"] * bool(question.flags.get("num_experts"))]
+        return settings | {"recompute_granularity": "selective", "recompute_modules": modules}
+    if most:
+        return settings | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
+    return settings
+
+
 def flags_text(question: Question, config: Configuration) -> str:
-    """Format the flags for a command line, over several lines."""
+    """Format the flags of plans for a command line, over several lines."""
     settings = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
+    return command_text(megatron_settings(question, config) | {"epp": True} | settings)
+
+
+def command_text(settings: dict[str, Any]) -> str:
+    """Format flags, whose names have underscores, for a command line, over several lines."""
     lines = [""]
-    for name, value in (megatron_settings(question, config) | {"epp": True} | settings).items():
+    for name, value in settings.items():
         flag = shlex.join(flag_words({name: value}))
         if len(lines[-1]) + len(flag) > _WIDTH:
             lines.append("")

@@ -16,7 +16,15 @@ from megatron_epp.advice.configuration_search import advise
 from megatron_epp.advice.configurations import check_devices
 from megatron_epp.advice.judge import Judged
 from megatron_epp.advice.question import Configuration, Question, Sharing
-from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
+from megatron_epp.advice.recipe import (
+    command_text,
+    epp_settings,
+    flags_text,
+    megatron_settings,
+    recipe_text,
+    stock_settings,
+    without_sizes,
+)
 from megatron_epp.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.cli.planning_flags import (
     FP8_FLAGS,
@@ -122,10 +130,15 @@ def run(args: argparse.Namespace) -> int:
             "megatron": megatron_settings(question, best.config),
             "epp": epp_settings(question, best.config),
         }
+        if advice.plain is not None:
+            settings["megatron_alone"] = stock_settings(question, advice.plain)
         say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
     else:
         say(as_text(advice, args.show, args.all))
-        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.config), "  "))
+        if advice.plain is not None and advice.plain_is_as_good:
+            own = command_text(stock_settings(question, advice.plain))
+            say("\nFlags of Megatron's own schedule, for rows packed so:\n" + textwrap.indent(own, "  "))
+        say("\nFlags of the best plans:\n" + textwrap.indent(flags_text(question, best.config), "  "))
         say("\n" + "\n".join(_again(args, question, best)))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None

@@ -7,13 +7,25 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
-from megatron_epp.cli.layout_flag import BALANCED, Chosen, chosen_layout, settle_latents
+from megatron_epp.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
+from megatron_epp.cli.layout_flag import BALANCED, Chosen, chosen_layout, even, settle_latents
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.planning_flags import add_problem, costs_of, problem_of, tell_sharing, token_multiple
+from megatron_epp.cli.planning_flags import (
+    add_problem,
+    costs_by,
+    costs_of,
+    costs_source,
+    flags_of,
+    problem_of,
+    tell_sharing,
+    token_multiple,
+)
 from megatron_epp.cli.schedules import ALL, layout_at, usual
 from megatron_epp.cli.terminal import (
     EXACT_PLANNER_LOG,
@@ -26,9 +38,12 @@ from megatron_epp.cli.terminal import (
     progress,
     say,
 )
+from megatron_epp.cost import Profile
+from megatron_epp.cost.library import pattern_of
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
@@ -116,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         for _, lengths, entries in tables:
             for name in names:
                 entries.append(_best(args, lengths, longest, chosen, name))
+        gains = [_gain(args, lengths, longest, chosen, entries) for _, lengths, entries in tables]
     if ALL in (args.planner or ()):
         for *_, entries in tables:
             entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
@@ -123,9 +139,10 @@ def run(args: argparse.Namespace) -> int:
         _draw(args.output, [(entry.planner, entry.plan) for entry in tables[0][2] if entry.plan is not None])
     if args.json:
         common = {"layers": args.layout or BALANCED, "latents": args.latents == "on"}
-        say(json.dumps([_row(*table, entry) | common for table in tables for entry in table[2]], indent=1))
+        paired = zip(tables, gains, strict=True)
+        say(json.dumps([_row(*table, entry, gain) | common for table, gain in paired for entry in table[2]], indent=1))
         return 0
-    texts = [_text(*table, titled=len(tables) > 1) for table in tables]
+    texts = [_text(*table, gain, titled=len(tables) > 1) for table, gain in zip(tables, gains, strict=True)]
     if any(entry.plan is not None for *_, entries in tables for entry in entries) and (lines := chosen.lines()):
         texts.append("\n".join(lines))
     say("\n\n".join(texts))
@@ -212,7 +229,48 @@ def _entry(
     return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, size)
 
 
-def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
+def _gain(
+    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, entries: list[Entry]
+) -> tuple[Stock | None, Gain] | None:
+    """Return Megatron's own schedule at its best, and the gain of "greedy" over it; None where they are not compared.
+
+    Megatron may have several stages per rank where the plans may have them: where the layout has, or was searched.
+
+    Args:
+        args, lengths, longest, chosen: as in `_entry`.
+    """
+    plans = {entry.planner: entry.plan for entry in entries}
+    ours, source = plans.get("greedy"), costs_source(args, longest)[0]
+    if ours is None or PLANNER not in plans or args.forward_only or not isinstance(source, Profile):
+        return None
+    alone = argparse.Namespace(**vars(args) | {"loss_block_tokens": 0, "latents": "off"})
+    whole, _ = costs_source(alone, longest)
+    assert isinstance(whole, Profile)  # as the other
+    layout, options, num_layers = chosen.layout, options_from(args, planner="greedy"), chosen.layout.num_layers
+    problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(costs_by, args, source))
+    best_us = whole_us = ours.predicted.makespan_us
+    if layout.shards_vocabulary or options.split_weight:
+        whole_us, options_then = math.inf, replace(options, split_weight=False)
+        for other in without_shards(layout, problem, own_costs_of, halves=not pattern_of(flags_of(args))):
+            with suppress(InfeasibleError):
+                whole_us = min(whole_us, plan(problem, own_costs_of(other), options_then).predicted.makespan_us)
+    choices = StockChoices(
+        problems=(problem,),
+        costs_of=cache(partial(costs_by, alone, whole)),
+        own_costs_of=own_costs_of,
+        num_layers=num_layers,
+        context=args.context or max(lengths),
+        options=options,
+        even=even(num_layers, layout.placement.num_ranks),
+        counts=STAGES_PER_RANK if chosen.choice is not None or layout.placement.num_chunks > 1 else (1,),
+        layouts=(layout,),
+    )
+    return choices.gain(whole_us, best_us)
+
+
+def _text(
+    batch: str, lengths: tuple[int, ...], entries: list[Entry], gain: tuple[Stock | None, Gain] | None, titled: bool
+) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     sizes = [("own" if entry.size is None else f"{entry.size:,}",) for entry in entries]
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("size",), sizes))
@@ -227,10 +285,17 @@ def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bo
         lines.append(f"exchanges are overlapped in {', '.join(joining)}; with --overlap-exchanges in greedy")
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
+    if gain is not None:
+        stock, causes = gain
+        lines += ["", *causes.lines()]
+        lines.append("Megatron's own at its best: " + ("nothing fits" if stock is None else stock_text(stock)))
+        lines.append("(several stages on each rank only where plans may have them: --layout auto, or one with several)")
     return "\n".join(lines)
 
 
-def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entry) -> dict[str, Any]:
+def _row(
+    batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entry, gain: tuple[Stock | None, Gain] | None
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "batch": batch,
         "sequences": len(lengths),
@@ -243,16 +308,20 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         return row | {"refusal": entry.refusal}
     predicted = entry.plan.predicted
     best_us = min(e.plan.predicted.makespan_us for e in entries if e.plan is not None)
-    return row | {
-        "makespan_us": predicted.makespan_us,
-        "makespan_over_best": predicted.makespan_us / best_us,
-        "lower_bound_us": predicted.lower_bound_us,
-        "bubble_fraction": predicted.bubble_fraction,
-        "peak_bytes": list(predicted.peak_bytes),
-        "cap_bytes": list(entry.plan.cap_bytes),
-        "recompute_share": recompute_share(entry.plan),
-        "chunks": len(entry.plan.chunks),
-    }
+    return (
+        row
+        | {
+            "makespan_us": predicted.makespan_us,
+            "makespan_over_best": predicted.makespan_us / best_us,
+            "lower_bound_us": predicted.lower_bound_us,
+            "bubble_fraction": predicted.bubble_fraction,
+            "peak_bytes": list(predicted.peak_bytes),
+            "cap_bytes": list(entry.plan.cap_bytes),
+            "recompute_share": recompute_share(entry.plan),
+            "chunks": len(entry.plan.chunks),
+        }
+        | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
+    )
 
 
 _PURPOSE = "plan batches with several planners and print them side by side"

@@ -79,7 +79,7 @@ def run(_: argparse.Namespace) -> int:
 def _stages(entry: PlannerEntry) -> str:
     """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
-        return "any" if entry.begins_with_greedy else "1"
+        return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
     return entry.fixed.stages
 
 

@@ -27,7 +27,11 @@ PLANNERS = {
         padded_1f1b, "1F1B, a sequence per microbatch, padded to the context", "Megatron-LM", keeps_groups=True
     ),
     "1f1b-packed": PlannerEntry(
-        packed_1f1b, "1F1B, whole sequences packed up to the context", "Megatron-LM", keeps_groups=True
+        packed_1f1b,
+        "1F1B, interleaved or not, whole sequences packed up to the context",
+        "Megatron-LM",
+        keeps_groups=True,
+        interleaves=True,
     ),
     "seq1f1b": PlannerEntry(
         seq1f1b, "1F1B over slices of one size, uniform recompute", "2406.03488", has_own_size=True, keeps_groups=True

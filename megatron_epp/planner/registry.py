@@ -57,6 +57,7 @@ class PlannerEntry:
         offloads: copies are part of its method, so that comparisons give it `Options.offload`.
         has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
         keeps_groups: it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one.
+        interleaves: it takes several stages on each rank if they go round the ranks, as Megatron's do.
         joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
         lacks: why training does not run its plans; empty if it does.
     """
@@ -70,6 +71,7 @@ class PlannerEntry:
     offloads: bool = False
     has_own_size: bool = False
     keeps_groups: bool = False
+    interleaves: bool = False
     joins: bool = False
     lacks: str = ""
 

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core import mpu
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.enums import LayerType
 
 from megatron_epp.mcore.model.model_chunks import PlacedLayout, assign_stages, ends, layers_of_stages
+from megatron_epp.plan import Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.baselines.whole import rows_together
+from megatron_epp.planner.orders.patterns import one_warm_up
 from tests.support.mcore.forked import job
 
 ITERATIONS = 5
@@ -28,6 +32,18 @@ def test_a_layout_numbers_layers_by_stage_wherever_the_stage_is() -> None:
             offset = layout.get_layer_offset(vp_stage=chunk, pp_rank=rank)
             numbers[stage] = list(range(offset, offset + layout.layout[rank][chunk].count(LayerType.decoder)))
     assert numbers == {0: [0], 1: [1, 2], 2: [], 3: [3]}
+
+
+@pytest.mark.parametrize(("rows", "ranks", "laps"), [(8, 4, 2), (9, 4, 3), (7, 2, 2), (13, 4, 2)])
+def test_planned_baselines_interleave_rows_as_megatron_does(rows: int, ranks: int, laps: int) -> None:
+    together, own = rows_together(rows, ranks), Placement("looped", ranks, laps)
+    table = get_schedule_table(rows, laps, together)
+    for rank, row in enumerate(one_warm_up([range(c, c + 1) for c in range(rows)], own, together)):
+        forwards = [(action.chunk, action.stage // ranks) for action in row if action.op is Op.F]
+        backwards = [(action.chunk, laps - 1 - action.stage // ranks) for action in row if action.op is Op.B]
+        assert forwards == backwards == [*map(tuple, table)]
+        ahead = [action.op for action in row].index(Op.B)
+        assert ahead == min(len(table), 1 + 2 * (ranks - rank - 1) + (laps - 1) * together)
 
 
 def transformer(

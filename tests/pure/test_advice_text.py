@@ -1,15 +1,19 @@
 """Advice as text and JSON: configurations whose times are given, so that every figure can be checked with a pencil."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
 
 from megatron_epp.advice.advice_text import as_json, as_text, why_slower
+from megatron_epp.advice.causes import CAUSES, Gain, Stock
 from megatron_epp.advice.configuration_search import Advice, _simplest_first
-from megatron_epp.advice.judge import Judged, Misfit, Parts, Plain
+from megatron_epp.advice.judge import Baseline, Judged, Misfit, Parts
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import H100
 from megatron_epp.cost.library import Cluster
+from megatron_epp.planner import Decisions
 from tests.support.plan.small_plans import one_f_one_b
 
 FLAGS = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 4096, "bf16": True}
@@ -26,8 +30,16 @@ def entry(config=CONFIG, is_exact=True, **more_us):
     return Judged(config, parts, BEST.plan, is_exact)
 
 
-def advice(best=(BEST,), slower=(), refused=(), plain=None):
-    return Advice(QUESTION, tuple(best), tuple(slower), tuple(refused), plain)
+GAIN = Gain((1600.0, 1280.0, 1024.0, 1024.0, 1000.0, 1000.0))
+
+
+def advice(best=(BEST,), slower=(), refused=(), plain=None, gain=GAIN):
+    return Advice(QUESTION, tuple(best), tuple(slower), tuple(refused), plain, gain)
+
+
+def stock(step_us, config=CONFIG, rows=8, steps=0, modes=("full",)):
+    decisions = Decisions((), (), [[steps]], modes)
+    return Baseline(config, Stock(step_us, config.stages, rows, None, None, decisions))
 
 
 def words(text):
@@ -43,7 +55,7 @@ def test_a_step_takes_the_sum_of_its_parts_and_tokens_per_second_are_those_of_th
 @pytest.mark.parametrize(
     ("part", "facts"),
     [
-        ("compute_us", ("compute takes 73%", "(best: 60%)", "each of 3 chunks is shared by 1")),
+        ("compute_us", ("computing takes 73%", "(best: 60%)", "its 3 chunks have 3 tokens on average, and kernels are slower")),
         ("exchange_us", ("exchange within", "40%", "(best: 10%)")),
         ("recompute_us", ("recompute takes 40%", "(best: 10%)", "leave 1.00 GiB for activations")),
         ("bubble_us", ("a pipeline of 2 is 40%", "(best: 10%)", "10 tokens for each replica")),
@@ -86,7 +98,7 @@ def test_the_text_counts_the_configurations_and_names_what_does_not_fit():
         "1 other is as good within 2%.",
         "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB",
         "Ruled out: TP 4: too wide",
-        "1F1B, packed or padded, fits in no configuration",
+        "Megatron's own 1F1B fits at none of the sizes that were tried",
     ):
         assert fact in text
 
@@ -109,28 +121,53 @@ def test_no_more_configurations_are_listed_than_asked_for():
 @pytest.mark.parametrize(
     ("step_us", "words_of_it", "is_as_good"),
     [
-        (900.0, "Plain 1F1B is faster: plain 1F1B, packed to 2 times the context, is at its best with", True),
-        (1030.0, "Plain 1F1B is as good (within 3%)", True),
-        (1079.0, "Plain 1F1B comes close", False),
+        (900.0, "Megatron's own schedule is faster: plain 1F1B at its best has", True),
+        (1030.0, "Megatron's own schedule is as good (within 3%)", True),
+        (1079.0, "Megatron's own schedule comes close", False),
         (1500.0, "Elastic plans pay", False),
     ],
 )
 def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
-    given = advice(plain=Plain(CONFIG, "1f1b-packed", 2, step_us))
+    given = advice(plain=stock(step_us))
     text = words(as_text(given, 1, everything=False))
     assert words_of_it in text
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
     assert given.plain_is_as_good == is_as_good
-    alone = Plain(Configuration(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, step_us)
+    alone = stock(step_us, Configuration(1, 1, 1, 4, layers=(8,)), steps=3)
     without_pipeline = words(as_text(advice(plain=alone), 1, everything=False))
     assert "gradient accumulation" not in text
-    assert "plain 1F1B, padded to the context, is at its best" in without_pipeline
+    assert "rows of up to 8 tokens and recompute of 3 layers of each stage:" in without_pipeline
     assert "Without a pipeline that is plain gradient accumulation." in without_pipeline
+    several = stock(step_us, Configuration(1, 1, 2, 2, virtual=2, layers=(2,) * 4), steps=2, modes=("mlp",))
+    assert "interleaved 1F1B at its best has" in (text := words(as_text(advice(plain=several), 1, everything=False)))
+    assert "recompute of norms and MLPs:" in text
+
+
+def test_the_gain_is_divided_by_cause_and_the_factors_multiply_to_the_whole():
+    text = as_text(advice(), 1, everything=False)
+    for cause, factor in zip(CAUSES, ("1.25x", "1.25x", "1.00x", "1.02x", "1.00x"), strict=True):
+        assert re.search(rf"^{re.escape(cause)} +{factor}$", text, re.MULTILINE)
+    assert re.search(r"all together, over 1F1B of even layers, one stage per rank +1.60x$", text, re.MULTILINE)
+    assert re.search(r"of it by plans, over Megatron's own at its best +1.02x$", text, re.MULTILINE)
+    assert math.prod(GAIN.factors) == pytest.approx(1.6)
+    row = as_json(advice(plain=stock(1024.0)))["gain"]
+    assert math.prod(one["factor"] for one in row["causes"]) == pytest.approx(1.6)
+    assert row["over_megatron"] == pytest.approx(1.024)
+
+
+def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_first_that_fits():
+    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 1000.0))
+    text = "\n".join(gain.lines())
+    assert re.search(r"layers and virtual stages.* 1.00x\n.*packing.* fits only so\n", text)
+    assert re.search(r"all together, over the first that fits +1.50x", text)
+    nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))
+    assert re.search(r"slices.* fits only so\n", "\n".join(nothing.lines()))
+    assert math.isinf(nothing.over_megatron)
 
 
 def test_json_has_the_same_figures():
     slower, refused = entry(bubble_us=1000.0, is_exact=False), Misfit("TP 4", "too wide")
-    found = as_json(advice(slower=[slower], refused=[refused], plain=Plain(CONFIG, "1f1b-padded", 1, 2000.0)))
+    found = as_json(advice(slower=[slower], refused=[refused], plain=stock(2000.0)))
     assert (found["devices"], found["context"], found["sequences"], found["tokens"]) == (4, 4, 3, 10)
     (best,), (row,) = found["best"], found["slower"]
     assert (best["step_us"], best["tokens_per_s"], best["why"], best["is_exact"]) == (1000.0, 10_000.0, "", True)

@@ -1,16 +1,19 @@
 """Advice on parallel sizes, for a small model on a few devices, and plans of it by the commands that it prints."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
 
 from megatron_epp.advice import configuration_search
 from megatron_epp.advice.advice_text import as_json, as_text
+from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, stock_text
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
-from megatron_epp.advice.judge import exactly, misfit
+from megatron_epp.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
+from megatron_epp.advice.recipe import epp_settings, stock_settings
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
@@ -24,7 +27,8 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner import UNLIMITED_BYTES, plan
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
+from megatron_epp.planner.baselines.contest import pack_whole
 from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {
@@ -105,12 +109,63 @@ def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(ti
 def test_of_equal_lengths_plain_1f1b_is_as_good_and_of_skewed_ones_in_a_pipeline_elastic_plans_pay():
     advice = advise(replace(question([8192] * 16), context=8192))
     assert advice.plain_is_as_good
-    assert "Plain 1F1B is as good" in as_text(advice, 3, everything=False)
+    assert "Megatron's own schedule is as good" in as_text(advice, 3, everything=False)
     advice = advise(question(fixed={"pipeline": 4}))
     assert all(entry.parts.exchange_us == 0 for entry in advice.best)  # no rank shares a layer
     assert advice.plain is not None
     assert not advice.plain_is_as_good
     assert "Elastic plans pay" in as_text(advice, 3, everything=False)
+
+
+@pytest.mark.parametrize("cap_bytes", [UNLIMITED_BYTES, 9 << 30])
+def test_the_gain_is_over_megatrons_schedule_at_its_best_which_can_be_planned_again(cap_bytes):
+    asked = question((CONTEXT, *web_lengths(15, 1, CONTEXT)), cap_bytes, fixed={"pipeline": 4})
+    advice = advise(asked)
+    plain, gain, best = advice.plain, advice.gain, advice.best[0]
+    assert math.prod(gain.factors) * best.parts.step_us == pytest.approx(gain.steps_us[0])
+    assert gain.over_megatron * best.parts.step_us == pytest.approx(plain.step_us)
+    assert min(gain.factors[:3]) >= 1, "what may be done without a cause may be done with it"
+    stock = plain.stock
+    made = plan(stock.problem, stock.costs, Options(planner="1f1b-packed", context=stock.row_tokens))
+    assert check(made) == []
+    assert made.predicted.makespan_us + asked.reduction_us(plain.config) == pytest.approx(plain.step_us)
+    assert stock.peak_bytes <= max(made.predicted.peak_bytes) <= cap_bytes
+
+
+def test_megatrons_own_schedule_may_have_virtual_stages_unless_the_question_fixes_them():
+    advice = advise(replace(question([2048] * 32, fixed={"pipeline": 4}), context=2048))
+    assert advice.gain.factors[2] == 1, "memory is not short, so nothing is recomputed"
+    one_stage = advise(replace(advice.question, fixed={"pipeline": 4, "virtual": 1})).plain
+    assert one_stage.config.virtual == 1 < advice.plain.config.virtual
+    assert one_stage.step_us > 1.03 * advice.plain.step_us
+
+
+def test_blocks_of_the_loss_are_lent_to_megatron_only_where_its_logits_do_not_fit(capsys):
+    """Rows of the longest document alone: its logits take 15 GiB."""
+    flags = ["--model", "llama3-8b", "--stages", "4", "--tensor-parallel", "2", "--sequence-parallel", "--lengths", "60000,900"]
+    flags += ["--cluster", "h100x8", "--planner", "greedy", "--planner", "1f1b-packed", "--json"]
+    for cap_gb, is_lent in ((200, False), (40, True)):
+        assert main(["compare", *flags, "--memory-cap-gb", str(cap_gb)]) == 0
+        packed, greedy = sorted(json.loads(capsys.readouterr().out), key=lambda row: row["planner"])
+        packed_us = greedy["gain"]["steps_us"][2]
+        assert packed_us is not None, "nothing that Megatron's schedule can run is called too large"
+        assert (packed_us < 0.999 * packed["makespan_us"]) == (not is_lent)
+
+
+def test_megatrons_flags_are_those_of_its_own_schedule_alone():
+    asked = replace(question([2048] * 32, fixed={"pipeline": 4}), flags=MODEL | {"num_experts": 4, "moe_router_topk": 2})
+    config = Configuration(1, 1, 4, 1, virtual=2, layers=(1,) * 8)
+    rows = pack_whole(asked.lengths, 5 * 2048)
+    decisions = Decisions(rows, (), [[1] * len(rows)] * 8, ("mlp",))
+    stock = Stock(1.0, config.stages, 10240, asked.problem(config, ()), asked.costs(config), decisions)
+    flags = stock_settings(asked, Baseline(config, stock))
+    assert not any(name.startswith("epp") for name in flags)
+    assert (flags["seq_length"], flags["global_batch_size"], flags["num_virtual_stages_per_pipeline_rank"]) == (10240, 7, 2)
+    assert flags["microbatch_group_size_per_virtual_pipeline_stage"] == 7
+    assert flags["recompute_granularity"] == "selective"
+    assert flags["recompute_modules"] == ["layernorm", "mlp", "moe"]
+    full = stock._replace(decisions=replace(decisions, modes=("full",)))
+    assert stock_settings(asked, Baseline(config, full))["recompute_num_layers"] == 1
 
 
 def test_sizes_that_cannot_be_are_ruled_out_by_name():
@@ -201,6 +256,9 @@ def test_a_configuration_says_its_flags():
     assert there_and_back.rank_of == (0, 1, 1, 0)
     assert there_and_back.settings({})["num_virtual_stages_per_pipeline_rank"] == 2
     assert there_and_back.settings({})["sequence_parallel"] is True
+    hybrid = {"hybrid_layer_pattern": "M*M*M*M*/*M"}  # with a depth of multi-token prediction, behind the last stage's layers
+    assert there_and_back.settings(hybrid)["hybrid_layer_pattern"] == "M*|M*|M*|M*/*M"
+    assert epp_settings(question(), there_and_back)["placement"] == "v"
 
 
 def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsys):
@@ -348,6 +406,26 @@ def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, again, monk
         assert sorted(made.lengths) == sorted(entry.plan.lengths)
         assert made.predicted.makespan_us == entry.plan.predicted.makespan_us
         assert made.predicted.peak_bytes == entry.plan.predicted.peak_bytes == tuple(peaks)
+
+
+def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsys):
+    sizes = ["--tensor-parallel", "1", "--context-parallel", "1", "--stages", "4", "--virtual-stages", "2"]
+    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, *sizes, "--offload", "off", "--memory-cap-gb", "2.05")
+    question = question_of(args)
+    advice = advise(question)
+    best = next(entry for entry in advice.best if entry.config.virtual == 2)
+    shares = shares_by_work(question, best.config)
+    choices = choices_of(question, best.config, shares, [best.config.stages])
+    stock, gain = replace(choices, counts=STAGES_PER_RANK).gain(best.parts.step_us, best.parts.step_us)
+    flags = [*plan_flags(args, question, best), "--planner", "greedy", "--planner", "1f1b-packed"]
+    assert main(["compare", *flags, "--json"]) == 0
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["planner"] == "greedy")
+    assert row["gain"]["steps_us"] == pytest.approx(gain.steps_us)
+    assert row["gain"]["over_megatron"] * row["makespan_us"] == pytest.approx(stock.step_us)
+    assert main(["compare", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in gain.lines())
+    assert stock_text(stock) in printed
 
 
 @pytest.mark.parametrize("devices", [4, 16])

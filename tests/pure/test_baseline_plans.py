@@ -9,10 +9,11 @@ import pytest
 
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.check import check, report
-from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.baselines.contest import chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
-from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default
 
 BASELINES = ("1f1b-padded", "1f1b-packed", "seq1f1b", "chunkflow", "infinipipe")
@@ -73,10 +74,11 @@ def test_an_evaluation_has_forwards_only_and_recomputes_nothing(name: str):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_two_stages_on_a_rank_are_refused(name: str):
-    looped = Problem((1000,) * 4, (0, 1, 0, 1), (GIB * 80,) * 2)
-    with pytest.raises(PlanError, match=name):
-        PLANNERS[name](looped, pipeline(4), Options(planner=name))
+def test_two_stages_on_a_rank_are_refused_unless_megatron_places_them_so(name: str):
+    placements = [(0, 1, 1, 0)] if name == "1f1b-packed" else [(0, 1, 1, 0), (0, 1, 0, 1)]
+    for placement in placements:
+        with pytest.raises(PlanError, match=name):
+            PLANNERS[name](Problem((1000,) * 4, placement, (GIB * 80,) * 2), pipeline(4), Options(planner=name))
 
 
 @pytest.mark.parametrize("name", ["chunkflow", "infinipipe"])
@@ -88,7 +90,7 @@ def test_a_fixed_recompute_is_refused_by_those_that_choose_their_own(name: str):
 @pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed", "seq1f1b"])
 def test_uniform_recompute_is_the_least_that_fits(name: str):
     lengths = (6000, 5000, *web_lengths(20, seed=3, longest=4000))
-    options = Options(planner=name, chunk_tokens=2048 if name == "seq1f1b" else None)
+    options = Options(planner=name, chunk_tokens=2048 if name == "seq1f1b" else None, recompute_modes="full")
     most = max(plan(problem(lengths, 4), pipeline(4), options).predicted.peak_bytes)
     static = max(stage.static_bytes for stage in pipeline(4).stages)
     asked = problem(lengths, 4, static + (most - static) // 2)
@@ -108,6 +110,50 @@ def test_no_chunk_is_longer_than_the_tokens_that_chunks_may_have(name: str, mult
         made = plan(asked, pipeline(2), Options(planner=name, chunk_tokens=tokens))
         assert_sound(made, name)
         assert max(chunk.padded_tokens(made.token_multiple) for chunk in made.chunks) <= tokens
+
+
+@pytest.mark.parametrize(("count", "laps"), [(1, 1), (4, 2), (9, 2), (11, 3), (13, 2)])
+def test_rows_run_in_megatrons_order_with_and_without_virtual_stages(count: int, laps: int):
+    """Rows too few for the ranks cannot be interleaved; what is left over of groups is none, or as many as ranks."""
+    asked = Problem((1000,) * count, Placement("looped", 4, laps).rank_of, (UNLIMITED_BYTES,) * 4)
+    made = plan(asked, pipeline(4 * laps), Options(planner="1f1b-packed", context=1000))
+    assert_sound(made, "1f1b-packed")
+    together = {1: 4, 4: 4, 9: 5, 11: 6, 13: 7}[len(made.chunks)]
+    for rank, steps in enumerate(made.ranks):
+        ops = [step.action.op for step in steps]
+        warm_up = (3 - rank) * (2 if laps > 1 else 1) + (laps - 1) * together
+        assert ops.index(Op.B) == min(warm_up + 1, count * laps)
+        forwards = [(step.action.stage // 4, step.action.chunk) for step in steps if step.action.op is Op.F]
+        starts = range(0, count, together)
+        assert forwards == [(lap, c) for at in starts for lap in range(laps) for c in range(at, min(at + together, count))]
+
+
+def test_interleaved_rows_that_are_fewer_than_the_ranks_are_refused_and_long_ones_divided_where_that_makes_enough():
+    looped = Problem((1000,) * 3, (0, 1, 2, 3) * 2, (UNLIMITED_BYTES,) * 4)
+    with pytest.raises(InfeasibleError, match=r"3 sequences for 4 ranks.* raise global_batch_size to 4"):
+        plan(looped, pipeline(8), Options(planner="1f1b-packed", context=3000))
+    made = plan(replace(looped, lengths=(1000,) * 8), pipeline(8), Options(planner="1f1b-packed", context=4000))
+    assert len(made.chunks) == 8, "two rows by first fit are fewer than the ranks"
+
+
+def test_megatrons_recompute_is_the_fastest_that_fits_of_none_norms_and_mlps_and_blocks_of_layers():
+    free = plan(problem((4000,) * 8, 4), pipeline(4), Options(planner="1f1b-packed"))
+    times_us, kinds = [], []
+    for share in (1.0, 0.8, 0.3, 0.2, 0.0):
+        made = plan_within((4000,) * 8, share, free)
+        (again,) = {again for row in made.recompute for again in row}  # the same in all stages and rows
+        kinds.append(tuple(again))
+        times_us.append(made.predicted.makespan_us)
+    assert kinds == [(0, 0, 0), (1, 0, 0), (0, 0, 4), (3, 0, 0), (4, 0, 0)]
+    assert times_us == sorted(times_us)
+
+
+def plan_within(lengths: tuple[int, ...], share: float, free: Plan) -> Plan:
+    """Plan under a cap between what all layers recomputed need (0) and what a free plan needs (1)."""
+    options = Options(planner="1f1b-packed")
+    low = least_cap_bytes(problem(lengths, 4), pipeline(4), options)
+    cap = low + int(share * (max(free.predicted.peak_bytes) - low))
+    return plan(problem(lengths, 4, cap), pipeline(4), options)
 
 
 ROWS = (8000, *web_lengths(40, seed=11, longest=6000))

@@ -89,6 +89,8 @@ def check_rl(rows: Rows) -> None:
     (draw,) = row["draws"]
     assert draw["order"]["time_us"] <= 1.001 * draw["verl"]["time_us"]
     assert draw["recompute"]["time_us"] <= 1.001 * draw["order"]["time_us"]
+    assert draw["Megatron"]["time_us"] <= draw["verl"]["time_us"]
+    assert draw["Megatron"]["peak_bytes"] <= 72 << 30
 
 
 def check_planner(rows: Rows) -> None:

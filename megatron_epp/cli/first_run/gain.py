@@ -6,7 +6,8 @@ import argparse
 import math
 from dataclasses import asdict, replace
 
-from megatron_epp.advice.judge import Judged, Plain, exactly, plain, shares_by_work
+from megatron_epp.advice.causes import Stock
+from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.cli.first_run.outcome import PASSED, Outcome
@@ -24,7 +25,6 @@ _NOTICED = 1.03
 _NOT_SUBTRACTED = (
     "not subtracted: what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
 )
-_FILLS = {"1f1b-padded": "each padded", "1f1b-packed": "packed"}
 
 
 def question_of(setting: Setting) -> Question:
@@ -67,7 +67,8 @@ def gain(setting: Setting) -> Outcome:
     if setting.profile is not None:
         question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
-        stock, elastic = plain(question, config, shares_by_work(question, config)), exactly(question, config)
+        *_, stock = choices_of(question, config, shares_by_work(question, config)).steps(even_only=True)
+        elastic = exactly(question, config)
     speedup = math.inf if stock is None else stock.step_us / elastic.parts.step_us
     refused = refusals(setting.launch)
     costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
@@ -86,17 +87,19 @@ def gain(setting: Setting) -> Outcome:
         "layout": asdict(config),
         "speedup": speedup if math.isfinite(speedup) else None,
         "elastic": asdict(elastic.parts) | {"peak_bytes": elastic.peak_bytes},
-        "stock": None if stock is None else {"step_us": stock.step_us, "planner": stock.planner},
+        "stock": None
+        if stock is None
+        else {"step_us": stock.step_us, "row_tokens": stock.row_tokens, "recompute": stock.recompute},
         "changes": setting.launch.changes(),
     }
     return Outcome(PASSED, tuple(lines), "", figures)
 
 
-def _rows(question: Question, stock: Plain | None, elastic: Judged) -> list[str]:
+def _rows(question: Question, stock: Stock | None, elastic: Judged) -> list[str]:
     """Format both predictions; there is none of Megatron's schedule if no microbatches of it fit."""
     rows = []
     if stock is not None:
-        fill = f"1F1B, {_FILLS[stock.planner]} to {stock.contexts * question.context:,}"
+        fill = f"1F1B, packed to {stock.row_tokens:,}, recompute {stock.recompute}"
         rows.append([fill, format_us(stock.step_us), f"{1e6 * question.tokens / stock.step_us:,.0f}", "-", "-", "-"])
     else:
         rows.append([f"1F1B: does not fit {format_gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])

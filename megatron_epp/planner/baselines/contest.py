@@ -17,11 +17,15 @@ from megatron_epp.planner.tables import Tables, tabulate
 
 
 class Contest:
-    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice."""
+    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice.
 
-    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
-        """Raise `PlanError` if the placement is not one stage per rank in order, the only one that the baselines support."""
-        require_one_stage_per_rank(problem, options)
+    Args:
+        any_placement: the planner knows several stages per rank. Otherwise they raise `PlanError`.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs, options: Options, *, any_placement: bool = False) -> None:
+        if not any_placement:
+            require_one_stage_per_rank(problem, options)
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
         self.best_us = math.inf
@@ -102,6 +106,26 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
 def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
     """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
     return joined({}, first_fit(longest_first(lengths), lengths, room), lengths)
+
+
+def even_rows(lengths: Sequence[int], work: Sequence[float], room: int, count: int) -> tuple[Chunk, ...] | None:
+    """Put whole sequences into a number of rows of about equal work; None where a row would be empty or too long.
+
+    Args:
+        work: of every sequence. The one with the most goes first, each to the row with the least so far.
+        room: most tokens of a row, which no row exceeds.
+    """
+    rows: list[list[int]] = [[] for _ in range(count)]
+    loads, tokens = [0.0] * count, [0] * count
+    for q in sorted(range(len(lengths)), key=lambda q: (-work[q], q)):
+        open_rows = [row for row in range(count) if tokens[row] + lengths[q] <= room]
+        if not open_rows:
+            return None
+        row = min(open_rows, key=lambda row: (loads[row], row))
+        rows[row].append(q)
+        loads[row] += work[q]
+        tokens[row] += lengths[q]
+    return joined({}, rows, lengths) if all(rows) else None
 
 
 def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:

@@ -1,18 +1,28 @@
-"""Stock 1F1B of whole sequences: each padded to the context length, or packed up to it."""
+"""Stock 1F1B of whole sequences: each padded to the context length, or packed up to it, interleaved or not."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+
 from megatron_epp.cost import Costs
-from megatron_epp.planner.baselines.contest import Contest, context_tokens, pack_whole
-from megatron_epp.planner.baselines.seq1f1b import enter_uniform
+from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
+from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions, Planner
-from megatron_epp.planner.fit import fit_recompute
+from megatron_epp.planner.fit import fit_recompute, is_within, peaks_bytes, uniform_steps
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.order import arranged, stand_in
+from megatron_epp.planner.order import Order, arranged, slice_groups, stand_in
+from megatron_epp.planner.orders.patterns import looped, one_warm_up
 from megatron_epp.planner.orders.warm_up import Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole
+from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import tabulate
+
+MLP_AGAIN = ("mlp",)
+"""Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
 
 
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -33,22 +43,117 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Rows of whole sequences up to `options.context` tokens (first fit, longest first); the least uniform recompute that fits.
-    With `options.chunk_tokens` no row is longer than that.
+    """Megatron's 1F1B at its best, interleaved where ranks have several stages, of rows up to `options.context` tokens.
 
-    Kinder than the original: rows are not padded to the context, and sequences of a row do not attend to each other.
+    Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as
+    ranks (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in
+    all layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage
+    (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
+
+    Kinder than the original: rows are not padded to the context, sequences of a row do not attend to each other, and the number
+    of rows suits each batch. With `options.chunk_tokens` no row is longer than that.
 
     Raises:
-        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context or
-            `chunk_tokens`.
+        InfeasibleError: no row fits the cap even with all layers recomputed, a sequence is longer than the context or
+            `chunk_tokens`, or several stages per rank have too few sequences.
+        PlanError: stages are placed otherwise than Megatron places them.
     """
-    contest = Contest(problem, costs, options)
+    return packed_contest(problem, costs, options).result()
+
+
+def packed_contest(
+    problem: Problem, costs: Costs, options: Options, *, first_fit: bool = False, by_chunk: bool = False
+) -> Contest:
+    """Judge the rows of `packed_1f1b`, without writing a plan. Raises what it raises, but where no row fits the cap.
+
+    Args:
+        first_fit: only rows by first fit, in the size asked for.
+        by_chunk: recompute as plans choose it, for every row and stage by itself.
+    """
+    own = looped(problem)
+    if problem.placement != own.rank_of:
+        raise PlanError(
+            f"planner {options.planner!r} is Megatron's, whose stages go round the ranks; it cannot use placement "
+            f"{list(problem.placement)} (leave out the flags that place them otherwise)"
+        )
+    contest = Contest(problem, costs, options, any_placement=True)
     row = context_tokens(problem, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
     if options.chunk_tokens is not None:
         row = min(row, options.chunk_tokens // problem.token_multiple * problem.token_multiple)
-    enter_uniform(contest, pack_whole(problem.lengths, row))
-    return contest.result()
+    least, tables = problem.num_ranks if own.num_chunks > 1 else 1, [pack_whole(problem.lengths, row)]
+    if not first_fit:
+        tables += _even_tables(problem, costs, row, len(tables[0]))
+    tables = [chunks for chunks in tables if len(chunks) >= least]
+    if not tables:
+        raise InfeasibleError(
+            f"planner {options.planner!r} has {len(problem.lengths)} sequences for {least} ranks, and Megatron's interleaved "
+            "schedule needs a microbatch for each rank",
+            Remedy("raise", "global_batch_size", least),
+        )
+    for chunks in tables:
+        (_enter_by_chunk if by_chunk else _enter_megatron)(contest, arranged(chunks, problem.loss_groups), own)
+    return contest
+
+
+def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
+    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks.
+
+    Args:
+        row: most tokens of a row, which no row exceeds.
+        count: the number of rows that first fit needs, at least one.
+    """
+    work, ranks = sequence_work(problem, costs), problem.num_ranks
+    multiple = -(-count // ranks) * ranks
+    for number in dict.fromkeys((count, multiple, multiple + ranks)):
+        if (even := even_rows(problem.lengths, work, row, number)) is not None:
+            yield even
+
+
+def rows_together(rows: int, ranks: int) -> int:
+    """Return the least number of rows that may stay together on a stage (`one_warm_up`), by Megatron's rule: what is left over
+    is none, or as many as ranks.
+    """
+    return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
+
+
+def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) -> Order:
+    """Return Megatron's order of rows: 1F1B, with several stages per rank its interleaved schedule."""
+    groups = slice_groups(chunks, problem.loss_groups)
+    if own.num_chunks == 1:
+        return seq1f1b_order(groups, problem.num_stages, problem.forward_only)
+    order = one_warm_up(groups, own, rows_together(len(chunks), own.num_ranks))
+    if problem.forward_only:
+        return tuple(tuple(action for action in row if action.op is Op.F) for row in order)
+    return order
+
+
+def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement) -> None:
+    """Judge rows with no recompute, and if that does not fit with the kinds that Megatron has."""
+    problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
+    most, tables = max(costs.num_layers), contest.tables(chunks)
+    fixed = 0 if problem.forward_only else contest.options.recompute
+    if fixed != "auto":
+        contest.enter(Decisions(chunks, order, uniform_steps(tables, fixed)), tables)
+        return
+    least = bisect_left(
+        range(most), True, key=lambda n: is_within(peaks_bytes(order, tables, uniform_steps(tables, n)), problem.cap_bytes)
+    )
+    contest.enter(Decisions(chunks, order, uniform_steps(tables, least)), tables)
+    if least and MLP_AGAIN[0] in contest.options.modes(costs):
+        tables = tabulate(chunks, problem, costs, MLP_AGAIN)
+        contest.enter(Decisions(chunks, order, uniform_steps(tables, most), MLP_AGAIN), tables)
+
+
+def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], own: Placement) -> None:
+    problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
+    modes = contest.options.modes(costs)
+    tables = tabulate(chunks, problem, costs, modes)
+    fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
+    if fit.recompute_steps is None:
+        contest.would_do(fit.needed_bytes)
+    else:
+        contest.enter(Decisions(chunks, order, fit.recompute_steps, modes), tables)
 
 
 def baseline(schedule: Schedule) -> Planner:

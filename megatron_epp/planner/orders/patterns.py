@@ -157,30 +157,37 @@ BLOCKS: dict[str, Callable[[int, int], Units]] = {"V-Min": v_min, "V-Half": v_ha
 """Building blocks: from a rank and the number of ranks to its units."""
 
 
-def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int]) -> list[tuple[int, int]]:
+def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int], least: int | None = None) -> list[tuple[int, int]]:
     """List laps and chunks: `size` chunks on the first lap, the same on the next, and so on; then the next chunks.
 
     Args:
         chunks: in order.
-        size: number of chunks that stay together. Leftover chunks join the last group: a smaller one would deadlock.
+        size: number of chunks that run on one lap before the next begins.
         laps: in order.
+        least: leftover chunks that are fewer join the last group, since a group of fewer than the ranks would deadlock; None
+            for `size`.
     """
-    starts = range(0, max(1, len(chunks) - size + 1), size)
+    starts = range(0, max(1, len(chunks) - (least or size) + 1), size)
     stops = [*starts[1:], len(chunks)]
     return [(lap, c) for start, stop in zip(starts, stops, strict=True) for lap in laps for c in chunks[start:stop]]
 
 
-def one_warm_up(groups: Sequence[range], own: Placement) -> Order:
-    """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) p`` forwards (2104.04473, section 2.2.2).
+def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = None) -> Order:
+    """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) n`` forwards (2104.04473, section 2.2.2).
 
     Where slices need more forwards before the first backward than the warm-up has, it is longer by as many.
+
+    Args:
+        together: chunks n that a rank runs on a stage before it goes on to its next, as Megatron's
+            setting ``microbatch_group_size_per_vp_stage`` says; None for as many as ranks.
     """
     ranks, laps = own.num_ranks, list(range(own.num_chunks))
-    forwards = by_laps(range(groups[-1].stop), ranks, laps)
-    backwards = by_laps(descending(groups), ranks, laps[::-1])
+    size = together or ranks
+    forwards = by_laps(range(groups[-1].stop), size, laps, ranks)
+    backwards = by_laps(descending(groups), size, laps[::-1], ranks)
     position = {unit: at for at, unit in enumerate(forwards)}
     late = max(position[laps[-1], c] - at for at, (_, c) in enumerate(backwards))
-    warm_up = [2 * (ranks - rank - 1) + max(late, laps[-1] * ranks) for rank in range(ranks)]
+    warm_up = [2 * (ranks - rank - 1) + max(late, laps[-1] * size) for rank in range(ranks)]
     return of_laps(forwards, backwards, own, [range(first + 1, first + 1 + len(backwards)) for first in warm_up])
 
 

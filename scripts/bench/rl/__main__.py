@@ -3,11 +3,12 @@
 Responses have the lengths of math problems or of agents' sessions: log-normal, of a median of 4,800 tokens up to 32K, or of
 21,000 up to 131K. Four replicas share a batch. Frameworks divide it into parts of equal work and make microbatches by their own
 rules; these run in 1F1B and recompute every layer, as most recipes with pipeline stages do, or none, which may not fit.
-By plans run
+`Megatron` has all that its flags can say under the cap: virtual stages, layers of stages, rows and recompute at their best
+(`megatron_epp.advice.causes`). By plans run
 
 order       verl's microbatches in the planned order, every layer recomputed
 recompute   the same, with recompute by plan under the cap
-slices      the samples, cut and packed
+slices      the samples, cut and packed, at even layers or at those of `Megatron`, whichever is faster
 pairs       the same with a loss over pairs of samples, as of preferences, which all run forward before the first backward
 
 Times are by formulas for H100s. Prints a table of times as multiples of the slices', and the peaks.
@@ -19,14 +20,18 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 
 import numpy as np
 
-from megatron_epp.cost import Costs, analytic_costs
+from megatron_epp.advice.causes import Stock, StockChoices
+from megatron_epp.cost import Costs, analytic_profile
 from megatron_epp.cost.hardware import H100_NODE
 from megatron_epp.cost.library import even_layers, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
@@ -100,7 +105,11 @@ class Ways:
         shape = shape_of(flags)
         self.case, self.lengths = case, case.drawn(seed)
         layers = even_layers(shape.num_layers, case.stages)
-        self.costs: Costs = analytic_costs(shape, H100_NODE, layers)
+        self.even = Layout.of_layers(layers, Placement("looped", case.stages, 1))
+        profile, unblocked = (analytic_profile(own, H100_NODE) for own in (shape, replace(shape, loss_block_tokens=0)))
+        self.costs_of = cache(lambda layout: profile.costs(layout.layers))
+        self.whole_costs_of = cache(lambda layout: unblocked.costs(layout.layers))
+        self.costs: Costs = self.costs_of(self.even)
         multiple = (case.tensor if case.tensor > 1 else 1) * (2 * case.context if case.context > 1 else 1)
         self.problem = Problem((), tuple(range(case.stages)), (CAP_BYTES,) * case.stages, token_multiple=multiple)
         self.every_layer = Options(recompute=max(layers))
@@ -116,9 +125,28 @@ class Ways:
         rows = [_microbatches(verl(share, self.case.budget)) for share in shares]
         results["order"] = self._planned(rows, self.every_layer)
         results["recompute"] = self._planned(rows, Options())
-        results["slices"] = self._sliced(())
-        results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))))
+        stocks = [self._stock(tuple(share)) for share in shares]
+        slowest_stock = max(stocks, key=lambda stock: math.inf if stock is None else stock.step_us)
+        results["Megatron"] = {"time_us": math.inf, "peak_bytes": CAP_BYTES}
+        if slowest_stock is not None:
+            results["Megatron"] = {"time_us": slowest_stock.step_us, "peak_bytes": slowest_stock.peak_bytes}
+        layouts = dict.fromkeys([self.even, *(stock.layout for stock in stocks if stock is not None)])
+        results["slices"] = min((self._sliced((), layout) for layout in layouts), key=lambda figures: figures["time_us"])
+        results["pairs"] = self._sliced(tuple(number // 2 for number in range(len(self.lengths))), self.even)
         return results
+
+    def _stock(self, share: tuple[int, ...]) -> Stock | None:
+        """Return Megatron's schedule at its best for a replica's samples."""
+        choices = StockChoices(
+            problems=(replace(self.problem, lengths=share),),
+            costs_of=self.whole_costs_of,
+            own_costs_of=self.costs_of,
+            num_layers=self.even.num_layers,
+            context=self.case.budget,
+            options=Options(),
+            even=self.even,
+        )
+        return choices.steps()[-1]
 
     def _planned(self, rows: Sequence[Lengths], options: Options) -> Figures:
         try:
@@ -126,12 +154,13 @@ class Ways:
         except InfeasibleError as error:
             return {"time_us": math.inf, "peak_bytes": error.least_cap_bytes}
 
-    def _sliced(self, loss_groups: tuple[int, ...]) -> Figures:
+    def _sliced(self, loss_groups: tuple[int, ...], layout: Layout) -> Figures:
         options = Options(context=self.case.budget)
         alone = tuple((replica,) for replica in range(REPLICAS))
-        batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups)
-        shares = divide(batch, self.costs, alone, lambda of: about_us(of[0], self.costs, options)).shares
-        return slowest([plan(batch.part(share), self.costs, options) for share in shares])
+        costs, placement = self.costs_of(layout), layout.placement.rank_of
+        batch = replace(self.problem, lengths=self.lengths, loss_groups=loss_groups, placement=placement)
+        shares = divide(batch, costs, alone, lambda of: about_us(of[0], costs, options)).shares
+        return slowest([plan(batch.part(share), costs, options) for share in shares])
 
 
 def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
