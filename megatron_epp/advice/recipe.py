@@ -138,6 +138,9 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
         body["megatron"]["data_path"] = "${DATA_PATH:documents/text}"
     if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
         body["megatron"]["distributed_backend"] = "gloo"
+    rows = question.flags.get("padded_vocab_size", question.flags["vocab_size"])
+    if not has_tokenizer and rows % config.tensor == 0:  # otherwise rows are the tokenizer's entries, and padding
+        body["megatron"]["padded_vocab_size"] = rows
     body["megatron"] |= megatron_settings(question, config)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 
 from megatron_epp.launch.lifetime import handed_over, launcher_folder
@@ -17,16 +18,26 @@ from megatron_epp.launch.machine import allocator_environment, version_of
 from megatron_epp.launch.short_log import LOG_VARIABLE, divided
 from megatron_epp.plan.reading import one_line
 
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended, as shells have it."""
+
 
 def main() -> None:
-    """Run torchrun; exit with the code of a refusal, or with 1, if it raises for a process that failed or for a signal."""
+    """Run torchrun; exit with the code of a refusal, or with 1, if it raises for a process that failed or for a signal.
+
+    The code is `INTERRUPTED` for SIGINT, also before torchrun listens.
+    """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())
         except OSError as error:
             sys.exit(f"megatron-epp: cannot make a folder for temporary files ({error.strerror}): set TMPDIR to one with space")
         os.environ.update(allocator_environment(os.environ, version_of("torch") or "0.0"))
-        _run(sys.argv[1:])
+        try:
+            _run(sys.argv[1:])
+        except KeyboardInterrupt:
+            sys.stderr.write("megatron-epp: stopped by signal SIGINT\n")
+            sys.exit(INTERRUPTED)
 
 
 def _run(arguments: list[str]) -> None:
@@ -49,6 +60,8 @@ def _run(arguments: list[str]) -> None:
             sys.stderr.write(log.tail())
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
     except RendezvousError as error:
         reason = one_line(error.__cause__ or error) or type(error).__name__

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
 
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
@@ -90,10 +92,15 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_cpu(factory: Callable[..., torch.Tensor], *, follows_default: bool) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
+        asked = kwargs.get("device")
+        if asked is None and follows_default:
+            # Of `with torch.device(...)` or `torch.set_default_device`. `torch.get_default_device` itself makes tensors.
+            modes = _get_current_function_mode_stack()
+            asked = next((mode.device for mode in modes if isinstance(mode, _device.DeviceContext)), None)
+        if _is_cuda(asked):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)  # for copies to a device; it needs CUDA's driver
         return factory(*args, **kwargs)
@@ -102,8 +109,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _stand_in_for_device_arguments() -> None:
+    # A context or default device acts on functions that torch collects when it is first asked: these must be torch's own.
+    constructors = _device._device_constructors()
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        factory = getattr(torch, name)
+        setattr(torch, name, _on_cpu(factory, follows_default=factory in constructors))
     tensors: Any = torch.Tensor
     modules: Any = torch.nn.Module
     tensors.cuda = modules.cuda = lambda self, *args, **kwargs: self
@@ -112,7 +122,7 @@ def _stand_in_for_device_arguments() -> None:
     def type_as_megatron_expects(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Optimizers and gradient clipping compare `param.type()` with the string "torch.cuda.FloatTensor".
         answer = original_type(self, *args, **kwargs)
-        if isinstance(answer, str) and _called_by_megatron():
+        if isinstance(answer, str) and self.is_cpu and _called_by_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 

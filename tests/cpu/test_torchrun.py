@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_epp.launch.command import Launch, command_of
@@ -22,10 +23,10 @@ def script(folder, text):
     return str(path)
 
 
-def last_line(returncode, said):
-    """The last line of a start that ended badly, and said so without a traceback."""
-    assert returncode == 1
-    assert "Traceback" not in said
+def last_line(returncode, said, expected_code=1):
+    """The last line of a start that ended badly, and said so without a traceback of the launcher's."""
+    assert returncode == expected_code
+    assert not re.search(r"Traceback(?:.*\n)*.*launch/torchrun", said)
     return said.splitlines()[-1]
 
 
@@ -37,15 +38,35 @@ def test_a_process_that_fails_is_named_with_its_exit_code(tmp_path):
     assert last_line(done.returncode, done.stderr) == expected
 
 
-def test_a_signal_is_named(tmp_path):
+AS_TRAIN = command_of(Launch(), [], 1)
+AS_TRAIN = AS_TRAIN[: AS_TRAIN.index("megatron_epp.mcore.pretrain_gpt") - 1]
+"""Command that `megatron-epp train` becomes, without the script."""
+
+
+@pytest.mark.parametrize(
+    ("launch", "sent", "code"),
+    [(LAUNCH, signal.SIGTERM, 1), (LAUNCH, signal.SIGINT, 130), (AS_TRAIN, signal.SIGINT, 130)],
+    ids=["SIGTERM", "Ctrl-C, two processes", "Ctrl-C, as train starts one"],
+)
+def test_a_signal_is_named(tmp_path, launch, sent, code):
     waits = script(tmp_path, f"import pathlib, time\npathlib.Path({str(tmp_path / 'up')!r}).touch()\ntime.sleep(60)\n")
-    running = subprocess.Popen([*LAUNCH, waits], stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([*launch, waits], stderr=subprocess.PIPE, text=True, start_new_session=True)
     end_s = time.monotonic() + 90
     while not (tmp_path / "up").exists() and time.monotonic() < end_s:
         time.sleep(0.1)
-    running.send_signal(signal.SIGTERM)
+    os.killpg(running.pid, sent)  # a terminal's Ctrl-C reaches all processes of its group
     _, said = running.communicate(timeout=90)
-    assert last_line(running.returncode, said) == "megatron-epp: stopped by signal SIGTERM"
+    assert last_line(running.returncode, said, code) == f"megatron-epp: stopped by signal {sent.name}"
+
+
+def test_ctrl_c_while_the_launcher_starts_is_named_too(tmp_path):
+    interrupts = "import _thread\n_thread.interrupt_main()\nimport time\ntime.sleep(60)\n"
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    for folder in ("torch", "torch/distributed"):
+        (tmp_path / folder / "__init__.py").write_text("" if folder == "torch" else interrupts)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, env=environment, check=False)
+    assert last_line(done.returncode, done.stderr, 130) == "megatron-epp: stopped by signal SIGINT"
 
 
 def test_a_folder_for_temporary_files_that_cannot_be_made_is_said_in_one_line(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments import start
+from megatron_epp.mcore.training import checkpoints
 from megatron_epp.mcore.training.checkpoints import INDEX, TRACKER, embedding_rows, fault_of, settle_folder
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.watchdog import EXIT_CODE
@@ -49,13 +50,40 @@ def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: 
     assert {"lr_decay_steps", "max_lr"} <= state["opt_param_scheduler"].keys()
 
 
-def test_an_embedding_of_other_rows_is_told_with_the_flag_that_keeps_them(saved: Path, data: str) -> None:
+@pytest.mark.parametrize(
+    ("beyond", "entries", "tensor_ranks", "refused", "words"),
+    [
+        (0, 128, 1, False, ""),
+        (64, 128, 1, True, "set --padded-vocab-size {rows}, which keeps"),
+        (-64, 0, 2, True, "set --padded-vocab-size {rows}, which keeps"),
+        (64, 999, 1, False, "since the tokenizer has 999"),
+        (64, 128, 7, False, "since --tensor-model-parallel-size 7 does not divide them"),
+    ],
+    ids=["as many", "more", "fewer", "more entries", "indivisible"],
+)
+def test_an_embedding_of_other_rows_is_refused_where_the_model_can_have_the_same(
+    saved: Path, caplog: pytest.LogCaptureFixture, beyond: int, entries: int, tensor_ranks: int, refused: bool, words: str
+) -> None:
     rows = embedding_rows(saved)
     assert rows is not None
-    larger = trained(data, "--load", saved, "--finetune", "--padded-vocab-size", rows + 64)
-    assert larger.returncode == 0, larger.output[-5000:]
-    assert f"has {rows} rows and this model {rows + 64}" in larger.output
-    assert f"--padded-vocab-size {rows}" in larger.output
+    said = ""
+    try:
+        checkpoints._check_rows([saved.parent / "none yet", saved], rows + beyond, entries, tensor_ranks)
+    except EppError as error:
+        said = str(error)
+    assert bool(said) == refused
+    said += caplog.text
+    assert words.format(rows=rows) in said
+    assert (f"has {rows} rows and this model {rows + beyond}" in said) == bool(beyond)
+
+
+def test_a_training_with_other_rows_than_its_checkpoint_ends_with_the_flag_to_set(saved: Path, data: str) -> None:
+    rows = embedding_rows(saved)
+    assert rows is not None
+    for folder in ("--load", "--pretrained-checkpoint"):
+        larger = trained(data, folder, saved, "--finetune", "--padded-vocab-size", rows + 64)
+        assert larger.returncode != 0
+        assert f"set --padded-vocab-size {rows}" in larger.output, larger.output[-5000:]
 
 
 @pytest.fixture

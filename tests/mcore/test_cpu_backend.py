@@ -77,6 +77,58 @@ print("true")
     assert finished.output == "true\n", finished.output[-3000:]
 
 
+def test_tensors_are_on_the_device_that_is_asked_for() -> None:
+    """CUDA alone becomes the CPU; of the replaced functions, torch's contexts and default leave `empty_like` alone."""
+    code = """
+import torch
+from megatron_epp.mcore import cpu
+replaced = {name: getattr(torch, name) for name in cpu._FACTORIES}
+assert cpu.activate()
+assert all(getattr(torch, name) is not function for name, function in replaced.items())
+likes = {device: torch.rand(2).to(device) for device in ("cpu", "meta")}
+asked = {"cpu": "cpu", "cuda": "cpu", "cuda:0": "cpu", "meta": "meta"}
+
+def in_context(device, make):
+    with torch.device(device):
+        return make()
+
+def by_default(device, make):
+    torch.set_default_device(device)
+    try:
+        return make()
+    finally:
+        torch.set_default_device(None)
+
+for name in cpu._FACTORIES:
+    make = getattr(torch, name)
+    for device, used in asked.items():
+        for like, source in likes.items():
+            argument = source if name == "empty_like" else 2
+            followed = like if name == "empty_like" else used
+            found = {
+                "argument": make(argument, device=device).device.type,
+                "device": make(argument, device=torch.device(device)).device.type,
+                "context": in_context(device, lambda: make(argument)).device.type,
+                "default": by_default(device, lambda: make(argument)).device.type,
+                "argument in a context": in_context("meta", lambda: make(argument, device=device)).device.type,
+                "none": make(argument).device.type,
+            }
+            expected = {
+                "argument": used, "device": used, "context": followed, "default": followed, "argument in a context": used,
+                "none": like if name == "empty_like" else "cpu",
+            }
+            assert found == expected, (name, device, like, found)
+
+assert in_context("meta", lambda: torch.nn.Linear(2, 2)).to_empty(device="cuda").weight.device.type == "cpu"
+module = {"__name__": "megatron.core", "torch": torch, "meta": likes["meta"]}
+exec("answer = meta.type()", module)
+assert module["answer"] == likes["meta"].type() == "torch.meta.FloatTensor"
+assert not torch.cuda.is_available() and likes["meta"].cuda().device.type == "meta"
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
     for reference in references.values():
         losses = reference.run.losses

@@ -93,6 +93,7 @@ def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, conf
     args = parsed(parser, recipe)
     assert args.epp
     assert args.num_layers == 32
+    assert args.padded_vocab_size == 128_256, "rows of the embedding in a checkpoint, and not the tokenizer's with padding"
     assert args.tensor_model_parallel_size == config.tensor
     assert args.sequence_parallel == (config.tensor > 1)
     assert args.epp_placement == config.placement
@@ -102,6 +103,25 @@ def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, conf
     else:
         stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
         assert tuple(stage.count(LayerType.decoder) for stage in stages) == config.layers
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "rows"),
+    [
+        ({"vocab_size": 50_001}, 1, 50_001),
+        ({"vocab_size": 50_001}, 2, None),
+        ({"vocab_size": 50_001, "padded_vocab_size": 50_048}, 2, 50_048),
+        ({"tokenizer_type": "NullTokenizer"}, 1, None),
+    ],
+    ids=["as the checkpoint", "indivisible", "given", "own tokenizer"],
+)
+def test_a_recipe_of_advice_has_the_rows_of_the_checkpoint(model, tensor, rows, tmp_path):
+    flags = load_flags("llama3-8b") | model
+    config = Configuration(tensor, 1, 1, 1, layers=(32,))
+    (recipe := tmp_path / "recipe.yaml").write_text(
+        recipe_text(Question(flags, load_cluster("h100x8"), tensor, 72 << 30, (300,), 8192), config, None, "300")
+    )
+    assert load_settings([recipe])["megatron"].get("padded_vocab_size") == rows
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):

@@ -119,6 +119,7 @@ BAD = {
     "unlike": "rank 1 has other samples than rank 0: every rank gives the whole batch",
     "one rank's": "rank 1: sample 0: old_logprobs has 1 values for 41 tokens",
     "another model": "a schedule of samples is of one model",
+    "too long for the cap": "no plan fits a memory cap of 0.000168 GiB per rank",
 }
 
 

@@ -10,7 +10,7 @@ from megatron.training import training
 
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments import start
-from megatron_epp.mcore.patches import install
+from megatron_epp.mcore.patches import environment, install
 from megatron_epp.plan import EppError
 from tests.mcore.test_mistakes import megatron_parser, with_documents, words_of
 from tests.support.mcore.jobs.frameworks import refusal
@@ -143,6 +143,22 @@ def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
     assert f": this run has {OTHERS[more]}; add --override-opt-param-scheduler" in problem
     for takes in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--finetune", "--no-load-optim"):
         assert asked.problems(f"--load {folder} {more} {takes}") == []
+
+
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+def test_layers_that_bridge_cannot_export_are_refused_for_its_checkpoint(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+) -> None:
+    folder = checkpoint(asked, tmp_path, monkeypatch)
+    local, engine = (f"{flag} {folder} --transformer-impl {layers}" for layers in ("local", "transformer_engine"))
+    assert asked.problems(local) == []
+    (config := folder / "iter_0000010" / "run_config.yaml").touch()
+    (problem,) = asked.problems(local)
+    assert problem.startswith(f"the checkpoint in {folder} is Megatron-Bridge's, which cannot export")
+    assert "set --transformer-impl transformer_engine" in problem
+    assert problem.endswith(f"remove {config}")
+    monkeypatch.setattr(environment, "_missing", frozenset)  # as if the package were there
+    assert asked.problems(engine) == []
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File with the iteration that Megatron loads, or the word "release"."""
+_BRIDGE_CONFIG = "run_config.yaml"
+"""File in a checkpoint by which Megatron-Bridge knows the model that it exports."""
 
 
 def _of_megatron(args: Namespace, _: Door) -> Iterator[str]:
@@ -220,8 +222,11 @@ def _checkpoint(args: Namespace) -> Iterator[str]:
     load, pretrained = args.load, args.pretrained_checkpoint
     if (load is None and pretrained is None) or any(_is_remote(path) for path in (load, pretrained) if path):
         return
-    if load is not None and (Path(load) / TRACKER).is_file():
-        yield from _unlike(args, Path(load))
+    loaded = next((Path(path) for path in (load, pretrained) if path and (Path(path) / TRACKER).is_file()), None)
+    if loaded is not None and args.transformer_impl == "local":
+        yield from _without_way_back(loaded)
+    if load is not None and loaded == Path(load):
+        yield from _unlike(args, loaded)
     elif pretrained is not None:
         if not (Path(pretrained) / TRACKER).is_file():
             yield f"--pretrained-checkpoint: {_without_checkpoint(pretrained)}"
@@ -233,6 +238,21 @@ def _checkpoint(args: Namespace) -> Iterator[str]:
                 return
         if load != args.save:  # a run that goes on from its own checkpoints has none when it begins
             logger.warning("%s: training begins with new weights", missing)
+
+
+def _without_way_back(folder: Path) -> Iterator[str]:
+    """Yield that Megatron-Bridge could not export what a run with Megatron's own layers makes of a checkpoint of Bridge's."""
+    try:
+        config = newest_checkpoint(folder) / _BRIDGE_CONFIG
+    except (OSError, ValueError):  # a damaged one is named when it is loaded
+        return
+    if config.is_file():
+        how = "" if find_spec("transformer_engine") else "install Transformer Engine and "
+        yield (
+            f"the checkpoint in {folder} is Megatron-Bridge's, which cannot export to Hugging Face what Megatron's own layers "
+            f"save (they have no _extra_state): {how}set --transformer-impl transformer_engine; to train without the way back, "
+            f"remove {config}"
+        )
 
 
 def _without_checkpoint(folder: str) -> str:

@@ -182,14 +182,14 @@ class MegatronStage:
     @property
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
-        found = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        if not found and self.depths:
+        own = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
+        if not own and self.depths:
             from megatron_epp.mcore.model.predictions import own_embedding
 
-            found = own_embedding(self.model)
-        if not found and self.token_multiple > 1:
-            found = own_routing(self.model)
-        return found or next(problems(self.model, self._replaced), "")
+            own = own_embedding(self.model)
+        if not own and self.token_multiple > 1:
+            own = own_routing(self.model)
+        return own or next(problems(self.model, self._replaced), "")
 
     @property
     def token_multiple(self) -> int:

@@ -166,10 +166,12 @@ def _load_checkpoint(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     """Check a checkpoint's files before they are loaded, if --epp is given; say what to do if it is of another layout."""
     if (args := epp_args()) is None:
         return original(*rest, **named)
-    from megatron_epp.mcore.training.checkpoints import settle, telling_layout, warn_of_rows
+    from megatron.training import global_vars
+
+    from megatron_epp.mcore.training.checkpoints import settle, settle_rows, telling_layout
 
     settle(args)
-    warn_of_rows(args)
+    settle_rows(args, getattr(global_vars._GLOBAL_TOKENIZER, "vocab_size", 0))
     with telling_layout(args):
         return original(*rest, **named)
 

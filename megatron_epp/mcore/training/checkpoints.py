@@ -12,9 +12,9 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch.distributed
@@ -59,14 +59,18 @@ def settle(args: Namespace) -> None:
     """
     if args.load is None or args.ckpt_step is not None or args.non_persistent_ckpt_type == "local":
         return
+    _check_on_first_rank(partial(settle_folder, Path(args.load), falls_back=args.epp_checkpoint_fallback))
+
+
+def _check_on_first_rank(check: Callable[[], None]) -> None:
+    """Let one rank check, since it may rename folders, and all raise its error. A collective call."""
     outcome: list[EppError | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            settle_folder(Path(args.load), falls_back=args.epp_checkpoint_fallback)
+            check()
         except EppError as error:
             outcome = [error]
-    # One rank looks, since it may rename the folder; the others wait here, so none reads it before.
-    torch.distributed.broadcast_object_list(outcome, src=0)
+    torch.distributed.broadcast_object_list(outcome, src=0)  # the others wait here, so none reads a checkpoint before
     if outcome[0] is not None:
         raise outcome[0]
 
@@ -90,25 +94,40 @@ def telling_layout(args: Namespace) -> Iterator[None]:
         ) from error
 
 
-def warn_of_rows(args: Namespace) -> None:
-    """Warn on the first rank if the checkpoint to load has an embedding of other rows than the model.
+def settle_rows(args: Namespace, entries: int) -> None:
+    """Make sure that the checkpoint to load has an embedding of as many rows as the model. A collective call.
 
-    Megatron cuts it, or leaves new rows as they were initialised, without a word; all of them count in the loss.
+    Megatron cuts it, or leaves new rows as they were initialised, without a word; all of them count in the loss. Where the
+    model cannot have the checkpoint's rows, there is a warning alone.
+
+    Args:
+        entries: of the tokenizer; 0 if there is none.
+
+    Raises:
+        EppError: the rows differ.
     """
-    if torch.distributed.get_rank() != 0:
-        return
-    folders = (Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None)
+    folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
+    if folders:
+        _check_on_first_rank(partial(_check_rows, folders, args.padded_vocab_size, entries, args.tensor_model_parallel_size))
+
+
+def _check_rows(folders: Sequence[Path], model_rows: int, entries: int, tensor_ranks: int) -> None:
     folder = next((folder for folder in folders if (folder / TRACKER).is_file()), None)
     rows = None if folder is None else embedding_rows(folder)
-    if rows is not None and rows != args.padded_vocab_size:
-        logger.warning(
-            "the embedding in %s has %d rows and this model %d: Megatron cuts it, or adds rows that were never trained and "
-            "count in the loss; --padded-vocab-size %d keeps the checkpoint's",
-            folder,
-            rows,
-            args.padded_vocab_size,
-            rows,
-        )
+    if rows is None or rows == model_rows:
+        return
+    fault = (
+        f"the embedding in {folder} has {rows} rows and this model {model_rows}: Megatron cuts it, or adds rows that "
+        "were never trained and count in the loss"
+    )
+    if rows >= entries and rows % tensor_ranks == 0:
+        raise EppError(f"{fault}; set --padded-vocab-size {rows}, which keeps the checkpoint's")
+    reason = (
+        f"the tokenizer has {entries}"
+        if rows < entries
+        else f"--tensor-model-parallel-size {tensor_ranks} does not divide them"
+    )
+    logger.warning("%s; the model cannot have the checkpoint's rows, since %s", fault, reason)
 
 
 def embedding_rows(folder: Path) -> int | None:

@@ -16,6 +16,8 @@ from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
 LENGTHS = (40, 10, 24, 4, 18, 56)
 """Positions of the samples; all train, and two replicas have three each."""
+CAP_BYTES = 180_000
+"""Cap on a rank's memory that is too low for the longest samples, and leaves room for the others."""
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 
 
@@ -155,7 +157,7 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
 
 
 def bad() -> dict[str, Any]:
-    """Return what is said of samples and models that are wrong, and whether right ones train afterwards."""
+    """Return what is said of samples and models that are wrong, or above a cap, and whether others train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
 
     import megatron_epp
@@ -186,7 +188,11 @@ def bad() -> dict[str, Any]:
         refused(name, [samples[0] | (change if dist.get_rank() == 1 else {}), *samples[1:]])
     report = schedule(model=loop.models, samples=samples)
     refused("another model", samples, model=[torch.nn.Linear(1, 1)])
-    return {"said": said, "trains": report.divisor > 0}
+    capped = megatron_epp.wrap_samples(loss=ClippedRatio(), memory_cap_gb=CAP_BYTES / 2**30, **SETTINGS)
+    refused("too long for the cap", samples, capped)
+    shorter = capped(model=loop.models, samples=samples[1:5])
+    capped.close()
+    return {"said": said, "trains": min(report.divisor, shorter.divisor) > 0}
 
 
 def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, overlaps: bool = False) -> dict[str, Any]:
