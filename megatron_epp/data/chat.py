@@ -305,7 +305,7 @@ class _Chat:
         if self.messages[number]["role"] != ASSISTANT:
             return self._end(ids, number, count)
         common = 0
-        if number and _header(self.encoder) != ():
+        if number and (_header(self.encoder) != () or self._is_next(number)):
             prompted = _ids(self._applied(self.messages[:number], add_generation_prompt=True))
             if (common := _num_common(prompted, ids)) == len(prompted):
                 return common
@@ -314,6 +314,18 @@ class _Chat:
             return max(common, min(_num_common(_ids(self._applied(messages)), ids) for messages in changed))
         except EppError:  # the template wants other values
             return max(common, self._end(ids, number, count))
+
+    def _is_next(self, number: int) -> bool:
+        """Return True if only white space is between a message's content and the messages in front of it.
+
+        Then generation begins behind these, as behind ``[/INST]``, where the template adds no prompt.
+        """
+        try:
+            head, message = self._text(number), marked(self.messages[number], _MARKS[0])
+            text = str(self._applied([*self.messages[:number], message], tokenize=False))
+        except EppError:  # the template wants other values, or other messages at the end
+            return False
+        return text.startswith(head) and text[len(head) :].lstrip().startswith(_MARKS[0])
 
     def _end(self, ids: Ids, number: int, count: int) -> int:
         """Return the number of tokens of messages in front of one, whose text must be the beginning of the text of `count`.

@@ -82,6 +82,11 @@ def unprompted(messages, prompted):
     return rendered([one | call for one, call in zip(messages, calls, strict=True)], False)
 
 
+def instructed(messages, prompted):
+    """Render as Mistral's and Llama 2's templates do: a space, and no prompt, is in front of an answer."""
+    return "^" + "".join(f"[I] {one['content']} [/I]" if one["role"] == "user" else f" {one['content']}." for one in messages)
+
+
 CALLING = {"role": "assistant", "content": None, "tool_calls": [{"name": "zq", "arguments": {"x": 1}}]}
 
 
@@ -98,6 +103,7 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [{"name": "zq", "
         pytest.param(rendered, "assistant", CHAT[:4], ["cd."], id="a question behind the last answer"),
         pytest.param(thinking, "assistant", CHAT, ["cd.", "fgh."], id="a prompt that goes on otherwise"),
         pytest.param(unprompted, "assistant", CHAT, ["cd.", "fgh."], id="no generation prompt"),
+        pytest.param(instructed, "assistant", CHAT[1:], [" cd.", " fgh."], id="the space in front of an answer"),
         pytest.param(unprompted, "assistant", [CALLING], ["zq', 'arguments': {'x': 1}}]."], id="a call that comes first"),
     ],
 )
