@@ -132,6 +132,46 @@ def test_marks_of_the_template_are_preferred(mark):
     assert trained_text(ChatEncoder(template, f"a{mark}b", ("user",))) == ["u:ab.", "u:e."], "they are of the assistant alone"
 
 
+OFF, ON = {"weight": 0}, {"weight": 1.0, "train": True}
+
+
+@pytest.mark.parametrize(
+    ("switches", "runs"),
+    [
+        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]),
+        ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
+        ([{}, {}, OFF, {}, {}], ["fgh."]),
+        ([{}, {}, {}, {}, {"train": False}], ["cd."]),
+        ([{}, {}, ON | OFF, {}, OFF], []),
+    ],
+)
+def test_messages_that_are_switched_off_are_not_trained_and_no_template_gets_the_switches(switches, runs):
+    def checking(messages, prompted):
+        assert all(one.keys() == {"role", "content"} for one in messages)
+        return rendered(messages, prompted)
+
+    messages = [one | switch for one, switch in zip(CHAT, switches, strict=True)]
+    eod = {"eod": ord("$"), "append_eod": True}
+    ended = [*runs[:-1], *(f"{run}$" if run == "fgh." else run for run in runs[-1:])]
+    assert trained_text(ChatEncoder(Template(checking), "template", **eod), messages) == ended
+    marking = ChatEncoder(Template(checking, marks=ANSWERS), "{% generation %}")
+    assert trained_text(marking, messages) == [run.rstrip(".") for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("number", "switch", "says"),
+    [
+        (3, {"weight": 0.5}, "message 3 has weight 0.5; it must be 0 or false, or 1 or true"),
+        (3, {"train": "yes"}, "message 3 has train 'yes'; it must be 0"),
+        (2, {"train": True}, "message 2 has train True, and messages of user are not trained: train on them"),
+    ],
+)
+def test_switches_that_cannot_be_honoured_are_refused(number, switch, says):
+    messages = [one | switch if at == number else one for at, one in enumerate(CHAT, start=1)]
+    with pytest.raises(EppError, match=re.escape(says)):
+        ChatEncoder(Template(), "template").encode(messages)
+
+
 def test_tools_reach_the_template():
     template, counts = Template(), ChatCounts()
     encoder = ChatEncoder(template, "{{ enable_thinking }}")
