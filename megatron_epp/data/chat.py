@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from megatron_epp.data.chat_fields import Fields, Message, count_fields, marked, with_texts
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import one_line, printable
+from megatron_epp.plan.reading import brief, brief_text, one_line, printable
 
 ASSISTANT = "assistant"
 """Role of the messages that models learn to write, and whose tokens templates can mark."""
 TURNS = ("all", "last")
 """Which messages of the trained roles are trained."""
+SWITCHES = ("weight", "train")
+"""Fields of messages, which templates do not get, that say whether one is trained: 1 or true, 0 or false."""
 OF_LINES = " (of chat_template_kwargs)"
 """Suffix of the name of a variable that a line gives to the template, where it is counted among the fields."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -151,22 +153,27 @@ class ChatEncoder:
         """Return the samples of a conversation of at least one message.
 
         Args:
-            messages: have a `role` each.
+            messages: have a `role` each. One with 0 or false in a field of `SWITCHES` is not trained.
             options: variables of the template besides the messages, as `tools`, descriptions of functions.
 
         Raises:
-            EppError: the template refuses the conversation, or messages of other roles cannot be told from others.
+            EppError: the template refuses the conversation, or messages of other roles cannot be told from others, or a switch
+                has another value, or is on for a role that is not trained.
         """
         counts, options = counts or ChatCounts(), options or {}
+        untrained = frozenset(number for number, message in enumerate(messages) if self._is_switched_off(message, number + 1))
+        messages = [{name: value for name, value in message.items() if name not in SWITCHES} for message in messages]
         render = partial(self._rendered, options)
-        chat = _Chat(self, with_texts(counts.fields, messages, render), options)
+        chat = _Chat(self, with_texts(counts.fields, messages, render), options, untrained)
         pieces = chat.pieces()
         samples = [chat.sample(piece, counts.answers) for piece in pieces]
         without_tools = {name: value for name, value in options.items() if name != "tools"}
         rendered_without = partial(self._rendered, without_tools) if len(without_tools) < len(options) else None
         first = 0
         for count, _ in pieces:
-            count_fields(counts.fields, chat.messages[:count], self.roles, render, rendered_without, first)
+            count_fields(
+                counts.fields, chat.messages[:count], self.roles, render, rendered_without, first, options.get("tools")
+            )
             first = count
         for name in without_tools:
             counts.fields.present[name + OF_LINES] += 1
@@ -177,6 +184,17 @@ class ChatEncoder:
             counts.answers.num_samples += len(samples)
             counts.answers.num_repeated += sum(len(sample.ids) for sample in samples[:-1])
         return samples
+
+    def _is_switched_off(self, message: Message, number: int) -> bool:
+        switches = {name: value for name in SWITCHES if (value := message.get(name)) is not None}
+        for name, value in switches.items():
+            if value not in (0, 1):  # false and true, too
+                raise EppError(f"message {number} has {name} {brief(value)}; it must be 0 or false, or 1 or true")
+            if value and message["role"] not in self.roles:
+                role = brief_text(message["role"])
+                text = f"message {number} has {name} {brief(value)}, and messages of {role} are not trained"
+                raise EppError(f"{text}: train on them, or leave it out")
+        return not all(switches.values())
 
     def _rendered(self, options: Mapping[str, Any], messages: Sequence[Message]) -> str:
         return str(self.apply(list(messages), self.template, tokenize=False, **options))
@@ -194,13 +212,15 @@ class _Chat:
     encoder: ChatEncoder
     messages: Sequence[Message]
     options: Mapping[str, Any]
+    untrained: frozenset[int] = frozenset()
     texts: dict[int, str] = field(default_factory=dict)
 
     def pieces(self) -> list[_Piece]:
         """Return the parts of the conversation that are samples: in each the template renders all its trained messages as it
         does where they are last.
         """
-        numbers = [number for number, message in enumerate(self.messages) if message["role"] in self.encoder.roles]
+        roles = self.encoder.roles
+        numbers = [at for at, message in enumerate(self.messages) if message["role"] in roles and at not in self.untrained]
         groups: list[list[int]] = []
         for number in numbers[-1:] if self.encoder.turns == "last" else numbers:
             if groups and self._goes_on(groups[-1][-1] + 1, number + 1):
@@ -231,7 +251,8 @@ class _Chat:
         is_ended = self._stop(ids, trained, runs, answers)
         if self.encoder.eod is not None and (self.encoder.append_eod or is_ended):
             ids = np.append(ids, self.encoder.eod)
-            trained = np.append(trained, np.uint8(is_ended or self.messages[count - 1]["role"] in self.encoder.roles))
+            is_last_trained = self.messages[count - 1]["role"] in self.encoder.roles and count - 1 not in self.untrained
+            trained = np.append(trained, np.uint8(is_ended or is_last_trained))
         return Tokens(ids, trained)
 
     def _by_marks_of_template(self, piece: _Piece, answers: Answers) -> tuple[Ids, NDArray[np.uint8]]:
@@ -240,7 +261,12 @@ class _Chat:
         ids, trained = _ids(output), np.asarray(output["assistant_masks"], dtype=np.uint8)
         if trained.shape != ids.shape:
             raise EppError(f"the tokenizer's mask has {trained.size:,} values for {ids.size:,} tokens")
-        if piece.numbers and any(message["role"] == ASSISTANT for message in self.messages[: piece.numbers[0]]):
+        if self.untrained:
+            answers_mask = np.zeros_like(trained)
+            for number in piece.numbers:
+                answers_mask[self._start(ids, number, piece.num_messages) : self._end(ids, number + 1, piece.num_messages)] = 1
+            trained &= answers_mask
+        elif piece.numbers and any(message["role"] == ASSISTANT for message in self.messages[: piece.numbers[0]]):
             trained[: self._start(ids, piece.numbers[0], piece.num_messages)] = 0
         for start in np.flatnonzero(np.diff(trained, prepend=0) == 1):
             if end := self._end_of_header(ids, int(start)):
@@ -305,7 +331,7 @@ class _Chat:
         if self.messages[number]["role"] != ASSISTANT:
             return self._end(ids, number, count)
         common = 0
-        if number and _header(self.encoder) != ():
+        if number and (_header(self.encoder) != () or self._is_next(number)):
             prompted = _ids(self._applied(self.messages[:number], add_generation_prompt=True))
             if (common := _num_common(prompted, ids)) == len(prompted):
                 return common
@@ -314,6 +340,18 @@ class _Chat:
             return max(common, min(_num_common(_ids(self._applied(messages)), ids) for messages in changed))
         except EppError:  # the template wants other values
             return max(common, self._end(ids, number, count))
+
+    def _is_next(self, number: int) -> bool:
+        """Return True if only white space is between a message's content and the messages in front of it.
+
+        Then generation begins behind these, as behind ``[/INST]``, where the template adds no prompt.
+        """
+        try:
+            head, message = self._text(number), marked(self.messages[number], _MARKS[0])
+            text = str(self._applied([*self.messages[:number], message], tokenize=False))
+        except EppError:  # the template wants other values, or other messages at the end
+            return False
+        return text.startswith(head) and text[len(head) :].lstrip().startswith(_MARKS[0])
 
     def _end(self, ids: Ids, number: int, count: int) -> int:
         """Return the number of tokens of messages in front of one, whose text must be the beginning of the text of `count`.

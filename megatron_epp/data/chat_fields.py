@@ -27,7 +27,7 @@ class Fields:
         present: messages that have a field with a value, by its name; the role is none, and the content is counted only of
             messages with further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
         lost: of these, messages whose field the template does not render.
-        printed: of these, messages whose field the template prints as Python writes lists and dictionaries.
+        printed: of these, those that the template prints as Python writes lists and dictionaries.
         parts: parts of contents that are no text, by type, which the template takes.
         num_joined: messages whose content is a list of texts, which the template does not take, so that they are joined.
         num_empty: messages that are trained although nothing of them is rendered.
@@ -140,6 +140,7 @@ def count_fields(
     render: Render,
     without_tools: Render | None,
     first: int = 0,
+    tools: object = None,
 ) -> None:
     """Add a conversation's counts.
 
@@ -151,6 +152,7 @@ def count_fields(
         messages: of the conversation, which the template renders.
         without_tools: the same without tools; None for a conversation that has none.
         first: index of the first message that has not been counted yet, with an earlier part of the conversation.
+        tools: descriptions of functions that the template gets besides messages.
     """
     whole, counted = render(messages), list(enumerate(messages))[first:]
     items = [(number, name) for number, message in counted for name in _fields_of(message, whole)]
@@ -160,6 +162,7 @@ def count_fields(
     if without_tools is not None and first == 0:
         fields.present[TOOLS] += 1
         fields.lost[TOOLS] += not _differs(without_tools, messages, whole)
+        fields.printed.update([TOOLS] if _is_printed(tools, whole) else [])
     fields.present.update(name for _, name in items)
     fields.lost.update(name for _, name in lost)
     fields.lost = +fields.lost

@@ -298,6 +298,19 @@ def test_tools_of_a_line_may_be_text_as_tables_store_them(encoder, model, tmp_pa
     assert not warnings_of(caplog)
 
 
+def test_tools_that_the_template_prints_as_python_writes_them_are_told(encoder, tmp_path, caplog):
+    prepared(encoder, tmp_path, "{{ tools }}" + PLAIN, conversation(TWO[:2]) | {"tools": [TOOL]})
+    assert "prints fields as Python writes them: tools (of lines) in 1 of 1" in warnings_of(caplog)[0]
+    caplog.clear()
+    prepared(
+        encoder,
+        tmp_path,
+        "{{ tools | tojson }}" + PLAIN,
+        conversation(TWO[:2]) | {"tools": [TOOL]},
+    )
+    assert not warnings_of(caplog)
+
+
 @pytest.mark.parametrize("empty", ["", "null", "[]", None, []])
 def test_a_line_without_tools_has_none(encoder, model, tmp_path, caplog, empty):
     prepared(encoder, tmp_path, LISTING, conversation(TWO[:2]) | {"tools": empty, "chat_template_kwargs": None})
@@ -309,6 +322,8 @@ def test_a_line_without_tools_has_none(encoder, model, tmp_path, caplog, empty):
     ("fields", "says"),
     [
         ({"tools": "add"}, "in.jsonl:1: tools is not JSON"),
+        ({"tools": str([TOOL])}, "in.jsonl:1: tools is not JSON: .*; it is as Python prints it: write it with json.dumps"),
+        ({"tools": [str(TOOL)]}, "in.jsonl:1: tool 1 is not JSON: .*; it is as Python prints it: write it with json.dumps"),
         ({"tools": {"name": "add"}}, "in.jsonl:1: tools is {'name': 'add'}, which is not a list"),
         ({"tools": ["add"]}, "in.jsonl:1: tool 1 is not JSON"),
         ({"chat_template_kwargs": [1]}, r"in.jsonl:1: chat_template_kwargs is \[1\], which is not an object"),

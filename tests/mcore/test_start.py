@@ -67,6 +67,16 @@ def test_a_package_that_is_not_installed_may_be_where_the_run_will_be(asked: Ask
     assert asked.problems(flags, world_size=2, wants_files=False) == []
 
 
+@pytest.mark.parametrize("door", ["", "--epp-microbatches user --eval-interval 0"])
+def test_grouped_experts_without_a_gpu_are_shown_and_not_run(asked: Asked, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
+    flags = f"{door} --num-experts 4 --moe-grouped-gemm"
+    (problem,) = asked.problems(flags)
+    assert problem == "--moe-grouped-gemm needs a GPU, and torch finds none: leave it out"
+    assert asked.problems(flags, wants_files=False) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert asked.problems(flags) == []
+
+
 def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) -> None:
     """Megatron divides by it all the same, and ends without one."""
     args = asked.args("--eval-iters 0")

@@ -82,6 +82,11 @@ def unprompted(messages, prompted):
     return rendered([one | call for one, call in zip(messages, calls, strict=True)], False)
 
 
+def instructed(messages, prompted):
+    """Render as Mistral's and Llama 2's templates do: a space, and no prompt, is in front of an answer."""
+    return "^" + "".join(f"[I] {one['content']} [/I]" if one["role"] == "user" else f" {one['content']}." for one in messages)
+
+
 CALLING = {"role": "assistant", "content": None, "tool_calls": [{"name": "zq", "arguments": {"x": 1}}]}
 
 
@@ -98,6 +103,7 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [{"name": "zq", "
         pytest.param(rendered, "assistant", CHAT[:4], ["cd."], id="a question behind the last answer"),
         pytest.param(thinking, "assistant", CHAT, ["cd.", "fgh."], id="a prompt that goes on otherwise"),
         pytest.param(unprompted, "assistant", CHAT, ["cd.", "fgh."], id="no generation prompt"),
+        pytest.param(instructed, "assistant", CHAT[1:], [" cd.", " fgh."], id="the space in front of an answer"),
         pytest.param(unprompted, "assistant", [CALLING], ["zq', 'arguments': {'x': 1}}]."], id="a call that comes first"),
     ],
 )
@@ -124,6 +130,46 @@ def test_marks_of_the_template_are_preferred(mark):
     assert trained_text(encoder) == ["cd", "fgh"]
     assert [count for count, _, _ in template.calls] == [5]
     assert trained_text(ChatEncoder(template, f"a{mark}b", ("user",))) == ["u:ab.", "u:e."], "they are of the assistant alone"
+
+
+OFF, ON = {"weight": 0}, {"weight": 1.0, "train": True}
+
+
+@pytest.mark.parametrize(
+    ("switches", "runs"),
+    [
+        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]),
+        ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
+        ([{}, {}, OFF, {}, {}], ["fgh."]),
+        ([{}, {}, {}, {}, {"train": False}], ["cd."]),
+        ([{}, {}, ON | OFF, {}, OFF], []),
+    ],
+)
+def test_messages_that_are_switched_off_are_not_trained_and_no_template_gets_the_switches(switches, runs):
+    def checking(messages, prompted):
+        assert all(one.keys() == {"role", "content"} for one in messages)
+        return rendered(messages, prompted)
+
+    messages = [one | switch for one, switch in zip(CHAT, switches, strict=True)]
+    eod = {"eod": ord("$"), "append_eod": True}
+    ended = [*runs[:-1], *(f"{run}$" if run == "fgh." else run for run in runs[-1:])]
+    assert trained_text(ChatEncoder(Template(checking), "template", **eod), messages) == ended
+    marking = ChatEncoder(Template(checking, marks=ANSWERS), "{% generation %}")
+    assert trained_text(marking, messages) == [run.rstrip(".") for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("number", "switch", "says"),
+    [
+        (3, {"weight": 0.5}, "message 3 has weight 0.5; it must be 0 or false, or 1 or true"),
+        (3, {"train": "yes"}, "message 3 has train 'yes'; it must be 0"),
+        (2, {"train": True}, "message 2 has train True, and messages of user are not trained: train on them"),
+    ],
+)
+def test_switches_that_cannot_be_honoured_are_refused(number, switch, says):
+    messages = [one | switch if at == number else one for at, one in enumerate(CHAT, start=1)]
+    with pytest.raises(EppError, match=re.escape(says)):
+        ChatEncoder(Template(), "template").encode(messages)
 
 
 def test_tools_reach_the_template():

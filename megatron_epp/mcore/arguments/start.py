@@ -195,7 +195,14 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 
 def _packages(args: Namespace) -> Iterator[str]:
-    """Yield a package that is missing, which Megatron would say when it builds the model."""
+    """Yield a package or a GPU that is missing, which Megatron would say without a flag, or when it builds the model."""
+    import torch
+
+    if args.moe_grouped_gemm:
+        try:
+            torch.cuda.get_device_capability()
+        except (AssertionError, RuntimeError):  # torch without CUDA, or no driver
+            yield "--moe-grouped-gemm needs a GPU, and torch finds none: leave it out"
     if fp8.recipe(args) and find_spec("transformer_engine") is None:
         yield f"--fp8-format {args.fp8} needs Transformer Engine, which is not installed: add it, or leave it out"
     if (backend := flex_backend(args)) in ("deepep", "hybridep") and find_spec("deep_ep") is None:

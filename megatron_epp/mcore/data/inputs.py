@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -179,7 +180,15 @@ def options_of(record: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 def _parsed(value: Any, what: str) -> Any:
     """Return a value, from JSON if it is text that is not empty. Raises `EppError` for other text."""
-    return parse_json(value, what) if isinstance(value, str) and value.strip() else value or None
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return parse_json(value, what)
+    except EppError as error:
+        is_python = re.match(r"\s*[\[{]+\s*'", value)
+        raise (
+            error.with_context(after="; it is as Python prints it: write it with json.dumps") if is_python else error
+        ) from None
 
 
 def messages_of(record: object, key: str, origin: str) -> list[Message]:
