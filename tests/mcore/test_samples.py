@@ -119,6 +119,7 @@ BAD = {
     "unlike": "rank 1 has other samples than rank 0: every rank gives the whole batch",
     "one rank's": "rank 1: sample 0: old_logprobs has 1 values for 41 tokens",
     "another model": "a schedule of samples is of one model",
+    "no memory": "no plan fits a memory cap of",
 }
 
 
@@ -127,6 +128,10 @@ def test_what_is_wrong_with_samples_and_models_is_said_on_every_rank_and_the_nex
         assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
         assert one["trains"]
+        assert "Raise memory_cap_gb to " in one["said"]["no memory"]
+        assert not any("--" in text or "global_batch_size" in text for text in (*one["said"].values(), *one["logged"]))
+        for begin in ("no sample of this step has a trained token", "nothing trains: requires_grad is False"):
+            assert sum(text.startswith(begin) for text in one["logged"]) == (one["rank"] == 0)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.placement import Placement
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
@@ -111,7 +111,7 @@ def number_attentions(model: torch.nn.Module) -> None:
         if isinstance(module, RelayAttention):
             if module in names:
                 raise EppError(
-                    f"{names[module]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
+                    f"{names[module]} and {name} are one attention in two layers, by which plans keep the keys and values of "
                     "slices: one layer's would take the place of the other's; give each layer an attention of its own"
                 )
             module.number = len(names)
@@ -119,8 +119,9 @@ def number_attentions(model: torch.nn.Module) -> None:
             module.stride = len(shared) * (module in shared)
         elif module not in inside and _mixes_tokens(name, module):
             raise EppError(
-                f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
-                "into each other there, and slices lose its state; use --epp-microbatches user, which cuts and packs nothing"
+                f"{name} ({type(module).__name__}) mixes tokens without the attention of plans: sequences of a chunk would run "
+                "into each other there, and slices lose its state; whole microbatches can be planned, neither cut nor packed",
+                Remedy("set", "microbatches", "user"),
             )
 
 

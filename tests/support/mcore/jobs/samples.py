@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -186,7 +187,17 @@ def bad() -> dict[str, Any]:
         refused(name, [samples[0] | (change if dist.get_rank() == 1 else {}), *samples[1:]])
     report = schedule(model=loop.models, samples=samples)
     refused("another model", samples, model=[torch.nn.Linear(1, 1)])
-    return {"said": said, "trains": report.divisor > 0}
+    logged = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_epp").addHandler(handler)
+    schedule(model=loop.models, samples=[one | {"trained": 0} for one in samples])
+    refused("no memory", samples, megatron_epp.wrap_samples(loss=ClippedRatio(), memory_cap_gb=0.0001, **SETTINGS))
+    parameters = [parameter for model in loop.models for parameter in model.parameters()]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    schedule(model=loop.models, samples=samples)
+    return {"said": said, "trains": report.divisor > 0, "logged": logged, "rank": dist.get_rank()}
 
 
 def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, overlaps: bool = False) -> dict[str, Any]:
