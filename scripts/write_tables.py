@@ -33,7 +33,7 @@ TOGETHER = {
     "`--epp-vocab-parallel`": OF_VOCABULARY,
     "`--epp-batch-tokens`": COUNTING,
     "`--epp-documents stream`": PARTING,
-    "`--epp-microbatches user`": REPLAYS,
+    "`--epp-microbatches user` without `--epp-order given`": REPLAYS,
 }
 """Flags of ours, and those of Megatron's that each of them does not go with."""
 SYMBOLS_READ: Mapping[huggingface.Part, Iterable[str]] = {

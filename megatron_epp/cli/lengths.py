@@ -17,7 +17,12 @@ from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
 
-LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
+LIKE = {
+    "wikipedia": sequence_lengths.wikipedia,
+    "code": sequence_lengths.code,
+    "chat": sequence_lengths.chat,
+    "agents": sequence_lengths.agents,
+}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
 _SAMPLE = 65536

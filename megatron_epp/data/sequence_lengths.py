@@ -31,7 +31,19 @@ def code(count: int, seed: int) -> Lengths:
 
 
 def chat(count: int, seed: int) -> Lengths:
-    """Draw bimodal lengths of chats: short dialogues (median 600), one in sixteen with long documents (median 60,000)."""
+    """Draw log-normal lengths as of public chats: median 700, mean 1,280, one in a hundred over 9,000.
+
+    One in 10,000 is over 40,000. Published means of tokens per conversation are 580 in LMSYS-Chat-1M (arXiv 2309.11998),
+    1,560 in ShareGPT and 1,870 in WildChat (turns times tokens of a turn in table 1 of 2405.01470, Llama 2's tokenizer).
+    """
+    return (700 * np.exp(1.1 * np.random.RandomState(seed).randn(count))).clip(1, 1 << 24).astype(int)
+
+
+def agents(count: int, seed: int) -> Lengths:
+    """Draw bimodal lengths: dialogues (median 600), one in sixteen an agent's history or a long document (median 60,000).
+
+    Their mean is 6,900: these have nine tenths of all tokens. No data set was counted.
+    """
     draw = np.random.RandomState(seed)
     short, long = 600 * np.exp(0.6 * draw.randn(count)), 60000 * np.exp(1.0 * draw.randn(count))
     return np.where(draw.rand(count) < 15 / 16, short, long).clip(1, 1 << 24).astype(int)

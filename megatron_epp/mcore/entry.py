@@ -52,7 +52,7 @@ def errors_in_one_line() -> Iterator[None]:
     except EppError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
-        text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}"
+        text = f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(error.names or TRAINING)}"
         is_told = lifetime.hand_over(text, error.exit_code)
         if not is_told and error.exit_code != 1:  # Python prints a text itself, and exits with 1
             sys.stderr.write(f"{text}\n")

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from megatron_epp.plan.units import enough_gib
 
 type Names = Mapping[str, str]
-"""The name of each setting for who asked. A setting without a name is called by its field."""
+"""The name of each setting for who asked, empty for one that they cannot change. One that is missing is called by its field."""
 
 _VERBS = {"drop": "leave out"}
 
@@ -81,9 +81,10 @@ class EppError(Exception):
 
     def text(self, names: Names) -> str:
         """Format the error with the asker's names of the settings."""
-        if not self.remedies:
-            return self.message + self.after
-        advice = ", or ".join(_phrases(self.remedies, names))
+        remedies = tuple(remedy for remedy in self.remedies if names.get(remedy.setting, "its field"))
+        if not remedies:
+            return (self.message.rstrip("\n") if self.remedies else self.message) + self.after
+        advice = ", or ".join(_phrases(remedies, names))
         if self.message.endswith("\n"):
             return f"{self.message}{advice[0].upper()}{advice[1:]}.{self.after}"
         return f"{self.message}; {advice}{self.after}"

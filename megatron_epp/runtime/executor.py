@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan import Action, EppError, Op, Plan, Remedy
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
@@ -112,10 +112,11 @@ class Executor:
 
     def _refuse_what_cannot_run(self, actions: Sequence[Action]) -> None:
         plan, rank = self.plan, self.rank
+        add = Remedy("add", "offload")
         if plan.copies and plan.copies[rank] and self.offload is None:
-            raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
+            raise RunError("the plan offloads activations (O and L actions), which this run does not", add)
         if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.kv_offload):
-            raise RunError("the plan keeps keys and values in host memory, but this run has no KV offload: add --epp-offload")
+            raise RunError("the plan keeps keys and values in host memory, but this run has no KV offload", add)
         if lacking := [extension.lacks for extension in plan.extensions if extension.lacks]:
             raise RunError(f"this runtime lacks what the plan needs: {'; '.join(lacking)}")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):

@@ -95,7 +95,7 @@ class OutOfMemoryReport:
         lines = (
             f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
             f"planned for the rank at this action: {format_bytes(planned)}, with {_cap(plan.cap_bytes[rank])}; "
-            f"{_found(usage, wanted)}",
+            f"{_found(usage, wanted, self.names.get('measure_memory', ''))}",
             *((error.message,) if isinstance(error, HostMemoryError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
         )
@@ -150,9 +150,9 @@ def _what_for(plan: Plan, action: Action) -> str:
     return f"{plan.padded_tokens(action.chunk):,} tokens, {layers} layers, recompute: {recompute}"
 
 
-def _found(usage: Usage | None, wanted_bytes: int) -> str:
+def _found(usage: Usage | None, wanted_bytes: int, name: str) -> str:
     if usage is None:
-        return "what is in use was not counted (without a GPU, --epp-measure-memory counts it)"
+        return f"what is in use was not counted{f' (without a GPU, {name} counts it)' if name else ''}"
     reserved = "" if usage.reserved_bytes is None else f", {format_bytes(usage.reserved_bytes)} reserved"
     wanted = f", and {format_bytes(wanted_bytes)} more wanted" if wanted_bytes else ""
     return f"in use: {format_bytes(usage.allocated_bytes)}{reserved}{wanted}"

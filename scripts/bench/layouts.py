@@ -34,7 +34,7 @@ from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case, 
 from scripts.tables import table
 
 MODELS, RANKS, CAPS_GB = ("llama3-8b", "llama2-13b", "llama3-70b"), (4, 8, 16), (40, 80, 141)
-KINDS, CONTEXTS = ("wikipedia", "code", "chat"), (32768, 131072, 196608)
+KINDS, CONTEXTS = ("wikipedia", "code", "agents"), (32768, 131072, 196608)
 LAYOUTS = ("even", "balanced", "halves", "auto", "vocabulary")
 """The last is searched like the one before, with the output layer on the last stage or in shards over all ranks."""
 

@@ -21,7 +21,7 @@ from scripts.bench.frame import Bench, Figures
 from scripts.tables import table
 
 PLANNERS = {"greedy": "elastic", "1f1b": "1F1B, whole", "1f1b-packed": "1F1B, packed", "seq1f1b": "Seq1F1B"}
-LENGTHS = ("wikipedia", "code", "chat")
+LENGTHS = ("wikipedia", "code", "agents")
 
 
 @dataclass(frozen=True, slots=True)

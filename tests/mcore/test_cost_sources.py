@@ -15,6 +15,7 @@ from torch.nn import Linear
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs, analytic_profile
 from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.shape import with_device_memory
@@ -54,7 +55,7 @@ def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused
     args = Namespace(epp_costs="half.json", epp_latents="off")
     stored_costs.check_costs(args, half, 3, 128.0)
     with pytest.raises(
-        EppError, match=r"half.json has costs of messages of 128 bytes per token where this run's take 256.*--bf16"
+        EppError, match=r"half.json has costs of messages of 128 bytes per token where this run's take 256.*bf16"
     ):
         stored_costs.check_costs(args, half, 3, 256.0)
     with pytest.raises(EppError, match=r"half.json has costs of 3 stages but the pipeline has 2: .*--epp-costs learn"):
@@ -201,7 +202,7 @@ def test_a_profile_of_another_precision_is_named_and_gives_times_alone(caplog, m
     monkeypatch.setattr(costs_of_runs.dist, "get_rank", lambda: 0)
     half = analytic_costs(replace(SHAPE, bytes_per_value=2), CPU, [2, 2])
     with caplog.at_level(logging.WARNING, logger="megatron_epp"):
-        assert costs_of_runs._with_bytes(half, 128.0) == half
+        assert costs_of_runs._with_bytes(half, 128.0, TRAINING) == half
         assert not caplog.records
-        assert costs_of_runs._with_bytes(half, 256.0).hidden_bytes_per_token == 256.0
+        assert costs_of_runs._with_bytes(half, 256.0, TRAINING).hidden_bytes_per_token == 256.0
     assert "128 bytes per token where this run's take 256" in caplog.text

@@ -10,6 +10,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_epp.launch.run_folder import LOCK
+from megatron_epp.mcore.arguments.table import names_in_loop
+from megatron_epp.mcore.entry import errors_in_one_line
+from megatron_epp.plan.errors import EppError, Names, Remedy
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import Finished
 
@@ -33,6 +36,14 @@ def documents(tmp_path_factory) -> Path:
 def train(prefix: Path, *flags: object, num_processes: int = 1) -> Finished:
     command = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--seq-length", 64, "--data-path", prefix, "--epp"]
     return launch(num_processes, *command, *flags)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [({}, "raise --epp-memory-cap-gb"), (names_in_loop(["memory_cap_gb"]), "raise memory_cap_gb")]
+)
+def test_the_line_at_the_end_of_a_process_has_the_names_of_who_started_it(names: Names, said: str) -> None:
+    with pytest.raises(SystemExit, match=f"no plan; {said} to 1.00"), errors_in_one_line():
+        raise EppError("no plan", Remedy("raise", "cap_bytes", 1 << 30)).with_context(names=names)
 
 
 def message(finished: Finished) -> str:

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import document_schedule as forward_backward
 from megatron_epp.mcore.model.losses import average_router_losses, scale_added_losses
 from tests.mcore.test_activations import EXPERTS, GROUPED, LLAMA, SIZES, small
@@ -49,7 +50,7 @@ def test_megatrons_log_gets_the_mean_over_chunks(monkeypatch):
 def test_a_batch_without_a_trained_token_has_no_gradients_of_routers_either_and_is_told(monkeypatch, caplog):
     """They would be those of losses times their tokens, divided by none."""
     monkeypatch.setattr(forward_backward.dist, "get_rank", lambda: 0)
-    scales, run = [], SimpleNamespace(untrained_batches=0)
+    scales, run = [], SimpleNamespace(untrained_batches=0, names=TRAINING)
     model = SimpleNamespace(scale_gradients=scales.append)
     for consumed in range(8, 48, 8):
         batch = SimpleNamespace(global_size=8, consumed_samples=consumed)

@@ -65,7 +65,7 @@ def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str)
     costs = pipeline_costs(theirs)
     sizes = len(costs.stages), costs.hidden_bytes_per_token
     stored.check_costs(argparse.Namespace(epp_latents=theirs), costs, *sizes)
-    with pytest.raises(EppError, match=rf"costs\.json has costs of slices .* give another file, or --epp-latents {theirs}"):
+    with pytest.raises(EppError, match=rf"costs\.json has costs of slices .* give another file; set latents to {theirs}"):
         stored.check_costs(argparse.Namespace(epp_latents=own, epp_costs="costs.json"), costs, *sizes)
 
 

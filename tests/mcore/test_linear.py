@@ -149,11 +149,11 @@ def experts() -> nn.Module:
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (OtherLinear(4, 4), "--transformer-impl local"),
-        (StandInLinear(4, 4, delays=False), "--transformer-impl local"),
+        (OtherLinear(4, 4), "transformer_impl local"),
+        (StandInLinear(4, 4, delays=False), "transformer_impl local"),
         (unmarked(), "Transformer Engine 2.7 or newer"),
-        (StandInLinear(4, 4, delays=True, use_bias=True), "--disable-bias-linear"),
-        (experts(), "--no-gradient-accumulation-fusion"),
+        (StandInLinear(4, 4, delays=True, use_bias=True), "add_bias_linear"),
+        (experts(), "gradient_accumulation_fusion"),
     ],
 )
 def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:

@@ -128,6 +128,10 @@ def test_what_is_wrong_with_samples_and_models_is_said_on_every_rank_and_the_nex
         assert one["said"].keys() == BAD.keys()
         assert {name: said for name, said in one["said"].items() if BAD[name] not in said} == {}
         assert one["trains"]
+        assert "Raise memory_cap_gb to " in one["said"]["too long for the cap"]
+        assert not any("--" in text or "global_batch_size" in text for text in (*one["said"].values(), *one["logged"]))
+        for begin in ("no sample of this step has a trained token", "nothing trains: requires_grad is False"):
+            assert sum(text.startswith(begin) for text in one["logged"]) == (one["rank"] == 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.memory import Static
-from megatron_epp.mcore.arguments.table import FIELDS
+from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
@@ -35,7 +35,7 @@ def test_routers_with_queues_are_refused_unless_microbatches_keep_their_order(na
     setattr(router, name, None)
     refuse_router_replay([model], "planned")
     setattr(router, name, object())
-    with pytest.raises(EppError, match=rf"mlp\.router\.{name} hands out .* give order='given' to megatron_epp\.wrap"):
+    with pytest.raises(EppError, match=rf"mlp\.router\.{name} hands out .* leave router replay out; set order to given"):
         refuse_router_replay([torch.nn.Linear(1, 1), model], "planned")
     refuse_router_replay([model], "given")
 
@@ -119,7 +119,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         _with_microbatches=lambda costs, agreed: costs,
         _options=Options(),
         _planner=SimpleNamespace(plan=lambda make, *asked: make(*asked)),
-        names=FIELDS,
+        names=names_in_loop(["memory_cap_gb"]),
     )
     plan, order = MicrobatchRun._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)
     assert order == (0, 1, 2, 3)

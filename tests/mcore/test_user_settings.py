@@ -17,7 +17,7 @@ from megatron_epp import wrap
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import refuse
-from megatron_epp.mcore.arguments.table import FIELDS
+from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.iteration import reduction
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.plan import EppError
@@ -106,7 +106,7 @@ def test_router_replay_is_taken_in_the_given_order_and_its_environment_variable_
 ) -> None:
     refuse(Namespace(**dict.fromkeys(ROUTER_REPLAY, True), epp_order="given"), Door.MODEL)
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
-    with pytest.raises(EppError, match=r"ENABLE_ROUTING_REPLAY=1 in the environment \(.* --epp-order given"):
+    with pytest.raises(EppError, match=r"ENABLE_ROUTING_REPLAY=1 in the .*: use megatron_epp.wrap.order='given'"):
         refuse(Namespace(epp_order="planned"), Door.MODEL)
     refuse(Namespace(epp_order="given"), Door.MODEL)
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "0")
@@ -214,10 +214,10 @@ def test_offload_is_refused_where_plans_recompute_nothing_unless_it_is_left_to_t
     from megatron_epp.mcore.iteration import microbatch_run as pipeline
 
     monkeypatch.setattr(pipeline.dist, "get_rank", lambda: 0)
-    left = pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=False)
+    left = pipeline._without_recompute(Options(offload=True), "a reason", names_in_loop(["offload"]), is_asked=False)
     assert left == Options(recompute=0)
     with pytest.raises(EppError, match=r"^offload takes the place of recompute, and plans recompute no layers: a reason"):
-        pipeline._without_recompute(Options(offload=True), "a reason", FIELDS, is_asked=True)
+        pipeline._without_recompute(Options(offload=True), "a reason", names_in_loop(["offload"]), is_asked=True)
 
 
 def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:

@@ -363,7 +363,7 @@ def test_offload_is_left_to_the_plans_where_there_is_a_link_unless_the_flag_says
 # ---- what is printed can be had again: its commands plan the same batches with the same costs, to the same figures ---
 
 
-CHATS = ["--lengths", "chat", "--context", "8192", "--global-batch-size", "16"]
+CHATS = ["--lengths", "agents", "--context", "8192", "--global-batch-size", "16"]
 
 
 def parsed(command, *argv):
@@ -451,8 +451,8 @@ def test_a_value_of_zero_is_not_left_out_of_the_flags():
 def test_a_distribution_is_drawn_alike_by_all_commands_and_as_the_seed_says():
     advised = {seed: question_of(parsed("advise", "--devices", "8", *CHATS, "--seed", seed)).lengths for seed in ("0", "1")}
     for seed, lengths in advised.items():
-        plan = parsed("plan", "--lengths", "chat", "--context", "8192", "--batch-size", "16", "--seed", seed)
-        compare = parsed("compare", "--lengths", "chat", "--context", "8192", "--batch-size", "16", "--seed", seed)
+        plan = parsed("plan", "--lengths", "agents", "--context", "8192", "--batch-size", "16", "--seed", seed)
+        compare = parsed("compare", "--lengths", "agents", "--context", "8192", "--batch-size", "16", "--seed", seed)
         assert lengths_of(plan) == batches_of(compare)[0][1] == lengths
     assert advised["0"] != advised["1"]
-    assert len(lengths_of(parsed("plan", "--lengths", "chat"))) == 512
+    assert len(lengths_of(parsed("plan", "--lengths", "agents"))) == 512

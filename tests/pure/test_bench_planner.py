@@ -50,7 +50,7 @@ def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
 
 
 def test_the_sample_covers_everything_evenly():
-    cases = [case for case in sampled_cases() if case.lengths_like in ("wikipedia", "code", "chat")]
+    cases = [case for case in sampled_cases() if case.lengths_like in ("wikipedia", "code", "agents")]
     assert set(cases) <= set(all_cases())
     assert len(set(cases)) == 30
     for field, values in (("context", CONTEXTS), ("stages", STAGES), ("model", MODELS), ("cap_gb", CAPS_GB)):

@@ -42,7 +42,8 @@ def test_parts_that_train_are_marked_and_of_long_or_many_parts_the_first_and_las
 
 
 @pytest.mark.parametrize(
-    ("corpus", "median", "longest"), [("wikipedia", 344, 269428), ("code", 2200, 1 << 24), ("chat", 640, 1 << 24)]
+    ("corpus", "median", "longest"),
+    [("wikipedia", 344, 269428), ("code", 2200, 1 << 24), ("chat", 700, 1 << 24), ("agents", 630, 1 << 24)],
 )
 def test_lengths_are_those_of_the_corpus_and_of_the_seed(corpus, median, longest):
     draw = getattr(sequence_lengths, corpus)
@@ -55,13 +56,17 @@ def test_lengths_are_those_of_the_corpus_and_of_the_seed(corpus, median, longest
     assert (found != draw(20_000, 8)).any()
 
 
-def test_articles_files_of_code_and_chats_are_distributed_as_was_counted():
+def test_articles_files_of_code_chats_and_agents_are_distributed_as_is_documented():
     found = sequence_lengths.wikipedia(400_000, 7)
     for share, length in sequence_lengths.WIKIPEDIA[1:-2]:  # behind them are a few dozen
         assert np.quantile(found, share) == pytest.approx(length, rel=0.1, abs=2)
     found = sequence_lengths.code(20_000, 7)
     assert (found >= 16384).mean() == pytest.approx(0.05 + 0.95 * 0.053, abs=0.01)
-    found = sequence_lengths.chat(20_000, 7)
+    found = sequence_lengths.chat(400_000, 7)
+    assert found.mean() == pytest.approx(1280, rel=0.02)
+    assert (found > 9000).mean() == pytest.approx(0.01, rel=0.05)
+    assert 20 < (found > 40_000).sum() < 80  # as one in 10,000 is
+    found = sequence_lengths.agents(20_000, 7)
     assert (found > 5000).mean() == pytest.approx(0.99 / 16, abs=0.01)
     assert np.median(found[found > 5000]) == pytest.approx(60_000, rel=0.15)
 

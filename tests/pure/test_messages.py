@@ -18,7 +18,7 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.main import MODULES, NAMES
 from megatron_epp.cost import ModelShape
 from megatron_epp.mcore.arguments.parser import names_of
-from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.plan.units import enough_gib, format_bytes, format_gib
@@ -150,6 +150,44 @@ def test_a_pure_package_names_settings_and_no_flag(package):
     words = (word.strip("(`'\"") for text in texts for word in text.split())
     assert [word for word in words if word[:2] == "--" and word.strip("-")[:1].isalpha()] == []
     assert remedied(package) <= (FIELDS | MEGATRONS) & set(TRAINING)
+
+
+TRAININGS = {
+    "mcore/iteration": {"document_schedule.py", "sliced_run.py", "wrap.py"},
+    "mcore/model": {
+        "adopt.py",
+        "core_attention.py",
+        "half_layers.py",
+        "model_chunks.py",
+        "weight_gradients.py",
+    },
+    "mcore/costs": set(),
+    "runtime": set(),
+    "losses": set(),
+}
+"""Packages that a program with a loop of its own reaches, and their files with texts that only a training with flags does."""
+
+
+@pytest.mark.parametrize("package", TRAININGS)
+def test_no_text_that_a_loop_of_ones_own_reaches_names_our_flags(package):
+    found = set()
+    for path in (ROOT / package).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
+        texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in statements)
+        if "kinds" not in path.parts and any("--epp" in str(text.value) for text in texts):
+            found.add(path.name)
+    assert found == TRAININGS[package]
+
+
+def test_settings_that_a_loop_of_ones_own_has_not_are_not_advised():
+    error = InfeasibleError("no plan.\n", Remedy("raise", "cap_bytes", 1 << 30), Remedy("set", "vocab_parallel", "on"))
+    context = Remedy("lower", "context")
+    names = names_in_loop(["memory_cap_gb"])
+    assert error.text(names) == "no plan.\nRaise memory_cap_gb to 1.00."
+    assert EppError("no plan", context).text(names) == "no plan; lower the length of the longest sequence"
+    assert EppError("no plan.\n", Remedy("set", "vocab_parallel", "on")).text(names) == "no plan."
+    assert "--epp-vocab-parallel to on" in error.text(TRAINING)
 
 
 def test_each_door_has_its_own_name_for_a_setting():

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.plan.errors import as_setting
 from megatron_epp.plan.flags import flag_of
 
@@ -152,9 +151,7 @@ OF_MODELS = (
     *_flags("--output-logit-dtype"),
 )
 """Flags of which plans can honour no other value, whatever kinds of layers a model has, by who gives them."""
-QUEUES = (
-    f"microbatches must run in their own order: add --epp-order {GIVEN}, or order={GIVEN!r} where megatron_epp.wrap is called"
-)
+QUEUES = "microbatches must run in their own order"
 REPLAYS = _flags(
     # Megatron's, in ms-swift, NeMo-RL and recent verl; a field that verl adds to the model's configuration; slime's
     "--moe-enable-routing-replay --enable-routing-replay --use-routing-replay --use-rollout-routing-replay",

@@ -63,10 +63,11 @@ def _replay(settings: Any, door: Door) -> Iterator[str]:
     """Yield what takes the routes of microbatches from queues, unless these run in their own order."""
     if getattr(settings, "epp_order", GIVEN) == GIVEN:
         return
+    order = f"--epp-order {GIVEN}" if door.has_flags else f"megatron_epp.wrap(order={GIVEN!r})"
     if replays := [row for row in REPLAYS if row.is_given(settings)]:
-        yield f"{door.cannot} {'; '.join(row.text(settings, door) for row in replays)}"
+        yield f"{door.cannot} {'; '.join(row.text(settings, door) for row in replays)}: use {order}"
     if os.environ.get(_REPLAY_VARIABLE) == "1":
-        yield f"{door.cannot} {_REPLAY_VARIABLE}=1 in the environment ({QUEUES})"
+        yield f"{door.cannot} {_REPLAY_VARIABLE}=1 in the environment ({QUEUES}): use {order}"
 
 
 def _balancing(settings: Any, door: Door) -> Iterator[str]:

@@ -7,6 +7,7 @@ from it. Flags of one command alone, such as ``--json``, stay with the command.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
 from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.casts import RECIPES
@@ -368,11 +369,20 @@ ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}
 """The flag of each setting in a training run, for errors."""
-FIELDS: Names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if row.training}
-"""The name of each setting for a script that calls `megatron_epp.wrap`: a keyword of that, or a field of its configuration."""
+_OF_BATCHES = {"context": "the length of the longest sequence", "global_batch_size": "the number of samples"}
+"""What a loop of a program's own has in the place of flags for documents."""
+
+
+def names_in_loop(settings: Collection[str]) -> Names:
+    """Return the names of settings for a program with a loop of its own: keywords of the function that it calls, fields of its
+    model's configuration, or words; empty for those that it cannot change.
+    """
+    names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if row.training}
+    unknown = {row.setting: "" for row in TABLE if row.is_ours and names.get(row.setting) not in settings}
+    return names | unknown | _OF_BATCHES
 
 
 def names_of(args: argparse.Namespace) -> Names:
-    """Return the names of settings for who started a run: flags, or what `megatron_epp.wrap` is given."""
+    """Return the names of settings for who started a run: flags, or those of `names_in_loop`."""
     names: Names = getattr(args, "epp_names", TRAINING)
     return names

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
 from megatron_epp.cost.casts import casts_of
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
@@ -33,6 +34,7 @@ from megatron_epp.mcore.costs.shape import (
 )
 from megatron_epp.mcore.model.stage import CASTS, MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
+from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
@@ -40,7 +42,7 @@ from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 logger = logging.getLogger(__name__)
 
 type Step = Literal[
-    "reading --epp-costs",
+    "reading costs",
     "counting layers",
     "measuring bytes",
     "warming up layers",
@@ -69,7 +71,7 @@ def pipeline_costs(
     Args:
         note: called with each step before the step starts.
     """
-    note("reading --epp-costs")
+    note("reading costs")
     source = stored_costs.named(args)
     token_bytes = message_bytes(next(iter(stages.values())))
     if isinstance(source, PipelineCosts):
@@ -83,7 +85,7 @@ def pipeline_costs(
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
     product = profile.costs(layers, **sharing).stages[-1].line_of_ends("weight")
-    base = _with_bytes(costs_of_stages(profile, layers, trained, **sharing), token_bytes)
+    base = _with_bytes(costs_of_stages(profile, layers, trained, **sharing), token_bytes, names_of(args))
     with _undisturbed(stages.values()):
         note("measuring bytes")
         measured = _with_largest_workspaces(
@@ -184,13 +186,14 @@ def _by_blocks(costs: StageCosts, product: LinearTime, workspace_bytes: int) -> 
     return _with_workspace(costs, workspace_bytes)
 
 
-def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
+def _with_bytes(costs: PipelineCosts, token_bytes: float, names: Names) -> PipelineCosts:
     """Set a profile's bytes of a message per token to this run's, with a warning if they differ."""
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
         logger.warning(
-            "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs learn)",
+            "profile %s has %s: bytes are measured on the model, but times are the profile's (or %s)",
             costs.name,
             stored_costs.other_bytes(costs, token_bytes),
+            as_setting(names["costs"], "learn"),
         )
     return replace(costs, hidden_bytes_per_token=token_bytes)
 

@@ -15,8 +15,10 @@ from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_shares
-from megatron_epp.plan import EppError
+from megatron_epp.mcore.arguments.table import names_of
+from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
+from megatron_epp.plan import EppError, Remedy
+from megatron_epp.plan.errors import as_setting
 from megatron_epp.plan.writing import write_text
 from megatron_epp.runtime.links.objects import made_by_first
 
@@ -32,14 +34,14 @@ def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
     """
     if args.epp_costs in ("analytic", "learn"):
         return None
-    return made_by_first(lambda: _read(args.epp_costs))
+    return made_by_first(lambda: _read(args.epp_costs, names_of(args)["costs"]))
 
 
-def _read(name: str) -> Profile | PipelineCosts:
+def _read(name: str, setting: str) -> Profile | PipelineCosts:
     try:
         path = find("profiles", name)
     except EppError as error:
-        raise EppError(f"--epp-costs {name}: {error}. Or give analytic or learn") from error
+        raise EppError(f"{as_setting(setting, name)}: {error}. Or give analytic or learn") from error
     return load_costs(str(path))
 
 
@@ -47,7 +49,8 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
     """Raise `EppError` if costs of a whole pipeline from a file are of another pipeline or precision than this run's, have the
     output layer on other ranks, or are of slices that hand on latents where this run's do not, or the other way round.
     """
-    advice = "give another file, or learn them (--epp-costs learn)"
+    names = names_of(args)
+    advice = f"give another file, or learn them ({as_setting(names['costs'], 'learn')})"
     if len(costs.stages) != num_stages:
         raise EppError(f"{args.epp_costs} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: {advice}")
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
@@ -55,15 +58,15 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
     of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
     if len(of_run) != len(shares) or not all(map(math.isclose, of_run, shares)):
         has = "has the output layer on the last stage" if not shares else f"divides the vocabulary by {list(shares)}"
-        raise EppError(
-            f"{args.epp_costs} {has} and this run, with {VOCABULARY_FLAG} {args.epp_vocab_parallel}, does not: {advice}"
-        )
+        here = f"divides it by {list(of_run)}" if of_run else "has it on the last stage"
+        raise EppError(f"{args.epp_costs} {has}, and this run {here}: {advice}")
     relays_latents = any(stage.kv.expanded_heads for stage in costs.stages)
     if relays_latents != (args.epp_latents == "on"):
         of_file, of_slices = ("latents", "keys and values") if relays_latents else ("keys and values", "latents")
         raise EppError(
             f"{args.epp_costs} has costs of slices that hand on {of_file}, and this run's hand on {of_slices}: give another "
-            f"file, or --epp-latents {'on' if relays_latents else 'off'}"
+            "file",
+            Remedy("set", "latents", "on" if relays_latents else "off"),
         )
 
 
@@ -98,5 +101,5 @@ def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
     """Describe costs whose messages differ in size from this run's, as a part of a sentence."""
     return (
         f"costs of messages of {costs.hidden_bytes_per_token:g} bytes per token where this run's take {token_bytes:g}, so they "
-        "are of another precision (--bf16, --fp16), --hidden-size or number of ranks that share a layer"
+        "are of another precision (bf16, fp16), hidden size or number of ranks that share a layer"
     )

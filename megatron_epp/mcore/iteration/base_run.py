@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs of this process."""
+NOTHING_TRAINS = (
+    "nothing trains: requires_grad is False for all parameters of the model on all ranks, and the optimizer has no gradients"
+)
 _STEPS = len(get_args(Step.__value__))
 
 
@@ -171,6 +174,8 @@ class Run:
         trains = {number: any(weight.requires_grad for weight in stage.model.parameters()) for number, stage in stages.items()}
         everyone = self.links.control.from_each([number for number, does in trains.items() if does])
         first = min(itertools.chain(*everyone), default=self.placement.num_stages)
+        if not self.makes_chunks and first == self.placement.num_stages and dist.get_rank() == 0:
+            logger.warning(NOTHING_TRAINS)  # samples ask in every call
         for number, stage in stages.items():
             stage.has_gradient = number >= first
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)

@@ -18,6 +18,7 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.arguments.layout import token_shards
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
@@ -183,10 +184,14 @@ def warn_and_clear_untrained(run: SlicedRun, models: Sequence[Any], config: Any,
         for model in models:
             model.scale_gradients(0.0)
     if dist.get_rank() == 0 and count & (count - 1) == 0:
+        whose = f"none of the {batch.global_size} sequences up to sample {batch.consumed_samples}"
+        advice = f"raise {run.names['global_batch_size']}, or leave such documents out"
+        if run.names is not TRAINING:  # a loop of a program's own, whose samples are not counted
+            whose, advice = "no sample of this step", "leave such samples out"
         logger.warning(
-            "none of the %d sequences up to sample %d has a trained token: their loss and gradients are 0, and the optimizer "
-            "takes its step all the same (batch %d of this kind; raise --global-batch-size, or leave such documents out)",
-            *(batch.global_size, batch.consumed_samples, count),
+            "%s has a trained token: their loss and gradients are 0, and the optimizer takes its step all the same (batch %d "
+            "of this kind; %s)",
+            *(whose, count, advice),
         )
 
 

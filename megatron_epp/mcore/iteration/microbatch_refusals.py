@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Remedy
 
 _REPLAYS = ("router_replay", "routing_replay")
 """Attributes of a router that hold its queue of routes: of Megatron's and verl's, and of slime's."""
@@ -22,8 +22,9 @@ def refuse_router_replay(models: Sequence[torch.nn.Module], order: str) -> None:
         for replay in _REPLAYS:
             if getattr(module, replay, None) is not None:
                 raise EppError(
-                    f"{name}.{replay} hands out the routes of microbatches in the order in which these run: give "
-                    f"order={GIVEN!r} to megatron_epp.wrap (--epp-order {GIVEN}), or leave router replay out"
+                    f"{name}.{replay} hands out the routes of microbatches in the order in which these run: leave "
+                    "router replay out",
+                    Remedy("set", "order", GIVEN),
                 )
 
 

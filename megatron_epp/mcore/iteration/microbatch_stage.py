@@ -76,7 +76,7 @@ class MicrobatchStage:
             if (own := getattr(config, "recompute_granularity", None)) is not None:
                 return (
                     f"the model's own recompute_granularity={own} decides: leave it out, and plans recompute as many layers as "
-                    "the cap needs (memory_cap_gb, --epp-memory-cap-gb)"
+                    "the memory cap needs"
                 )
         return ""
 

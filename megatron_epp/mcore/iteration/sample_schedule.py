@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
@@ -18,6 +20,7 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
+from megatron_epp.mcore.iteration.base_run import NOTHING_TRAINS
 from megatron_epp.mcore.iteration.document_schedule import finish_batch, run_batch, warn_and_clear_untrained
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
@@ -28,6 +31,8 @@ from megatron_epp.plan import EppError
 from megatron_epp.planner.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = (
     "planner",
@@ -237,7 +242,7 @@ class SampleSchedule:
         has_gradients: bool | None = None,
     ) -> _Planned:
         """Return samples with the plan that is being made, or has been made ahead. A collective call."""
-        dataset, digest = self._agreed(samples, run, has_gradients)
+        dataset, digest = self._agreed(samples, run, has_gradients, forward_only)
         if (count := len(samples_in(dataset))) < run.replicas:
             what = "groups of samples" if self._asks.scope == Scope.GROUP else "samples"
             raise EppError(f"{count} {what} cannot be shared by {run.replicas} replicas: give at least {run.replicas} a call")
@@ -254,9 +259,11 @@ class SampleSchedule:
         return _Planned(digest, dataset, batches)
 
     def _agreed(
-        self, samples: Sequence[Mapping[str, Any]], run: SlicedRun, has_gradients: bool | None
+        self, samples: Sequence[Mapping[str, Any]], run: SlicedRun, has_gradients: bool | None, forward_only: bool
     ) -> tuple[Samples, bytes]:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
+
+        Warns if no parameter trains, unless the call is `forward_only`.
 
         Args:
             has_gradients: as `_has_gradients` returns it; None for a call that adds none.
@@ -274,13 +281,17 @@ class SampleSchedule:
             problem = problem or next(filter(None, (stage.obstacle for stage in run.stages.values())), "")
         except Exception as error:
             problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-        problems, digests, with_gradients = zip(*from_each_of_job((problem, digest, has_gradients)), strict=True)
+        trains = any(parameter.requires_grad for model in self._models for parameter in model.parameters())
+        of_rank = problem, digest, has_gradients, trains
+        problems, digests, with_gradients, training = zip(*from_each_of_job(of_rank), strict=True)
         raise_for(problems)
         if strange := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise EppError(
                 f"rank {strange[0]} has other samples than rank 0: every rank gives the whole batch, with equal tokens and "
                 "columns in the same order, and this package divides it over replicas"
             )
+        if not (forward_only or any(training)) and dist.get_rank() == 0:
+            logger.warning(NOTHING_TRAINS)
         if has_gradients is None:
             return dataset, digest
         if not any(with_gradients):

@@ -263,8 +263,7 @@ class SlicedRun(Run):
             raise DisagreementError("another replica has no plan for its share of a batch; its own error says why")
         if None not in checksums and len(set(checksums)) > 1:
             raise DisagreementError(
-                f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
-                "and --epp-costs"
+                f"replicas divide a batch differently (checksums {checksums}). All need the same data, seed, software and costs"
             )
 
 

@@ -16,7 +16,7 @@ from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import refuse
-from megatron_epp.mcore.arguments.table import FIELDS, TABLE
+from megatron_epp.mcore.arguments.table import TABLE, names_in_loop
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
 from megatron_epp.mcore.model.language_model import language_model_of
@@ -65,7 +65,8 @@ def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str]
         EppError: there is no such setting or value, or the installed Megatron's functions take other arguments.
     """
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
-    known = [*(names or (name.removeprefix("epp_") for name in defaults)), *OF_LOOP]
+    own = names or [name.removeprefix("epp_") for name in defaults]
+    known = [*own, *OF_LOOP]
     if unknown := [name for name in settings if name not in known]:
         listed = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
         has = "settings have the names of flags behind --epp-" if names is None else f"it has {', '.join(known)}"
@@ -78,7 +79,7 @@ def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str]
     features.check_calls()
     if not flags["epp_allow_unknown_megatron"]:
         features.tell_untested()
-    return flags | NO_LOOP | {"epp": True, "epp_names": FIELDS}
+    return flags | NO_LOOP | {"epp": True, "epp_names": names_in_loop(own)}
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

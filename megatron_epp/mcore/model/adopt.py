@@ -31,7 +31,7 @@ from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.placement import Placement
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")
@@ -106,7 +106,7 @@ def number_attentions(model: torch.nn.Module) -> None:
         if (relay := relay_of(module)) is not None:
             if relay in names:
                 raise EppError(
-                    f"{names[relay]} and {name} are one attention in two layers, by which --epp keeps the keys and values of "
+                    f"{names[relay]} and {name} are one attention in two layers, by which plans keep the keys and values of "
                     "slices: one layer's would take the place of the other's; give each layer an attention of its own"
                 )
             relay.number = len(names)
@@ -114,8 +114,9 @@ def number_attentions(model: torch.nn.Module) -> None:
             relay.stride = len(shared) * (relay in shared)
         elif module not in inside and _mixes_tokens(name, module):
             raise EppError(
-                f"{name} ({type(module).__name__}) mixes tokens without the attention of --epp: sequences of a chunk would run "
-                "into each other there, and slices lose its state; use --epp-microbatches user, which cuts and packs nothing"
+                f"{name} ({type(module).__name__}) mixes tokens without the attention of plans: sequences of a chunk would run "
+                "into each other there, and slices lose its state; whole microbatches can be planned, neither cut nor packed",
+                Remedy("set", "microbatches", "user"),
             )
 
 

@@ -26,10 +26,12 @@ from torch import Tensor
 
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.replaced import BEFORE, HOOKS, attached
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
+from megatron_epp.plan.errors import as_setting
 from megatron_epp.runtime.loss.kernels import LossCase, explain
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 
@@ -194,12 +196,12 @@ def block_loss(
     block_tokens = block_tokens_of(args)
     if block_tokens == 0:
         return None
-    obstacle = loss_obstacle(bare)
+    obstacle, name = loss_obstacle(bare), names_of(args)["loss_block_tokens"]
     if not obstacle:
         return _told(BlockLoss(bare, block_tokens))
     if args.epp_loss_block_tokens != AUTO:
-        raise EppError(f"--epp-loss-block-tokens {block_tokens} is not possible: {obstacle}; leave it out, or give 0")
-    logger.warning("the logits of a whole chunk are there at once (see --epp-loss-block-tokens): %s", obstacle)
+        raise EppError(f"{as_setting(name, block_tokens)} is not possible: {obstacle}; leave it out, or give 0")
+    logger.warning("the logits of a whole chunk are there at once (see %s): %s", name, obstacle)
     return None
 
 
@@ -207,10 +209,11 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
     """Return Megatron's fused loss where it is requested, or blocks if they are requested too or the kernel cannot run."""
     block_tokens = block_tokens_of(args, always=True)
     wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
-    fused = "--epp-loss-block-tokens is given too" if wants_blocks else features.fused_loss_obstacle()
+    name = names_of(args)["loss_block_tokens"]
+    fused = f"{name} is given too" if wants_blocks else features.fused_loss_obstacle()
     if not fused:
         return FusedLoss()
-    by_blocks = loss_obstacle(model) if block_tokens else "--epp-loss-block-tokens is 0"
+    by_blocks = loss_obstacle(model) if block_tokens else f"{name} is 0"
     if by_blocks:
         raise EppError(
             f"--cross-entropy-fusion-impl linear is not possible: {fused}; nor are blocks of tokens in its place: {by_blocks}. "
@@ -274,7 +277,7 @@ def shard_logits(model: torch.nn.Module) -> None:
         owner = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
         raise EppError(
             f"the output layer gathers its logits (parallel_output=False; {owner}), and Megatron's loss takes them for a shard "
-            f"of --tensor-model-parallel-size {layer.tp_group.size()}: build the model with parallel_output=True, or give it a "
+            f"of {layer.tp_group.size()} tensor-parallel ranks: build the model with parallel_output=True, or give it a "
             "loss of its own"
         )
     layer.gather_output = False

@@ -79,9 +79,9 @@ class RelayAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if attention_type != "self":
-            raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
+            raise EppError(f"plans run self attention only; layer {layer_number} asks for {attention_type} attention")
         if not is_causal(attn_mask_type):
-            raise EppError(f"--epp runs causal attention only; layer {layer_number} asks for {attn_mask_type}")
+            raise EppError(f"plans run causal attention only; layer {layer_number} asks for {attn_mask_type}")
         self.config = config
         self.layer_number = self.number = layer_number
         self.stride = 0

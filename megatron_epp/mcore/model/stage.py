@@ -25,7 +25,7 @@ from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summ
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import chunk_of, own_routing
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.weights import WeightGradients
@@ -285,7 +285,7 @@ class MegatronStage:
         Raises `EppError` for `keep_weights` of a model whose weight gradients are not split.
         """
         if keep_weights and self.weights is None:
-            raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
+            raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
         of_values = None if self.loss is None or grad is not None else self.loss.gradient(context.chunk)
         if grad is None and self.config.grad_scale_func is not None:
             if of_values is None:

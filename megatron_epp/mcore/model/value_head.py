@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.losses import Loss, load_loss
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.plan import EppError
 
 
@@ -72,7 +73,7 @@ def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> 
                 "a layer with one output in its place, model.output_layer"
             )
         if args.epp_loss_block_tokens != AUTO:
-            raise EppError(f"--epp-loss-block-tokens is of logits, and {loss.name} reads values: leave it out")
+            raise EppError(f"{names_of(args)['loss_block_tokens']} is of logits, and {loss.name} reads values: leave it out")
     elif is_head:
         raise EppError(
             f"{loss.name} reads log-probabilities, and the output layer ({type(layer).__name__}) has one output: give a loss "

@@ -132,13 +132,13 @@ def obstacle(module: Any) -> str:
     """Return the reason why a layer cannot delay its weight's gradient, with a remedy; empty if it can."""
     store = getattr(module, "wgrad_store", None)
     if store is None or not store.delay_wgrad_compute():
-        return "it does not put off its weight's gradient: add --transformer-impl local"
+        return "it does not put off its weight's gradient: build it with transformer_impl local"
     if not _weights(module):
         return "it leaves its weight's gradient to the backward's hooks: use Transformer Engine 2.7 or newer"
     if getattr(module, "use_bias", False):
-        return "its bias takes a gradient with every weight's: add --disable-bias-linear (and no --add-qkv-bias)"
+        return "its bias takes a gradient with every weight's: build it without (add_bias_linear, add_qkv_bias)"
     if hasattr(module, "num_gemms") and not module.fuse_wgrad_accumulation:
-        return "it would hold a gradient of all experts for every chunk: drop --no-gradient-accumulation-fusion"
+        return "it would hold a gradient of all experts for every chunk: leave gradient_accumulation_fusion on"
     return ""
 
 

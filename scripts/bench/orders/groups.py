@@ -30,7 +30,7 @@ from scripts.bench.planner.suite import DRAWS, SEQUENCES
 from scripts.tables import table
 
 MODEL, CLUSTER, PIPELINE, CONTEXT, STATE_BYTES = "llama3-8b", "h100x8", 4, 131072, 7.5
-KINDS = "wikipedia", "code", "chat"
+KINDS = "wikipedia", "code", "agents"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ COUNTS = (16, 32, 64, 128)
 LENGTHS = {
     "wikipedia": sequence_lengths.wikipedia,
     "code": sequence_lengths.code,
-    "chat": sequence_lengths.chat,
+    "agents": sequence_lengths.agents,
     "equal": lambda count, seed: np.full(count, 4096),
 }
 TIGHTEST, WIDEST = 1.02, 3.0

@@ -18,7 +18,7 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 
-SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
+SEQUENCES = {"wikipedia": 512, "code": 128, "agents": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""
 OTHER_BATCHES = 8
 """Layers are balanced for batches like these, not for the one that is planned: a run has one partition."""
@@ -51,7 +51,7 @@ def whale(count: int, seed: int) -> np.ndarray:
 DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
     "wikipedia": sequence_lengths.wikipedia,
     "code": sequence_lengths.code,
-    "chat": sequence_lengths.chat,
+    "agents": sequence_lengths.agents,
     "equal": equal,
     "whale": whale,
 }
@@ -162,14 +162,14 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    return [Case(*values) for values in product(("wikipedia", "code", "chat"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
+    return [Case(*values) for values in product(("wikipedia", "code", "agents"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
 
 
 def sampled_cases() -> list[Case]:
     """Two thirds of all kinds of lengths, contexts and numbers of stages; models and caps take turns. And two extremes."""
     cases = [
         Case(kind, context, stages, MODELS[(k + 3 * c + s) % 4], CAPS_GB[(c + s) % 3])
-        for k, kind in enumerate(("wikipedia", "code", "chat"))
+        for k, kind in enumerate(("wikipedia", "code", "agents"))
         for c, context in enumerate(CONTEXTS)
         for s, stages in enumerate(STAGES)
         if (k + c + s) % 3

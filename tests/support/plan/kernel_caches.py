@@ -21,7 +21,7 @@ from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.planner import Options, plan
 from scripts.bench.planner.suite import DRAWS, Case
 
-SEQUENCES = {"wikipedia": 64, "code": 32, "chat": 32}
+SEQUENCES = {"wikipedia": 64, "code": 32, "agents": 32}
 """Sequences of a batch, by the kind of its lengths."""
 
 

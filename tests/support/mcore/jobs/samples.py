@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -188,11 +189,21 @@ def bad() -> dict[str, Any]:
         refused(name, [samples[0] | (change if dist.get_rank() == 1 else {}), *samples[1:]])
     report = schedule(model=loop.models, samples=samples)
     refused("another model", samples, model=[torch.nn.Linear(1, 1)])
+    logged = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_epp").addHandler(handler)
+    schedule(model=loop.models, samples=[one | {"trained": 0} for one in samples])
     capped = megatron_epp.wrap_samples(loss=ClippedRatio(), memory_cap_gb=CAP_BYTES / 2**30, **SETTINGS)
     refused("too long for the cap", samples, capped)
     shorter = capped(model=loop.models, samples=samples[1:5])
     capped.close()
-    return {"said": said, "trains": min(report.divisor, shorter.divisor) > 0}
+    parameters = [parameter for model in loop.models for parameter in model.parameters()]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    schedule(model=loop.models, samples=samples)
+    trains = min(report.divisor, shorter.divisor) > 0
+    return {"said": said, "trains": trains, "logged": logged, "rank": dist.get_rank()}
 
 
 def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, overlaps: bool = False) -> dict[str, Any]:
