@@ -198,7 +198,7 @@ def test_a_router_of_ones_own_is_refused_where_chunks_are_padded():
     layer.router = router_of()
     assert own_routing(layer) == ""
     layer.router.apply_z_loss = lambda logits, padding_mask=None: logits
-    said = "has its own {}, and would count the padding that chunks have with context"
+    said = "has its own {}, and would count the padding that chunks have with "
     assert own_routing(layer).startswith(f"TopKRouter {said.format('apply_z_loss')}")
     layer.router.__class__ = OwnRouter
     assert own_routing(torch.nn.ModuleList([layer])).startswith(f"OwnRouter {said.format('routing, apply_z_loss')}")

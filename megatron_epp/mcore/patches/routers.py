@@ -89,8 +89,8 @@ def own_routing(model: torch.nn.Module) -> str:
         router = getattr(module, "router", None)
         if isinstance(router, torch.nn.Module) and (own := overridden(router, TopKRouter, _METHODS)):
             return (
-                f"{type(router).__name__} has its own {', '.join(own)}, and would count the padding that chunks have with context "
-                "or sequence parallelism and in FP8: use Megatron's TopKRouter, or none of these"
+                f"{type(router).__name__} has its own {', '.join(own)}, and would count the padding that chunks have with "
+                "context or sequence parallelism and in FP8: use Megatron's TopKRouter, or none of these"
             )
     return ""
 
