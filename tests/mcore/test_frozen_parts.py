@@ -78,18 +78,29 @@ def test_stages_of_which_nothing_trains_run(part: str, ranks: int, frozen: int, 
     [
         pytest.param("adapters", 2, {"recompute": 1}, id="adapters in all layers"),
         pytest.param("last", 4, {}, id="adapters on the last two stages"),
+        pytest.param("adapters", 4, {"recompute": 1}, id="adapters under tensor parallelism"),
         pytest.param("some", 2, {}, id="adapters in some layers", marks=SLOW),
         pytest.param("last", 2, {"offload": "on", "memory_cap_gb": 0.0006, "host_memory_gb": 1}, id="offload", marks=SLOW),
         pytest.param("layers", 2, {"recompute": 1}, id="a frozen embedding", marks=SLOW),
     ],
 )
 def test_slices_of_samples_give_what_trains_its_gradients(part: str, ranks: int, plans: dict[str, Any]) -> None:
-    found = of_ranks(job(ranks, "samples:grpo", part=part, plans=plans))
+    tensor = {"tensor_parallel": 2, "sequence_parallel": True} if ranks == 4 and part == "adapters" else {}
+    found = of_ranks(job(ranks, "samples:grpo", part=part, plans=plans, **tensor))
     for one in found:
         assert one["worst"] <= OF_SLICES
         assert one["afterwards"] == 0.0
         assert one["chunks"] > len(LENGTHS)
     assert any(one["num_gradients"] > 0 for one in found)
+
+
+@pytest.mark.parametrize("flags", [[], ["--epp-trained-parameters", "5000"]])
+def test_layers_chosen_before_there_is_a_model_ask_how_much_trains(tmp_path: Path, flags: list[str]) -> None:
+    part = "--epp-layout", "balanced", "--spec", "tests.support.mcore.adapters", "adapters", "--train-iters", "1"
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *epp_flags(tmp_path, 2), *part, *flags)
+    assert finished.returncode == 0, finished.output[-3000:]
+    told = "--epp-layout balanced chose the layers of stages as if all parameters trained, and some are frozen"
+    assert finished.output.count(told) == (not flags)
 
 
 def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_path: Path) -> None:

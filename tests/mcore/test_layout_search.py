@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.costs.shape import for_search
 from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
@@ -66,6 +68,26 @@ def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(mo
 
     assert layers("auto") == layers("2048")
     assert layers("auto")[-1] < layers("0")[-1]
+
+
+def test_a_search_knows_how_much_of_the_model_trains() -> None:
+    model = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
+
+    def found(*more: str) -> tuple[PipelineCosts, tuple[bool, ...]]:
+        args = of_run(*model.split(), "--epp-layout", "auto", "--epp-vocab-parallel", "auto", *more, processes=4)
+        prepare_epp_args(args)
+        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
+        even = Layout((12,) * 4, Placement("looped", 4, 1))
+        sample = layout_search.sample_of(args, for_search(args), even, ((8192,),))
+        return sample.costs_of(even), tuple(sample.vocabulary)
+
+    whole, both = found()
+    frozen, one = found("--epp-trained-parameters", "10000000")
+    assert (both, one) == ((False, True), (False,))
+    for stage, of_all in zip(frozen.stages, whole.stages, strict=True):
+        assert stage.static.weights == of_all.static.weights
+        assert 0 < stage.static.optimizer < 0.01 * of_all.static.optimizer
+        assert stage.line("backward").per_token_us < 0.7 * of_all.line("backward").per_token_us
 
 
 def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tmp_path: Path) -> None:

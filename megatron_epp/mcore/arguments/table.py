@@ -335,9 +335,9 @@ _COSTS = (
         "Attention kernel whose published rates on an H100 plans take (default: the cluster's)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
-    Flag("trained_parameters", "", "--trained-parameters", Number(1, 10**14), metavar="N").described(
-        "Parameters that train, where others are frozen, as next to adapters; they alone have gradients and optimizer states "
-        "(default: all)."
+    Flag("trained_parameters", "--epp-trained-parameters", "--trained-parameters", Number(1, 10**14), metavar="N").described(
+        "Parameters that train, where others are frozen, as next to adapters; they alone have gradients and optimizer states. "
+        "A training needs it for layers that it chooses before there is a model, and else counts by itself (default: all)."
     ),
     Flag("costs_file", "", "--costs", metavar="FILE").described(
         "What `megatron-epp profile` wrote, or a training run with learnt costs (default: formulas)."

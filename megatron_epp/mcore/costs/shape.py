@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device, parameters
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.device import least_working_bytes_per_token
@@ -122,6 +122,7 @@ _FACTS = (
     _Fact("global_batch_size", "layout"),
     _Fact("expert_tensor_parallel_size", "layout"),
     _Fact("epp_vocab_parallel", "layout", untold=("off",)),
+    _Fact("epp_trained_parameters", "layout", untold=()),
 )
 """All that learnt costs and a chosen layout depend on, besides the data, the machine and the shapes of parameters."""
 
@@ -191,10 +192,17 @@ def for_run(args: argparse.Namespace, measured: Profile | None = None) -> Profil
 def for_search(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
     """Return the costs by which layers are divided, before there is a last stage that knows how it computes its loss.
 
-    By formula, they are those of a loss by blocks where flags ask for one.
+    By formula, they are those of a loss by blocks where flags ask for one. Of what is frozen flags have a number alone.
     """
     shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-    return profile_for(measured, shape, _rates(args, shape))
+    return profile_for(measured, shape, _rates(args, shape)).training(share_that_trains(args))
+
+
+def share_that_trains(args: argparse.Namespace) -> float:
+    """Return the share of the parameters that train by `--epp-trained-parameters`, the same in all layers; 1 without it."""
+    if (trained := getattr(args, "epp_trained_parameters", None)) is None:
+        return 1.0
+    return min(1.0, trained / parameters.parameters_of({**vars(args), "vocab_size": args.padded_vocab_size}))
 
 
 def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:

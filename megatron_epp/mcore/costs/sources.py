@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
 from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
 from megatron_epp.cost.casts import casts_of
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -83,6 +84,7 @@ def pipeline_costs(
     note("counting layers")
     layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
+    _tell_frozen(args, trained)
     sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
     product = profile.costs(layers, **sharing).stages[-1].line_of_ends("weight")
     base = _with_bytes(costs_of_stages(profile, layers, trained, **sharing), token_bytes, names_of(args))
@@ -106,6 +108,16 @@ def pipeline_costs(
                 costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
     return made_by_first(partial(with_device_memory, args, costs))
+
+
+def _tell_frozen(args: argparse.Namespace, trained: Sequence[float | None]) -> None:
+    """Warn of layers that were chosen as if everything trained, before there was a model of which parts are frozen."""
+    chosen = getattr(args, "epp_chosen_layout", None)
+    if chosen and args.epp_trained_parameters is None and set(trained) != {1.0} and args.rank == 0:
+        logger.warning(
+            "%s %s chose the layers of stages as if all parameters trained, and some are frozen: give %s how many train",
+            *(LAYOUT_FLAG, chosen, names_of(args)["trained_parameters"]),
+        )
 
 
 def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> PipelineCosts:

@@ -15,7 +15,7 @@ from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.layout import asked_layout, placement_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, settle_vocabulary
-from megatron_epp.mcore.costs.shape import for_search
+from megatron_epp.mcore.costs.shape import for_search, share_that_trains
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout_search import first_batches, sample_of
 from megatron_epp.plan.layout import Layout
@@ -74,7 +74,7 @@ def _is_faster(args: argparse.Namespace, costs: Profile | PipelineCosts | None) 
     """Return True if plans are clearly faster with the output layer divided over the ranks (`fastest` has the threshold)."""
     if isinstance(costs, PipelineCosts):
         return costs.vocabulary is not None  # they are of one of the two
-    if args.skip_train:
+    if args.skip_train or share_that_trains(args) < 1:  # shards are for models of which everything trains
         return False
     layout = _layout_of(args)
     sample = sample_of(args, for_search(args, costs), layout, tuple(first_batches(args)))

@@ -30,7 +30,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, with_device_memory
+from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, share_that_trains, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
@@ -65,6 +65,7 @@ def search_layout(args: argparse.Namespace) -> None:
     costs = named(args)
     flags = facts(args, "layout")
     layout = made_by_first(lambda: _kept(args, flags) or replace(_new(args, costs), chosen_with=flags))
+    args.epp_chosen_layout = args.epp_layout
     if args.epp_layout == "auto":
         settle_vocabulary(args, shards=layout.shards_vocabulary)
     settle_layout(args, layout)
@@ -112,14 +113,16 @@ def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches:
         options=options_from(args, training=True, offload=offloads(args)),
         halves=not any(half_problems(args, even, LAYOUT_FLAG)),
         placements=(even.placement,),
-        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.epp_vocab_parallel],
+        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)[: 1 + (share_that_trains(args) == 1)]}[
+            args.epp_vocab_parallel
+        ],
     )
 
 
 def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     costs = profile.costs(
         layout.layers,
-        optimizer=optimizer_bytes(args),
+        optimizer=replace(optimizer_bytes(args), trained_share=share_that_trains(args)),
         replicas=args.data_parallel_size,
         vocabulary_shares=layout.vocabulary_shares,
     )

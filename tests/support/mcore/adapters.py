@@ -14,6 +14,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -30,7 +36,11 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = self.to_wrap(x, *rest, **named)
-        return output + self.up(self.down(x)), bias
+        in_shards = getattr(self.to_wrap, "sequence_parallel", False)
+        if not isinstance(self.to_wrap, RowParallelLinear):
+            return output + self.up(self.down(gather_from_sequence_parallel_region(x) if in_shards else x)), bias
+        add_up = reduce_scatter_to_sequence_parallel_region if in_shards else reduce_from_tensor_model_parallel_region
+        return output + add_up(self.up(self.down(x))), bias
 
 
 def adapt(layer: Any) -> None:
