@@ -234,6 +234,7 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
         weight=layer.weight + linear,
         exchange=layer.exchange,
         bytes_per_token=layer.bytes_per_token + 6 * hidden,
+        attended_bytes_per_token=shape.attended_bytes_per_token + 6 * hidden,
         weight_bytes_per_token=layer.weight_bytes_per_token + 3 * hidden,
         parameters=layer.parameters + parameters / shape.tensor_parallel,
         expert_parameters=layer.expert_parameters,

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_epp.cost import memory
 from megatron_epp.cost.kv_costs import NO_KV, KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
-from megatron_epp.cost.work import NO_TIME, ChunkWork, LinearTime, ModeCosts, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan.codec import Codec
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, brief, printable
@@ -135,7 +135,8 @@ class BlockCosts(PartCosts):
         """Bytes per token kept from forward to backward in a recompute mode, or by a layer that keeps everything. Keys and
         values in a sequence's cache do not count; `keeps_kv` says that the mode keeps them.
         """
-        return (self if mode is None else mode).bytes_per_token - self._in_cache(work) * keeps_kv
+        of_cache = self.parts * self._in_cache(work) * keeps_kv
+        return (self if mode is None else mode).bytes_per_token - of_cache
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
@@ -166,6 +167,25 @@ class BlockCosts(PartCosts):
         """
         deferred = self.input_bytes_per_token if self.weight_bytes_per_token else 0.0
         return deferred * work.tokens + self.prefix_bytes(work)
+
+    def gradients_ahead_bytes(self, work: ChunkWork, freed: IntColumn) -> TimeColumn:
+        """Most bytes by which gradients of keys and values of multi-token prediction exceed what is freed ahead of them.
+
+        A depth's is made when its layer has freed what comes behind its attention, and the depths behind it everything.
+
+        Args:
+            freed: bytes that the head has freed before.
+        """
+        attended, kept_bytes = self.attended_bytes_per_token, self.kept_per_token(work) * work.tokens
+        held = (self.bytes_per_token / self.parts if attended is None else attended) - self._in_cache(work)
+        gradient = self.kv_gradient_bytes(work)
+        most = np.maximum(gradient - kept_bytes / self.parts, self.num_cached * gradient - kept_bytes)
+        return np.where(work.last, np.maximum(0.0, held * work.tokens - freed + most), 0.0)
+
+    @property
+    def parts(self) -> int:
+        """Number of those whose times and bytes are counted together."""
+        return max(1, self.count) if self.kind == PREDICTION else 1
 
     @property
     def num_cached(self) -> float:
@@ -309,7 +329,7 @@ class StageCosts:
         """Return the stage with backwards that compute no gradient, for which forwards keep only caches of slices."""
         blocks = []
         for block in self.blocks:
-            cached = 0.0 if block.kv is None else block.cached_share * block.kv.bytes_per_token
+            cached = 0.0 if block.kv is None else block.parts * block.cached_share * block.kv.bytes_per_token
             modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, cached))
             sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), cached)
             nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)

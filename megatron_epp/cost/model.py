@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.blocks import CODEC, HEAD, BlockCosts, StageCosts, check_stage
+from megatron_epp.cost.blocks import CODEC, HEAD, PREDICTION, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import (
     CACHE_GRADIENT,
@@ -295,6 +295,17 @@ class PipelineCosts:
         passing = [block.passing_bytes(work) for block in self.stages[stage].behind]
         return self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *passing]))
 
+    def gradients_not_yet_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes of gradients in `half_layer_items` that are not there at the most that a backward holds before it reaches the
+        layers: those of multi-token prediction, which come after logits are freed.
+        """
+        freed, less = self.head_bytes(stage, work), 0.0 * work.tokens
+        for block in self.stages[stage].inner:
+            if block.kind == PREDICTION:
+                there = block.gradients_ahead_bytes(work, freed)
+                less = less + np.where(work.last, block.num_cached * block.kv_gradient_bytes(work), 0.0) - there
+        return self._freed_bytes(less)
+
     def half_freed_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes that a backward frees when it has passed the inner blocks behind the layers, before it reaches these."""
         return self._freed_bytes(self._kept_bytes(self.stages[stage].behind, work))
@@ -315,8 +326,8 @@ class PipelineCosts:
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's ends."""
         own = self.stages[stage]
-        largest = max((block.bytes_per_token for block in own.inner), default=own.layers.bytes_per_token)
-        of_layer = own.layers.bytes_per_token if own.num_layers else largest
+        inner = [block.bytes_per_token / block.parts for block in own.inner]
+        of_layer = max([*inner, own.layers.bytes_per_token] if own.num_layers else inner, default=own.layers.bytes_per_token)
         more = sum((block.kept_bytes(work) for block in own.inner), 0.0 * work.tokens)
         return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 

@@ -185,7 +185,10 @@ def backward_items(
     own, held = items.RECOMPUTE_MODE_ITEMS.get(mode, items.LAYERS), activations if mode else 0 * activations
     sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
         constant=costs.half_layer_items(stage, work),
-        at_half={items.LAYERS: costs.half_peak_bytes(stage, work)},
+        at_half={
+            items.LAYERS: costs.half_peak_bytes(stage, work),
+            items.CACHE_GRADIENT: 0 * cache if split else -costs.gradients_not_yet_bytes(stage, work),
+        },
         reached={
             items.HEAD: -costs.head_bytes(stage, work),
             items.LAYERS: -costs.half_freed_bytes(stage, work),

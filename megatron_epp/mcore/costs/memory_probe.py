@@ -42,8 +42,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     these receive their gradients in the backward.
     """
     layers = stage.num_layers
-    # What layers of multi-token prediction keep cannot be told from the head's.
-    costs = costs.changed(PREDICTION, bytes_per_token=0.0, weight_bytes_per_token=0.0)
+    # What layers of multi-token prediction keep for weights counts with the head, and without other layers all with the input.
+    costs = costs.changed(PREDICTION, bytes_per_token=0.0, weight_bytes_per_token=0.0, attended_bytes_per_token=None)
     splits = stage.weights is not None
     if splits:
         deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
@@ -80,8 +80,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
     modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _of_unlike_layers(stage, known, least)
     plain, recomputed = modes.pop(""), modes.pop(FULL, None)
-    of_head = max(0.0, base.head - base.half * caches_half)
-    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head)
+    of_head = max(0.0, base.head - base.half * caches_half - base.ahead)
+    costs = costs.changed(PREDICTION, bytes_per_token=base.ahead)
+    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head - base.ahead)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
         LAYER,
         first_mlp_bytes_per_token=first_mlp,
@@ -94,6 +95,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
     slices = _of_slices(stage)
     costs = _with_kv_bytes(costs, stage, slices)
+    if slices.ahead is not None:
+        costs = costs.changed(PREDICTION, attended_bytes_per_token=base.ahead / stage.depths + of_head - slices.ahead)
     if is_alike and slices.gradient:
         held = least + slices.cache
         costs = costs.changed(LAYER, attended_bytes_per_token=held + _left(stage, slices, first_mlp))
@@ -249,6 +252,7 @@ class Held(NamedTuple):
         peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
         weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
         half: part of `activations` that the stage's half layer keeps, if it has one besides its layers.
+        ahead: part of `activations` that layers of multi-token prediction keep.
     """
 
     activations: float
@@ -257,6 +261,7 @@ class Held(NamedTuple):
     weights: float
     layers_weights: float
     half: float
+    ahead: float
 
 
 def _half(stage: MegatronStage) -> list[torch.nn.Module]:
@@ -271,6 +276,11 @@ def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
     """Return the MLP at a stage's start and the attention at its end if they count as one of its layers; else nothing."""
     cut, layers = stage.cut_layers, layers_of(stage)
     return [layers[0], layers[-1]] if cut is not None and cut.begins_with_mlp and cut.ends_with_attention else []
+
+
+def _ahead(stage: MegatronStage) -> list[torch.nn.Module]:
+    """Return the layers of multi-token prediction that a stage has."""
+    return list(stage.language_model.mtp.layers) if stage.depths else []
 
 
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
@@ -308,20 +318,17 @@ def _held(
         layer: modules whose backward is watched for its peak; None for the last layer.
     """
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    last, half = _LayerBytes(meter), [0]
+    last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
     layer = _last_layer(stage) if layer is None else layer
 
-    def note(event: str) -> None:
-        if event in ("in", "out"):
-            half[0] = meter.live_bytes - half[0]
-
-    with meter, watched(layer, last.note), watched(_half(stage), note):
+    with meter, watched(layer, last.note), watched(_half(stage), half.note), watched(_ahead(stage), ahead.note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         activations = meter.live_bytes
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    sizes = activations, activations - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers, half[0]
+    of_last = activations - last.begin_bytes, last.peak_bytes - last.begin_bytes
+    sizes = activations, *of_last, weights, layers, half.kept_bytes, ahead.kept_bytes
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
@@ -362,12 +369,15 @@ class _Slices(NamedTuple):
         left: the most that the last layer's backward holds when this gradient is created, above what was live when that
             backward began and not counting the gradient itself.
         hands_over: the first slice hands over more than keys and values.
+        ahead: that a backward has freed when it has made the first gradient of keys and values of multi-token prediction; None
+            if it makes none.
     """
 
     cache: float
     gradient: float
     left: float
     hands_over: bool
+    ahead: float | None
 
 
 class _States(NamedTuple):
@@ -417,9 +427,12 @@ def _of_slices(
         """Return the caches' bytes; note the live bytes if they have grown, while what attention kept is still held."""
         if last.runs and kv_cache.cache_bytes > begin_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
+        elif not (last.begin_bytes or freed_bytes) and kv_cache.cache_bytes > cache_bytes > 0:
+            freed_bytes.append(live_bytes - meter.live_bytes)
         return kv_cache.cache_bytes
 
-    cache_bytes, begin_bytes, hands_over = 0, 0, False
+    cache_bytes, begin_bytes, live_bytes, hands_over = 0, 0, 0, False
+    freed_bytes: list[int] = []
 
     def note(event: str) -> None:
         nonlocal begin_bytes
@@ -437,7 +450,7 @@ def _of_slices(
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
             hands_over = hands_over or kv_cache.handover.num_bytes > 0  # the last slice takes it
-        cache_bytes = kv_cache.cache_bytes
+        cache_bytes, live_bytes = kv_cache.cache_bytes, meter.live_bytes
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
@@ -445,7 +458,8 @@ def _of_slices(
         backward(stage, *runs.pop())
     of_layer = max(1, sum(map(sum, _caches(stage).values()))) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
-    return _Slices(cache, gradient_bytes / of_layer, most / tokens, hands_over)
+    ahead = freed_bytes[0] / tokens if stage.depths and freed_bytes else None
+    return _Slices(cache, gradient_bytes / of_layer, most / tokens, hands_over, ahead)
 
 
 def message_bytes(stage: MegatronStage) -> float:

@@ -55,8 +55,7 @@ PIPELINES = {
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
         "latents, seven slices, some recompute": f"{LATENT} {SMALL} --epp-latents on --epp-slices 7 --epp-recompute 1",
-        "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 "
-        "--epp-planner seq1f1b",
+        "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2",
         "gated delta nets, seven slices, some recompute": f"{DELTA} {SMALL} --epp-slices 7 --epp-recompute 1",
         "Mamba-2, seven slices, some recompute": f"{MAMBA} --epp-slices 7 --epp-recompute 2",
         "windows longer than slices, sinks, some recompute": f"{WINDOWS} {SMALL} --epp-slices 7 --epp-recompute 1",
@@ -79,6 +78,8 @@ MORE = {
     "latents, weights apart": f"{LATENT} --epp-latents on --epp-slices 3 --epp-split-weight-gradient",
     "latents in bf16, whose sums are in fp32": f"{LATENT} --bf16 --epp-latents on --epp-slices 12",
     "latent attention, weights apart": f"{LATENT} --epp-slices 3 --epp-split-weight-gradient",
+    "multi-token prediction, 1F1B": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2 --epp-planner seq1f1b",
+    "multi-token prediction, weights apart": f"{LLAMA} --mtp-num-layers 2 --epp-slices 3 --epp-split-weight-gradient",
     "multi-token prediction, by blocks": f"{LLAMA} --mtp-num-layers 1 --epp-slices 3 --epp-loss-block-tokens 32",
     "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
     "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",

@@ -25,6 +25,8 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
+LONG = "--seq-length 128 --max-position-embeddings 128 --epp-documents stream"
+"""Of slices of three tokens a state is a third, and one that a backward has freed counts until its end."""
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT: dict[str, dict[str, Any]] = {
@@ -113,7 +115,8 @@ MORE: dict[str, dict[str, Any]] = {
         "cell": BACK | {"split": True},
         "model": "llama",
         "plan": "--epp-slices 4",
-        "both": DELTA,
+        "both": f"{DELTA} {LONG}",
+        "batch": 8,
     },
     "gated delta nets, looped": {
         "cell": {"pp": 2, "virtual": 2},
