@@ -136,7 +136,8 @@ def _stage(plan: Plan, number: int, model: Model, splits: bool) -> tuple[Any, An
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_epp.mcore.model.adopt import number_attentions, place_rotary, relayed
+    from megatron_epp.mcore.model import rotary
+    from megatron_epp.mcore.model.adopt import number_attentions, relayed
     from megatron_epp.mcore.model.block_loss import BlockLoss
     from megatron_epp.mcore.model.stage import MegatronStage
     from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
@@ -156,7 +157,7 @@ def _stage(plan: Plan, number: int, model: Model, splits: bool) -> tuple[Any, An
         position_embedding_type="rope",
     ).to(model.device, model.dtype)
     number_attentions(bare)
-    place_rotary(bare)
+    rotary.adopt(bare)
     if splits:
         split_weight_gradients(bare)
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
