@@ -95,7 +95,10 @@ def _arguments(section: str, key: str, name: str, value: Any, flags: Mapping[str
     if name not in flags:
         prefix = EPP_PREFIX if section == "epp" else ""
         known = [other.removeprefix(prefix) for other in flags if other.startswith(EPP_PREFIX) == bool(prefix)]
-        raise SettingsError(f"{section}.{key} is not a flag of the training script{nearest(key, known)}")
+        hint = nearest(key, known)
+        if key.startswith("lora"):  # near to those of latent attention
+            hint = "; Megatron has none for adapters, which docs/adapters.md trains"
+        raise SettingsError(f"{section}.{key} is not a flag of the training script{hint}")
     option, action = flags[name]
     words = words_of(f"{section}.{key}", option, action, value)
     if action.nargs == 0:

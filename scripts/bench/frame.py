@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp, log
@@ -83,13 +86,10 @@ class Bench[Case]:
 
     def _rows(self, args: argparse.Namespace, cases: Mapping[str, Case]) -> Iterator[Figures]:
         work = partial(_timed, self.row, args, self.goes_on)
-        if args.jobs > 1:
-            with ProcessPoolExecutor(args.jobs) as pool:
-                results: Iterable[Figures] = pool.map(work, cases, cases.values())
-                yield from (_said(number, len(cases), row) for number, row in enumerate(results, start=1))
-        else:
-            for number, row in enumerate(map(work, cases, cases.values()), start=1):
-                yield _said(number, len(cases), row)
+        with ExitStack() as stack:
+            pool = stack.enter_context(ProcessPoolExecutor(args.jobs)) if args.jobs > 1 else None
+            results: Iterable[Figures] = (map if pool is None else pool.map)(work, cases, cases.values())
+            yield from map(stack.enter_context(_progress(len(cases))), results)  # its thread begins when processes are there
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,9 +121,33 @@ def _timed(
     return {"seconds": time.monotonic() - start_s} | figures | {"case": name}
 
 
-def _said(number: int, count: int, row: Figures) -> Figures:
-    print(f"{number} of {count}: {row['case']}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
-    return row
+SILENT_S = 60.0
+"""Longest time without a line of progress, in seconds."""
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[Figures], Figures]]:
+    """Yield what tells the next row; while none comes, a thread tells how long the case has run and what else does."""
+    done, ended, began_s = 0, threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(SILENT_S):
+            load = f"{os.getloadavg()[0]:.1f} threads of all programs want {os.cpu_count()} cores"
+            print(f"{done} of {count} done after {time.monotonic() - began_s:.0f} s; {load}", file=sys.stderr, flush=True)
+
+    def said(row: Figures) -> Figures:
+        nonlocal done
+        done += 1
+        print(f"{done} of {count}: {row['case']}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        return row
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield said
+    finally:
+        ended.set()
+        thread.join()
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:

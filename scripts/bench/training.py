@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.contrib.demos.rounds import turns
+from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, turns
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.launch.runs import RecordedRun, learnt_costs, tiny_gpt, train
 from scripts.bench.frame import RUNS, Bench, Figures
@@ -34,17 +34,19 @@ def write_corpus(name: str, lengths: np.ndarray) -> str:
     return write_documents(FOLDER / "corpus" / name, lengths.tolist())
 
 
-def speeds(name: str, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, float]:
+def speeds(name: str, variants: dict[str, dict[str, Any]], rounds: int) -> tuple[dict[str, float], Occupancy]:
     """Launch every variant once per round, in turn, so that drift of the machine's speed hits all alike.
 
     Returns:
-        Milliseconds per real token of each variant.
+        Milliseconds per real token of each variant, and what other programs took of the cores meanwhile.
     """
     runs: dict[str, list[RecordedRun]] = {variant: [] for variant in variants}
+    others = OthersMeter()
     for order in turns(tuple(variants), rounds):
         for variant in order:
-            runs[variant].append(train(FOLDER / name / variant, RANKS, variants[variant]))
-    return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}
+            with others.measured():
+                runs[variant].append(train(FOLDER / name / variant, RANKS, variants[variant]))
+    return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}, others.occupancy(RANKS)
 
 
 def median_ms_per_token(runs: list[RecordedRun]) -> float:
@@ -65,11 +67,13 @@ def uniform(args: Namespace) -> Figures:
     base = settings_of(write_corpus("uniform", np.full(64, UNIFORM_TOKENS)), UNIFORM_TOKENS)
     elastic = base | {"epp_costs": learnt_costs(FOLDER / "uniform" / "costs", RANKS, base)}
     variants = {"1f1b": base | {"epp_schedule": "padded"}, "elastic": elastic}
-    return figures_of(speeds("uniform", variants, args.rounds))
+    return figures_of(*speeds("uniform", variants, args.rounds))
 
 
-def figures_of(speed: dict[str, float]) -> Figures:
+def figures_of(speed: dict[str, float], others: Occupancy) -> Figures:
     return {
+        "others": str(others),
+        "is_busy": others.is_busy,
         "tokens_per_second": {name: 1e3 / ms for name, ms in speed.items()},
         "elastic_over": {name: ms / speed["elastic"] for name, ms in speed.items() if name != "elastic"},
     }
@@ -105,7 +109,7 @@ def skewed(args: Namespace) -> Figures:
     variants["elastic"] = elastic
     check = train(FOLDER / "probe", RANKS, elastic | {"train_iters": 3, "epp_measure_memory": True})
     peaks["elastic"] = max(check.peak_activation_bytes)
-    return figures_of(speeds("skewed", variants, args.rounds)) | {
+    return figures_of(*speeds("skewed", variants, args.rounds)) | {
         "activation_cap_mib": cap_bytes / 2**20,
         "peak_activation_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "recompute_layers": {name: s.get("epp_recompute", "planned") for name, s in variants.items()},
@@ -119,12 +123,13 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
         for name, speed in row["tokens_per_second"].items():
             ratio = row["elastic_over"].get(name, 1)
             lines.append([row["case"], name, f"{speed:,.0f}", f"{ratio:.2f}", recompute.get(name, 0)])
-    caps = [
+    notes = [
         f"{row['case']}: cap of {row['activation_cap_mib']:.0f} MiB; peaks {row['peak_activation_mib']}"
         for row in rows
         if "activation_cap_mib" in row
     ]
-    return "\n".join([table(["documents", "schedule", "tokens/s", "elastic / this", "layers recomputed"], lines), *caps])
+    notes += [f"{row['case']}: ratios are worth little: {row['others']}" for row in rows if row["is_busy"]]
+    return "\n".join([table(["documents", "schedule", "tokens/s", "elastic / this", "layers recomputed"], lines), *notes])
 
 
 CASES: dict[str, Callable[[Namespace], Figures]] = {"uniform": uniform, "skewed": skewed}

@@ -9,9 +9,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -23,6 +25,7 @@ from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry
+from scripts.demo_rl import engine
 from tests.callers.test_training_steps import if_installed
 from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, returned
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
@@ -107,10 +110,13 @@ def flags_of(recipe: str, model: Path, settings: str) -> list[str]:
     return argv_of(load_settings([f"recipes/{recipe}"], overrides), entry.megatron_parser())
 
 
+def loaded(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def logits_of_folder(folder: Path, tokens: list[int]) -> Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+        logits: Tensor = loaded(folder)(torch.tensor([tokens])).logits[0]
     return logits
 
 
@@ -149,3 +155,27 @@ def test_weights_of_a_hugging_face_folder_train_by_a_recipe_and_return(ranks: No
     after = logits_of_folder(exported, first)
     torch.testing.assert_close(after, logits_of_checkpoint(saved), rtol=TOLERANCE, atol=TOLERANCE)
     assert not torch.allclose(after, before[0], rtol=0.01, atol=0.01)
+
+
+def test_adapters_of_the_example_train_by_plans_and_are_those_of_the_folder_of_peft_that_it_writes(
+    ranks: None, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    write_model(model, "qwen3-8b-finetune")
+    documents = documents_of(LENGTHS, vocab_size=ENTRIES)
+    data = write_pair(tmp_path / "documents", documents)
+    np.ones(sum(map(len, documents)), dtype=np.uint8).tofile(f"{data}.mask")
+    texts = [document.tolist() for document in documents]
+
+    def losses(steps: int) -> list[float]:
+        given = {"source": model, "data": data, "target": tmp_path / str(steps), "steps": steps, "batch": len(LENGTHS)}
+        lines, *_ = of_ranks(job(2, "bridge_weights:adapters", **given))
+        return [float(re.search(r"loss ([\d.]+)", line)[1]) for line in lines]
+
+    before, *_, after = losses(ITERATIONS + 1)
+    assert losses(ITERATIONS)[0] == before > 1.02 * after
+    engine.reachable("bridge", "peft")
+    adapted = import_module("peft").PeftModel.from_pretrained(loaded(model), tmp_path / str(ITERATIONS)).eval()
+    with torch.no_grad():
+        found = [cross_entropy(adapted(torch.tensor([x])).logits[0, :-1], torch.tensor(x[1:]), reduction="none") for x in texts]
+    assert float(torch.cat(found).mean()) == pytest.approx(after, rel=TOLERANCE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.contrib.demos.rounds import Occupancy
 from megatron_epp.planner.registry import PLANNERS
+from scripts.bench import training
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
@@ -171,6 +175,32 @@ def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(
     assert bench_of({"first": 1}, resumes=True).main(["--json", file]) == 0
     assert bench_of({"second": 2}, resumes=True).main(["--json", file]) == 0
     assert [row["case"] for row in json.loads(Path(file).read_text())["rows"]] == ["first", "second"]
+
+
+def test_a_case_that_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    class Lines(io.StringIO):
+        def write(self, line: str) -> int:
+            if re.fullmatch(r"0 of 1 done after \d+ s; [\d.]+ threads of all programs want \d+ cores", line):
+                told.set()
+            return len(line)
+
+    monkeypatch.setattr("sys.stderr", Lines())
+    monkeypatch.setattr("scripts.bench.frame.SILENT_S", 0.01)
+    row = lambda args, case: {"met": told.wait(60)}  # noqa: E731
+    bench = Bench(about="", cases=lambda args: {"long": 1}, row=row, text=lambda args, rows: str(rows[0]["met"]))
+    assert bench.main([]) == 0
+    assert told.is_set()
+
+
+def test_ratios_of_a_training_next_to_other_programs_are_said_to_be_worth_little() -> None:
+    def text(others: float) -> str:
+        figures = training.figures_of({"1f1b": 2.0, "elastic": 1.0}, Occupancy(others, 2, 2))
+        return training.text(Namespace(), [{"case": "uniform"} | figures])
+
+    assert text(1.2).endswith("uniform: ratios are worth little: other programs took 1.2 of 2 cores")
+    assert "worth" not in text(0.1)
 
 
 def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

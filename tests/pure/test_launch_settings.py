@@ -124,6 +124,7 @@ def test_settings_are_flags(settings, flags):
     ("settings", "words"),
     [
         ({"megatron": {"num_layer": 4}}, "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"),
+        ({"megatron": {"lora_rank": 8}}, "script; Megatron has none for adapters, which docs/adapters.md trains"),
         ({"epp": {"slice": 2}}, "did you mean 'slices'?"),
         ({"megatron": {"swiglu": 1}}, "is a switch: give true or false"),
         ({"megatron": {"num_layers": [1, 2]}}, "takes one value"),

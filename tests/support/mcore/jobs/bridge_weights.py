@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,3 +58,16 @@ def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
         rows = models[0].eval()(ids, torch.arange(length)[None], mask)
     values: list[list[float]] = rows[0].tolist()
     return values
+
+
+def adapters(source: str, data: str, target: str, steps: int, batch: int) -> list[str]:
+    """Run `docs/examples/lora.py`; return its lines."""
+    from megatron_epp.mcore import entry
+
+    entry.prepare()
+    example = Path(__file__).parents[4] / "docs" / "examples" / "lora.py"
+    with of_bridge(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = runpy.run_path(str(example))
+        run["main"].__globals__.update(STEPS=steps, BATCH=batch)
+        run["main"](source, data, target)
+    return [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
