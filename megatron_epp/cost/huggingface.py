@@ -398,6 +398,7 @@ def hybrid(config: Config) -> Flags:
     }
     if "E" in flags["hybrid_layer_pattern"]:
         flags |= experts(Config({"num_hidden_layers": len(pattern), **config.body})) | sigmoid_router(config)
+        flags |= {"moe_latent_size": config.size("moe_latent_size")} if config.get("moe_latent_size") else {}
     return flags
 
 

@@ -484,6 +484,7 @@ def check_formulas(flags: dict[str, Any]) -> None:
     """Raise `EppError` for a model with layers that formulas would take for others."""
     variant = flags.get("experimental_attention_variant")
     unknown = [f"experimental_attention_variant {brief(variant)}"] if variant not in (None, GATED_DELTA_NET) else []
+    unknown += [f"moe_latent_size {brief(size)}"] if (size := flags.get("moe_latent_size")) else []
     unknown += [f"layers {symbol}" for symbol in sorted(set(pattern_of(flags)) - set(PARTS))]
     if unknown:
         raise EppError(

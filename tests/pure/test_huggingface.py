@@ -150,9 +150,19 @@ def test_a_config_that_cannot_be_is_refused_in_one_line(body: dict[str, Any], ch
     assert "\n" not in error.value.message
 
 
-def test_layers_without_a_formula_are_not_planned_as_others():
-    with pytest.raises(EppError, match="there is no formula for"):
-        check_formulas(flags_of_config(STATES) | {"hybrid_layer_pattern": "MD"})
+LATENT_EXPERTS = STATES | {
+    "hybrid_override_pattern": "ME*EMEMEMEM", "moe_latent_size": 1024, "n_routed_experts": 512, "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "named"),
+    [(STATES, {"hybrid_layer_pattern": "MD"}, "layers D"), (LATENT_EXPERTS, {}, "moe_latent_size 1024")],
+)
+def test_layers_without_a_formula_are_not_planned_as_others(body: dict[str, Any], flags: dict[str, Any], named: str):
+    with pytest.raises(EppError, match=f"there is no formula for {named}"):
+        check_formulas(flags_of_config(body) | flags)
 
 
 def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path: Path):

@@ -96,6 +96,18 @@ MORE: dict[str, dict[str, Any]] = {
         "optimizer": OVERLAPPED,
     },
     "experts": {"cell": {"experts": 4}, "model": "grouped", "plan": "--epp-slices 3 --epp-recompute 1"},
+    "latent experts, weights apart": {
+        "cell": {"pp": 2, "split": True, "experts": 4},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{GROUPED} --moe-latent-size 16",
+    },
+    "latent experts, multi-token prediction": {
+        "cell": SHARED | {"experts": 4},
+        "model": "llama",
+        "plan": "--epp-slices 3",
+        "both": f"{GROUPED} --moe-latent-size 16 --mtp-num-layers 1 --moe-shared-expert-intermediate-size 32",
+    },
     "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
     "multi-token prediction": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3", "both": "--mtp-num-layers 1"},
     "adapters on frozen layers": {
