@@ -1,7 +1,11 @@
-"""Microbatches of RL frameworks keep to their rules."""
+"""Microbatches of RL frameworks keep to their rules; a measured ratio says what it is worth."""
+
+from argparse import Namespace
 
 import pytest
 
+from megatron_epp.contrib.demos.rounds import Occupancy
+from scripts.bench import training
 from scripts.bench.rl.rules import RULES, balanced, work
 
 LENGTHS = [900, 30, 450, 450, 10, 700, 100, 320, 640, 60]
@@ -36,3 +40,12 @@ def test_verls_largest_microbatch_is_in_the_middle():
     at = sizes.index(max(sizes))
     assert sizes[: at + 1] == sorted(sizes[: at + 1])
     assert sizes[at:] == sorted(sizes[at:], reverse=True)
+
+
+def test_ratios_of_a_training_next_to_other_programs_are_said_to_be_worth_little() -> None:
+    def text(others: float) -> str:
+        figures = training.figures_of({"1f1b": 2.0, "elastic": 1.0}, Occupancy(others, 2, 2))
+        return training.text(Namespace(), [{"case": "uniform"} | figures])
+
+    assert text(1.2).endswith("uniform: ratios are worth little: other programs took 1.2 of 2 cores")
+    assert "worth" not in text(0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.mcore.arguments.table import FIELDS, TRAINING
+from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, simulate
 from megatron_epp.plan.errors import Remedy
 from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
@@ -113,7 +113,7 @@ def test_other_pools_bring_their_own_words_and_flags():
     error = HostMemoryError("the host gives no more than 3 GB", Remedy("lower", "chunk_tokens"), Remedy("drop", "offload"))
     assert "\nthe host gives no more than 3 GB\n" in text(error)
     assert advice(error) == ["lower --epp-chunk-tokens", "leave out --epp-offload"]
-    assert advice(error, names=FIELDS, makes_chunks=False)[0] == "leave out offload"
+    assert advice(error, names=names_in_loop(["memory_cap_gb", "offload"]), makes_chunks=False)[0] == "leave out offload"
 
 
 def test_planned_bytes_are_those_of_the_plans_own_account():
@@ -128,7 +128,7 @@ def test_planned_bytes_are_those_of_the_plans_own_account():
 
 
 def test_smaller_microbatches_are_advised_where_a_script_makes_them():
-    advised = text(makes_chunks=False, names=FIELDS).splitlines()[-1]
+    advised = text(makes_chunks=False, names=names_in_loop(["memory_cap_gb", "offload"])).splitlines()[-1]
     assert "memory_cap_gb=" in advised
     assert "microbatches of at most " in advised
     assert "--" not in advised

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.contrib.demos.rounds import Occupancy
 from megatron_epp.planner.registry import PLANNERS
-from scripts.bench import training
 from scripts.bench.frame import Bench
 from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
@@ -192,15 +190,6 @@ def test_a_case_that_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyP
     bench = Bench(about="", cases=lambda args: {"long": 1}, row=row, text=lambda args, rows: str(rows[0]["met"]))
     assert bench.main([]) == 0
     assert told.is_set()
-
-
-def test_ratios_of_a_training_next_to_other_programs_are_said_to_be_worth_little() -> None:
-    def text(others: float) -> str:
-        figures = training.figures_of({"1f1b": 2.0, "elastic": 1.0}, Occupancy(others, 2, 2))
-        return training.text(Namespace(), [{"case": "uniform"} | figures])
-
-    assert text(1.2).endswith("uniform: ratios are worth little: other programs took 1.2 of 2 cores")
-    assert "worth" not in text(0.1)
 
 
 def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
