@@ -289,7 +289,7 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         raise EppError(f"{what} must be a dict of start and tokens, with work, kept and payload if there are any{named}")
     try:
         start, tokens = operator.index(fields["start"]), operator.index(fields["tokens"])
-        kept_tokens = float(fields.get("kept", work := float(fields.get("work", 0.0))))
+        work, kept_tokens = (float(fields.get(name, 0.0)) for name in ("work", "kept"))
     except (KeyError, TypeError, ValueError):
         raise EppError(f"{what} needs start and tokens, two integers, and work and kept as numbers") from None
     if start < 0 or tokens < 1 or start + tokens > num_inputs:
@@ -299,6 +299,11 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         )
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
+    if work and "kept" not in fields:
+        raise EppError(
+            f"{what} has work and not what its encoder keeps until its backward: add kept, patches x layers x (width / hidden "
+            "size of the language model) x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
+        )
     if not 0 <= kept_tokens < math.inf:
         raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
     return TokenSpan(start, start + tokens, work, kept_tokens)

@@ -19,7 +19,7 @@ GOOD = {
     "positions": [[token, 2 * token, 3 * token] for token in range(7)],
     "spans": [
         {"start": 4, "tokens": 2, "kept": 2, "payload": "second"},
-        {"start": 1, "tokens": 2, "work": 7, "payload": "first"},
+        {"start": 1, "tokens": 2, "work": 7, "kept": 9, "payload": "first"},
     ],
 }
 
@@ -55,7 +55,7 @@ def test_ranks_of_other_stages_read_positions_alone_and_plans_get_spans_with_the
     made = batch(sample())
     assert made.chunk_of((Segment(0, 0, 2),), of_inputs=InputColumns(None, 3)).of_inputs is None
     assert made.chunk_of((Segment(0, 0, 2),)).position_ids.tolist() == [0, 1]
-    assert spans_of(made.dataset, (0,)) == ((TokenSpan(1, 3, 7.0, 7.0), TokenSpan(4, 6, 0.0, 2.0)),)
+    assert spans_of(made.dataset, (0,)) == ((TokenSpan(1, 3, 7.0, 9.0), TokenSpan(4, 6, 0.0, 2.0)),)
     assert spans_of(Samples([sample(spans=[])]), (0,)) == ()
 
 
@@ -92,6 +92,10 @@ WRONG = {
     "another key": ({"spans": [{"start": 1, "tokens": 2, "end": 3}]}, "if there are any; it has end"),
     "less than no work": ({"spans": [{"start": 1, "tokens": 2, "work": -1}]}, "span 0: work is -1.0"),
     "less than nothing kept": ({"spans": [{"start": 1, "tokens": 2, "kept": -1}]}, "span 0: kept is -1.0"),
+    "work without what is kept": (
+        {"spans": [{"start": 1, "tokens": 2, "work": 7}]},
+        "span 0 has work and not what its encoder",
+    ),
     "endless work": ({"spans": [{"start": 1, "tokens": 2, "work": np.inf}]}, "span 0: work is inf"),
     "no numbers": ({"volume": ["a"] * 7}, "sample 5: volume must be numbers"),
     "one number": ({"volume": 3.0}, "volume is one number; the inputs read one row for each of 7 tokens"),

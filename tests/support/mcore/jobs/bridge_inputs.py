@@ -59,7 +59,8 @@ def samples(get_rope_index: Any) -> list[dict[str, Any]]:
             size = height * width // 4
             tokens[start - 1], tokens[start : start + size] = START, IMAGE
             pixels = torch.randn(height * width, PIXELS, generator=random)
-            spans.append({"start": start, "tokens": size, "work": float(size), "payload": (pixels, torch.tensor([own]))})
+            cost = {"work": float(size), "kept": float(size)}
+            spans.append({"start": start, "tokens": size, **cost, "payload": (pixels, torch.tensor([own]))})
         kinds = (tokens == IMAGE).int()
         positions, _ = get_rope_index(tokens[None], kinds[None], torch.tensor(grid) if grid else None)
         sample = {"tokens": tokens, "trained": 1 - kinds, "spans": spans, "positions": positions[:, 0].T}

@@ -133,7 +133,7 @@ def samples(axes: int = 1) -> list[dict[str, Any]]:
             at = torch.stack([torch.zeros(size), torch.arange(size) // width, torch.arange(size) % width], dim=1).long()
             positions[start : start + size] = start + at
             payload = torch.randn(size, PATCH, generator=random)
-            spans.append({"start": start, "tokens": size, "work": 2.0 * size, "payload": payload})
+            spans.append({"start": start, "tokens": size, "work": 2.0 * size, "kept": 2.0 * size, "payload": payload})
         sample = {"tokens": tokens, "trained": (tokens != PICTURE).int(), "spans": spans}
         made.append(sample | ({"positions": positions} if axes > 1 else {}))
     return made
