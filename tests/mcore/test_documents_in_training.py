@@ -74,6 +74,13 @@ def test_megatrons_own_schedule_has_the_same_losses_on_split_documents(split, da
     assert stock == pytest.approx(split[0], rel=1e-5)
 
 
+def test_megatrons_own_schedule_predicts_several_tokens_of_packed_documents_as_of_single_ones(data, tmp_path):
+    ahead = shlex.split("--mtp-num-layers 2 --position-embedding-type rope --no-rope-fusion --epp-schedule")
+    stock, packed = (trained(tmp_path / schedule, data, *ahead, schedule)[0] for schedule in ("stock", "packed"))
+    assert len(stock) == EPOCH
+    assert packed == pytest.approx(stock, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")

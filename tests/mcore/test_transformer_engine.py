@@ -26,7 +26,7 @@ from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 from tests.support.mcore.script_rows import ScriptRow
 from tests.support.seeds import some_by_default
 from tests.support.transformer_engine.forked import VERSIONS, is_installed, ranks_with_engine
-from tests.support.transformer_engine.rows import BACK, ENGINE, EXPERTS, FP8, GROUPED, ROWS, SCRIPT_ROWS, SHARED
+from tests.support.transformer_engine.rows import BACK, DELTA, ENGINE, EXPERTS, FP8, GROUPED, ROWS, SCRIPT_ROWS, SHARED
 
 NEWEST, OLD = VERSIONS
 MISSING = [version for version in VERSIONS if not is_installed(version)]
@@ -108,6 +108,14 @@ IN_FP8: dict[str, dict[str, Any]] = {
     "blockwise": {"recipe": "blockwise", "both": OF_128, "plans": WHOLE | APART},
     "context parallel": {"recipe": "mxfp8", "both": OF_128, "cell": CONTEXT, "batch": 16, "plans": LONGER},
     "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
+    "multi-token prediction": {"recipe": "mxfp8", "both": "--mtp-num-layers 1", "plans": SLICES},
+    "gated delta nets": {"recipe": "mxfp8", "both": f"{DELTA} --linear-num-value-heads 16", "plans": SLICES},
+    "blockwise, tensor and sequence parallel": {
+        "recipe": "blockwise",
+        "both": "--hidden-size 256 --seq-length 512 --max-position-embeddings 512",
+        "cell": SHARED,
+        "plans": WHOLE,
+    },
     "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
     "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
 }

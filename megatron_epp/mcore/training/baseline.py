@@ -15,6 +15,7 @@ from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
+from megatron_epp.mcore.model.predictions import ChunkPredictions
 from megatron_epp.mcore.model.stage import ChunkInputs
 from megatron_epp.mcore.patches.routers import chunk_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
@@ -59,7 +60,9 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         multiple = args.seq_length if fixed else token_multiple(args)
         tables = [SegmentTable.build(chunk, chunk.padded_tokens(multiple)) for chunk in chunks]
         assert run.inputs is not None  # since `attach`
-        inputs = run.inputs.upload((batch.chunk_of(chunk.segments, multiple) for chunk in chunks), batch.lengths, tables)
+        depths = 0 if args.epp_schedule == "stock" else run.inputs.depths  # Megatron looks ahead in a sequence by itself
+        arrays = (batch.chunk_of(chunk.segments, multiple, depths) for chunk in chunks)
+        inputs = run.inputs.upload(arrays, batch.lengths, tables)
         inputs.upload.wait()
         if not call["forward_only"]:
             count_tokens(inputs)
@@ -86,7 +89,8 @@ def forward_step(
     run = sliced_run.current()
     stage = run.placement.stages(run.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     table, inputs = next(data_iterator)
-    params = None if run.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, SlicedKVCache()))
+    ahead = None if inputs.ahead is None else ChunkPredictions(inputs.ahead)
+    params = None if run.args.epp_schedule == "stock" else ChunkParams(ChunkContext(0, table, SlicedKVCache()), ahead)
     with chunk_of(table, get_model_config(model)):
         output = model(**run.stages[stage].arguments(inputs), attention_mask=None, packed_seq_params=params)
     loss_mask: Any = inputs.loss_mask  # which the last stage has, where Megatron calls the loss

@@ -222,6 +222,10 @@ def fp8_transpose(data: Tensor, kind: Any, out: Tensor | None = None) -> Tensor:
     return turned if out is None else out.copy_(turned)
 
 
+def swap_first_dims(x: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(x.transpose(0, 1))
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
