@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.cost.library import find
-from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run
 from megatron_epp.launch.environment_variables import environment_to_set, exports
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.short_log import LOG_VARIABLE
-from megatron_epp.launch.yaml_settings import Settings, SettingsError, load_settings
+from megatron_epp.launch.yaml_settings import Settings, SettingsError, load_settings, world_of
 from megatron_epp.plan.reading import naming_file
 
 _EXAMPLE = """\

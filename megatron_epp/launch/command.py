@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
 import shlex
@@ -17,12 +16,9 @@ import megatron_epp
 from megatron_epp.launch.environment_variables import check_environment, exports, is_secret
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.yaml_settings import Settings, SettingsError
-from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
 
-REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 OURS = "megatron_epp.mcore.pretrain_gpt"
 _ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 _ANY = 1 << 31
@@ -101,15 +97,6 @@ class Launch:
         if launch.script is not None and not Path(launch.script).is_file():
             raise SettingsError(f"launch.script: there is no file {launch.script}")
         return launch
-
-
-def world_of(megatron: Mapping[str, Any]) -> int:
-    """Number of ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
-    sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
-    for name, size in zip(REPLICA_SIZES, sizes, strict=True):
-        if not isinstance(size, int) or size < 1:
-            raise SettingsError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
-    return math.prod(sizes)
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:

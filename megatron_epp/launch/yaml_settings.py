@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,10 +11,13 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import brief, missing_file, nearest, one_line
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
+REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 REFERENCE = re.compile(
     r"\$\{(?:(?P<name>[A-Z_][A-Z0-9_]*)(?::(?P<default>[^{}]*))?"
@@ -178,3 +182,12 @@ def _omegaconf() -> Any:
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 
     return OmegaConf
+
+
+def world_of(megatron: Mapping[str, Any]) -> int:
+    """Number of ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
+    sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
+    for name, size in zip(REPLICA_SIZES, sizes, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise SettingsError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
+    return math.prod(sizes)

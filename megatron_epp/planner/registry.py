@@ -127,7 +127,12 @@ class Planners(MutableMapping[str, Planner]):
         self._entries |= {name: entry for name, entry in planners.items() if name not in self._entries}
 
 
-PLANNERS = Planners("megatron_epp.planner.planners", "megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table")
+PLANNERS = Planners(
+    "megatron_epp.planner.planners",
+    "megatron_epp.planner.baselines.table",
+    "megatron_epp.contrib.exact",
+    "megatron_epp.contrib.papers.table",
+)
 """Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
 
 

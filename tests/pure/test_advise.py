@@ -21,8 +21,8 @@ from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import Cluster, load_cluster, load_flags, shape_of
-from megatron_epp.launch.command import Launch, world_of
-from megatron_epp.launch.yaml_settings import load_settings
+from megatron_epp.launch.command import Launch
+from megatron_epp.launch.yaml_settings import load_settings, world_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load

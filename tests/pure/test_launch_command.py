@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import megatron_epp
-from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run
 from megatron_epp.launch.environment_variables import environment_to_set, exports
-from megatron_epp.launch.yaml_settings import SettingsError, load_settings
+from megatron_epp.launch.yaml_settings import SettingsError, load_settings, world_of
 
 NAMES = ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"]
 """No folders in `runs`."""

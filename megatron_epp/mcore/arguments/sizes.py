@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Generator, Iterator
 
-from megatron_epp.launch.command import REPLICA_SIZES, world_of
+from megatron_epp.launch.yaml_settings import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, readable_layout, token_multiple
 from megatron_epp.plan.flags import flag_of

@@ -97,4 +97,4 @@ def _pretend_a_gpu() -> None:
     is_cuda, tensors = torch.Tensor.is_cuda, torch.Tensor  # type: Any, Any
     tensors.is_cuda = property(lambda tensor: _asked_by_engine() or is_cuda.__get__(tensor))
     for name in ("arange", "full", "rand", "randn"):  # which it calls with device="cuda"
-        setattr(torch, name, cpu._on_cpu(getattr(torch, name)))
+        setattr(torch, name, cpu._on_cpu(getattr(torch, name), follows_default=False))
