@@ -218,7 +218,7 @@ def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_
     ("mine", "all_replicas", "fault"),
     [
         (7, [7, 7], ""),
-        (7, [7, 8], r"checksums \[7, 8\].*--epp-costs"),
+        (7, [7, 8], r"checksums \[7, 8\].*seed, software and costs"),
         (7, [7, None], "another replica has no plan"),
         (None, [None, 7], ""),  # the one whose planning failed raises that error
     ],
