@@ -34,7 +34,7 @@ CAUSES = (
     "slices, order, and half layers",
     "vocabulary over all ranks, weight gradients apart",
 )
-"""What plans differ in from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
+"""Differences of plans from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
 BY_FLAGS = 2
 """Number of causes, the first, that Megatron's own flags and data bring."""
 PLANNER = "1f1b-packed"

@@ -65,7 +65,7 @@ class ClippedRatio:
     2025) averages by `Average.TOKENS` with ``clip_high=0.28`` and has no divergence. Dr. GRPO (Liu et al. 2025) averages by
     `Average.SEQUENCES` and divides by `constant`, the most tokens of a response.
 
-    What is logged as ``policy loss`` is the whole loss that trains: the ratio's part, plus `kl_weight` times ``divergence``,
+    The logged ``policy loss`` is the whole loss that trains: the ratio's part, plus `kl_weight` times ``divergence``,
     less `entropy_weight` times ``entropy``.
 
     Attributes:

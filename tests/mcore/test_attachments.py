@@ -10,7 +10,8 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 import megatron_epp
-from megatron_epp.mcore.model.predictions import own_embedding
+from megatron_epp.mcore.model.predictions import need_embedding
+from megatron_epp.mcore.model.replaced import problems
 from tests.mcore.test_samples import DELTA, LATENT, MAMBA
 from tests.support.mcore.forked import CHANGED, job, launch, returned, train
 from tests.support.mcore.jobs.attachments import OWN_ROTARY
@@ -38,7 +39,7 @@ GPT = {
 """By module, what is attached. All that is not in `REFUSED` acts."""
 REFUSED = {
     "rotary_pos_emb: forward pre-hook": "module.rotary_pos_emb (RotaryEmbedding) has a forward pre-hook attached.<locals>",
-    "rotary_pos_emb: forward": "module.rotary_pos_emb (RotaryEmbedding) has another forward than plans have put there",
+    "rotary_pos_emb: forward": "module.rotary_pos_emb (RotaryEmbedding) has another forward than plans need there",
     f"{LAYER}: forward": f"module.{LAYER} (TransformerLayer) has another forward than",
     f"{LAYER}.input_layernorm: forward": f"module.{LAYER}.input_layernorm (LayerNorm) has another forward than",
     f"{LAYER}.self_attention.core_attention: forward": "core_attention (DotProductAttention) has another forward than",
@@ -72,7 +73,7 @@ def test_what_is_attached_between_two_calls_acts_or_is_refused(mode):
                 f"{MIXER}.linear_kv_up_proj": (*HOOKS, "forward"),
                 f"{MIXER}.rotary_pos_emb": ("forward hook",),
             },
-            {f"{MIXER}.core_attention: forward": "(DotProductAttention) has another forward than plans have put there"},
+            {f"{MIXER}.core_attention: forward": "(DotProductAttention) has another forward than plans need there"},
             LATENT,
             id="latent attention",
         ),
@@ -136,7 +137,7 @@ def test_all_that_plans_replace_is_told(settings):
 def test_layers_of_microbatches_call_hooks_and_other_functions_than_plans_put_there_are_refused():
     away, said = returned(job(1, "attachments:of_microbatches"))
     assert away <= TOLERANCE
-    assert "decoder.layers.1 (TransformerLayer) has another forward than plans have put there" in said
+    assert "decoder.layers.1 (TransformerLayer) has another forward than plans need there" in said
 
 
 def test_a_hang_of_replicas_with_unequal_numbers_of_chunks_is_said_to_be_one():
@@ -150,9 +151,9 @@ def test_a_layer_of_multi_token_prediction_that_embeds_by_itself_is_refused():
     class OwnLayer(MultiTokenPredictionLayer):
         def _get_embeddings(self, *args, **named): ...
 
-    assert own_embedding(torch.nn.ModuleList([bare(MultiTokenPredictionLayer)])) == ""
-    said = "OwnLayer has its own _get_embeddings, which knows no tokens ahead of a slice"
-    assert own_embedding(torch.nn.ModuleList([bare(OwnLayer)])).startswith(said)
+    model = torch.nn.ModuleList([bare(MultiTokenPredictionLayer), bare(OwnLayer)])
+    need_embedding(model)
+    assert [said.partition(" than ")[0] for said in problems(model)] == ["1 (OwnLayer) has another _get_embeddings"]
 
 
 def bare(kind):

@@ -11,8 +11,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_epp.mcore import features
+from megatron_epp.mcore.model.replaced import problems
 from megatron_epp.mcore.patches import install, patching, routers
-from megatron_epp.mcore.patches.routers import RealTokens, chunk, own_routing
+from megatron_epp.mcore.patches.routers import RealTokens, chunk, need_routing
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.segments import SegmentTable
 
@@ -196,9 +197,13 @@ class OwnRouter(TopKRouter):
 def test_a_router_of_ones_own_is_refused_where_chunks_are_padded():
     layer = torch.nn.Module()
     layer.router = router_of()
-    assert own_routing(layer) == ""
+    need_routing(layer)
+    assert list(problems(layer)) == []
     layer.router.apply_z_loss = lambda logits, padding_mask=None: logits
-    said = "has its own {}, and would count the padding that chunks have with "
-    assert own_routing(layer).startswith(f"TopKRouter {said.format('apply_z_loss')}")
+    assert said_of(layer) == ["router (TopKRouter) has another apply_z_loss"]
     layer.router.__class__ = OwnRouter
-    assert own_routing(torch.nn.ModuleList([layer])).startswith(f"OwnRouter {said.format('routing, apply_z_loss')}")
+    assert said_of(layer) == [f"router (OwnRouter) has another {name}" for name in ("routing", "apply_z_loss")]
+
+
+def said_of(model):
+    return [problem.partition(" than ")[0] for problem in problems(model)]

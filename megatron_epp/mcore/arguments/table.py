@@ -370,7 +370,7 @@ ROWS = {row.setting: row for row in TABLE}
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}
 """The flag of each setting in a training run, for errors."""
 _OF_BATCHES = {"context": "the length of the longest sequence", "global_batch_size": "the number of samples"}
-"""What a loop of a program's own has in the place of flags for documents."""
+"""Words for a loop of a program's own, which has no flags for documents."""
 
 
 def names_in_loop(settings: Collection[str]) -> Names:

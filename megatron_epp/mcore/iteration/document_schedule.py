@@ -138,7 +138,7 @@ def run_batch(
     """
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
-    run.watchdog.note = _of_own_chunks(run, batch)
+    run.watchdog.note = _of_own_chunks(run, batch)  # until the next batch: the device may stand still behind the host
     with run.telling_others():
         _warm_up_attention(run, batch)
         if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:

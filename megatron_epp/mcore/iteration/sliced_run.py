@@ -122,7 +122,7 @@ class SlicedRun(Run):
         if self.args.epp_schedule != "stock":
             for model in models:
                 check_adopted(model)
-                rotary.adopt(language_model_of(model))  # a provider may have put its own there
+                rotary.adopt(language_model_of(model))  # when the program has built it: it may have put its own there
         last = self.placement.num_stages - 1
         loss, has_head, kind = None, not shards_vocabulary(self.args), MegatronStage
         if not has_head:

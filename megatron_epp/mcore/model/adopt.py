@@ -25,7 +25,7 @@ from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
 from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import half_layers, model_chunks, rotary
+from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.language_model import language_model_of
@@ -132,7 +132,6 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
-    rotary.adopt(model)
     for kind in KINDS:
         kind.adopt(model, args)
     if args.epp_loss is not None:

@@ -20,7 +20,6 @@ from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
-from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import KINDS
@@ -80,7 +79,6 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
             vars(attention)[RELAY] = relay = _relay_in(attention, module)  # no submodule: names in checkpoints stay
             put(attention, "forward", functools.partial(_attend, relay, attention.forward), HOOKS, wraps=False)
     number_attentions(bare)
-    rotary.adopt(bare)
     for kind in KINDS:
         kind.adopt(bare, args)
     bare.has_relay = True

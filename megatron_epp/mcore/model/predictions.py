@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.features import bound, log_prediction_loss
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.replaced import overridden
+from megatron_epp.mcore.model.replaced import ALL, mark
 
 
 @dataclass(slots=True)
@@ -38,14 +38,11 @@ class ChunkPredictions:
     depth: int = 0
 
 
-def own_embedding(model: torch.nn.Module) -> str:
-    """Return which layer of multi-token prediction embeds in its own way, which knows nothing ahead of a chunk; or none."""
-    kind = MultiTokenPredictionLayer
+def need_embedding(model: torch.nn.Module) -> None:
+    """Tell that layers of multi-token prediction need `embed_ahead`: their own would know no tokens ahead of a slice."""
     for module in model.modules():
-        if isinstance(module, kind) and overridden(module, kind, ("_get_embeddings",)):
-            name = type(module).__name__
-            return f"{name} has its own _get_embeddings, which knows no tokens ahead of a slice: use Megatron's, or no slices"
-    return ""
+        if isinstance(module, MultiTokenPredictionLayer):
+            mark(module, ALL, _get_embeddings=MultiTokenPredictionLayer._get_embeddings)
 
 
 def embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

@@ -39,7 +39,7 @@ class Replaced:
 
     Attributes:
         acting: kinds of what may be attached, since it acts as without plans.
-        functions: those in the place of the module's own, by name.
+        functions: those that plans need there, by name: in the place of the module's own, or replaced in its class.
     """
 
     acting: frozenset[str]
@@ -66,7 +66,7 @@ def put(module: Any, name: str, function: Callable[..., Any], acting: Iterable[s
 
 
 def mark(module: Any, acting: Iterable[str], **functions: Callable[..., Any]) -> None:
-    """Tell what may be attached to a module which plans replace, or call in another way."""
+    """Tell what may be attached to a module which plans replace, or call in another way, and what functions they need there."""
     before = vars(module).get(MARK, NOTHING)
     vars(module)[MARK] = Replaced(before.acting & frozenset(acting), before.functions | functions)
 
@@ -80,11 +80,6 @@ def assigned(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
     """Return which functions a program has assigned to a module's object."""
     ours = vars(module)[MARK].functions if MARK in vars(module) else {}
     return [name for name in names if name in vars(module) and vars(module)[name] is not ours.get(name)]
-
-
-def overridden(module: torch.nn.Module, of: type, names: Iterable[str]) -> list[str]:
-    """Return which of a class's methods, which plans have replaced there, a program's subclass or object does not have."""
-    return [name for name in names if name in vars(module) or getattr(type(module), name, None) is not getattr(of, name)]
 
 
 def attached(module: torch.nn.Module, kinds: Iterable[str] = HOOKS) -> Iterator[str]:
@@ -116,10 +111,10 @@ def problems(model: torch.nn.Module, names: frozenset[str] = frozenset()) -> Ite
             continue
         of = f"{name or 'the model'} ({type(module).__name__})"
         for function, own in replaced.functions.items():
-            if vars(module).get(function) is not own:
+            if vars(module).get(function, getattr(type(module), function, None)) is not own:
                 yield (
-                    f"{of} has another {function} than plans have put there, which they would not run: assign it before the "
-                    "first call, or take it away"
+                    f"{of} has another {function} than plans need there: take it away, or assign it before the first "
+                    "call, where plans call what they find"
                 )
         for what in attached(module, ALL - replaced.acting):
             yield f"{of} has a {what}, which plans would not call, or with other tensors than Megatron: remove it"

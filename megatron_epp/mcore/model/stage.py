@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
-from megatron_epp.mcore.patches.routers import chunk_of, own_routing
+from megatron_epp.mcore.patches.routers import chunk_of, need_routing
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
@@ -159,6 +160,10 @@ class MegatronStage:
         while self._called is not model and outside is not self.language_model:  # what is around it never runs
             mark(outside, ())
             outside = inside_of(outside)
+        if self.token_multiple > 1:
+            need_routing(model)
+        if self.depths:
+            resolve_name("megatron_epp.mcore.model.predictions:need_embedding")(model)
         self._replaced = marked(model)
         if obstacle := self.obstacle:
             raise EppError(obstacle)
@@ -182,14 +187,8 @@ class MegatronStage:
     @property
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
-        own = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        if not own and self.depths:
-            from megatron_epp.mcore.model.predictions import own_embedding
-
-            own = own_embedding(self.model)
-        if not own and self.token_multiple > 1:
-            own = own_routing(self.model)
-        return own or next(problems(self.model, self._replaced), "")
+        of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
+        return of_loss or next(problems(self.model, self._replaced), "")
 
     @property
     def token_multiple(self) -> int:

@@ -77,22 +77,18 @@ def chunk_of(table: SegmentTable, config: Any) -> Iterator[None]:
 
 
 _METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
+"""Those of Megatron's `TopKRouter` that are replaced below: others would count the padding of chunks."""
 
 
-def own_routing(model: torch.nn.Module) -> str:
-    """Return which router of the model routes in its own way, which would count the padding of chunks; empty for none."""
+def need_routing(model: torch.nn.Module) -> None:
+    """Tell that every router of a model, some of whose chunks are padded, needs the replaced methods."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_epp.mcore.model.replaced import overridden
+    from megatron_epp.mcore.model.replaced import ALL, mark
 
     for module in model.modules():
-        router = getattr(module, "router", None)
-        if isinstance(router, torch.nn.Module) and (own := overridden(router, TopKRouter, _METHODS)):
-            return (
-                f"{type(router).__name__} has its own {', '.join(own)}, and would count the padding that chunks have with "
-                "context or sequence parallelism and in FP8: use Megatron's TopKRouter, or none of these"
-            )
-    return ""
+        if isinstance(router := getattr(module, "router", None), torch.nn.Module):
+            mark(router, ALL, **{name: getattr(TopKRouter, name) for name in _METHODS})
 
 
 # ---- replacements of Megatron's functions ----------------------------------------------------------------------------

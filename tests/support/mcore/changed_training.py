@@ -128,7 +128,7 @@ def gathered():
 
 @contextmanager
 def attached() -> Iterator[None]:
-    """What ``ATTACH`` names, kinds by module, is attached to every chunk that Megatron has built, before it is wrapped."""
+    """Every chunk that Megatron has built gets what ``ATTACH`` names, kinds by module, before it is wrapped."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.utils import unwrap_model
 

@@ -26,7 +26,7 @@ DELTA = (
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 )
 LONG = "--seq-length 128 --max-position-embeddings 128 --epp-documents stream"
-"""Of slices of three tokens a state is a third, and one that a backward has freed counts until its end."""
+"""Longer slices: of three tokens a state is a third, and one that a backward has freed counts until its end."""
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT: dict[str, dict[str, Any]] = {
