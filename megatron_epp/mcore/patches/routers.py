@@ -88,7 +88,7 @@ def need_routing(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(router := getattr(module, "router", None), torch.nn.Module):
-            mark(router, ALL, **{name: getattr(TopKRouter, name) for name in _METHODS})
+            mark(router, ALL, **{name: vars(TopKRouter)[name] for name in _METHODS})
 
 
 # ---- replacements of Megatron's functions ----------------------------------------------------------------------------
