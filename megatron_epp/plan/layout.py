@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.codec import Codec, FileFormat
@@ -127,6 +127,15 @@ class Layout:
         if not (self.is_whole and self.placement.is_looped):
             return None
         return layout_flag([count // 2 for count in self.halves], predictions)
+
+    def text(self) -> str:
+        """Describe the layout: ``stages of 9, 8, 8 (6 times), 7 layers, two on a rank, the output layer over all ranks``."""
+        runs = [(count / 2, len(list(equal))) for count, equal in groupby(self.halves)]
+        words = ([f"{count:g} ({times} times)"] if times > 2 else [f"{count:g}"] * times for count, times in runs)
+        layers = ", ".join(chain.from_iterable(words))
+        several = f", {self.placement.num_chunks} on each rank" + ", in a v" * (not self.placement.is_looped)
+        where = several * (self.placement.num_chunks > 1) + ", the output layer over all ranks" * self.shards_vocabulary
+        return f"stages of {layers} layers{where}"
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""

@@ -6,9 +6,10 @@ import argparse
 import logging
 
 from megatron_epp.cost.optimizer import KINDS
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED, NO_RESTART, OF_SAMPLES, Door, given_flags
-from megatron_epp.mcore.arguments.layout import apply_layout
-from megatron_epp.mcore.arguments.refusals import refuse, splits_weights, vocabulary_problems
+from megatron_epp.mcore.arguments.layout import EVEN, apply_layout, given_division, is_open, keeping_layers
+from megatron_epp.mcore.arguments.refusals import delays_weights, refuse, vocabulary_problems, weights_together
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.features import (
     check_calls,
@@ -16,6 +17,7 @@ from megatron_epp.mcore.features import (
     installed_version,
     saves_several_buckets_resharded,
 )
+from megatron_epp.planner.layouts.layout_choice import placements_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +90,9 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if door is Door.USER:
         check_calls()
     refuse(args, door)
+    _leave_open(args, door)
     if door is Door.USER:
-        # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
-        args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
+        args.delay_wgrad_compute = delays_weights(args)
     if door is not Door.DOCUMENTS:
         return
     tell_data_flags(args)
@@ -99,13 +101,42 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     _settle_vocabulary(args)
     apply_layout(args)
     # Megatron copies it to the configs of the model and of data parallelism, which then leaves reductions to `backward_dw`.
-    args.delay_wgrad_compute = splits_weights(args) and args.transformer_impl == "transformer_engine"
+    args.delay_wgrad_compute = delays_weights(args)
     args.micro_batch_size = 1  # so that Megatron's number of microbatches is a replica's number of sequences
     args.dataloader_type = "external"  # Megatron then passes the iterators of a provider on as they are
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         if args.rank == 0:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
+
+
+def _leave_open(args: argparse.Namespace, door: Door) -> None:
+    """Leave to the run's data what no flag says of a layout: layers, stages on a rank and their placement, the output layer.
+
+    `epp_open_placements` then has the kinds and numbers of stages on a rank that may be chosen; the first until then.
+    """
+    kind, chunks = args.epp_placement, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    args.epp_placement = kind or "looped"
+    args.epp_chosen_by_default, args.epp_open_placements = False, []
+    weights = {"on": True, "off": False}
+    args.epp_split_weight_gradient = weights.get(args.epp_split_weight_gradient, args.epp_split_weight_gradient)
+    if door is not Door.DOCUMENTS:
+        args.epp_vocab_parallel, args.epp_split_weight_gradient = "off", args.epp_split_weight_gradient is True
+        return
+    if args.epp_split_weight_gradient == AUTO:
+        why = "" if args.pipeline_model_parallel_size > 1 else "there is one stage"
+        if why := why or next(weights_together(args), ""):
+            args.epp_split_weight_gradient = False
+            logger.debug("weight gradients are computed with their backwards, since %s", why)
+    if args.epp_layout == EVEN and given_division(args):
+        args.epp_layout = None
+    elif is_open(args):
+        args.epp_layout, args.epp_chosen_by_default = "auto", True
+    elif args.epp_layout is None and args.rank == 0 and args.pipeline_model_parallel_size > 1:
+        logger.info("layers are as Megatron divides them, since %s", next(keeping_layers(args)))
+    if args.epp_layout == "auto":
+        every = ((place.kind, place.num_chunks) for place in placements_of(args.pipeline_model_parallel_size))
+        args.epp_open_placements = [each for each in every if each[0] == (kind or each[0]) and each[1] == (chunks or each[1])]
 
 
 def door_of(args: argparse.Namespace) -> Door:
@@ -119,7 +150,7 @@ def _settle_vocabulary(args: argparse.Namespace) -> None:
     """Settle ``auto`` where the output layer cannot be divided: it stays on the last stage, which is logged."""
     if args.epp_vocab_parallel == "auto" and (problem := next(vocabulary_problems(args), None)):
         args.epp_vocab_parallel = "off"
-        if args.rank == 0:
+        if args.rank == 0 and args.pipeline_model_parallel_size > 1:
             logger.info("%s auto: the output layer stays on the last stage, since %s", VOCABULARY_FLAG, problem)
     if args.epp_vocab_parallel != "off" and getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
         logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", VOCABULARY_FLAG)

@@ -15,6 +15,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming_file, read_text
+from megatron_epp.planner.registry import begins_with_greedy
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,31 @@ _OTHERS = (
 """Flags of Megatron that divide layers over stages, too."""
 
 
+def given_division(args: argparse.Namespace) -> str:
+    """Return the flag of Megatron's that divides layers over stages, with its value; empty if none is given."""
+    if pattern := hybrid_pattern(args):
+        return f"--hybrid-layer-pattern {pattern}"
+    given = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in _OTHERS)
+    return next((f"{flag} {value}" for flag, value in given if value), "")
+
+
+def is_open(args: argparse.Namespace) -> bool:
+    """Return True if no flag says how layers are divided, and the run's data may: as with `--epp-layout auto`."""
+    ranks = args.pipeline_model_parallel_size
+    return args.epp_layout is None and ranks > 1 and next(keeping_layers(args), None) is None
+
+
+def keeping_layers(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why layers that nobody asked to divide otherwise stay as Megatron divides them."""
+    if flag := given_division(args):
+        yield f"{flag} says so"
+    keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)
+    if keeps and (kind := getattr(args, "ckpt_format", "torch_dist")) != "torch_dist":
+        yield f"--{keeps} with --ckpt-format {kind} cannot keep others"
+    if not begins_with_greedy(args.epp_planner):
+        yield f"--epp-planner {args.epp_planner} is asked for"
+
+
 def asked_layout(args: argparse.Namespace) -> Layout | None:
     """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
 
@@ -51,7 +77,8 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
         return None
     halves, ranks = parse_layers(text), args.pipeline_model_parallel_size
     if text in (EVEN, *SEARCHED):
-        chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or args.num_virtual_stages_per_pipeline_rank or 1
+        chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or args.num_virtual_stages_per_pipeline_rank
+        chunks = chunks or (2 if args.epp_placement == "v" else 1)
         placement = Placement(args.epp_placement, ranks, chunks)
         return Layout.of_layers(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
     if halves is None:

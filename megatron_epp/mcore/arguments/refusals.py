@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.conflicts import (
     COUNTING,
@@ -37,7 +38,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import brief
-from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 
 
 def _forgotten(args: Namespace, _: Door) -> Iterator[str]:
@@ -122,8 +123,8 @@ def _without_effect(settings: Any, door: Door) -> Iterator[str]:
     if clashes := [door.with_value(row.dest, value) for row, value in values if value != row.unset]:
         who = "--epp-microbatches user" if door.has_flags else "a schedule of megatron_epp.wrap"
         yield f"{who} runs the script's own model and data: leave out {', '.join(clashes)}"
-    ways = {"epp_offload": "auto", "epp_host_memory_gb": None, "epp_split_weight_gradient": False}
-    uses = [door.name_of(name) for name, unset in ways.items() if getattr(settings, name) not in (unset, "off")]
+    ways = ("epp_offload", "epp_host_memory_gb", "epp_split_weight_gradient")
+    uses = [door.name_of(name) for name in ways if getattr(settings, name) not in (AUTO, None, False, "off")]
     if settings.epp_order == GIVEN and uses:
         yield f"{door.with_value('epp_order', GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}"
 
@@ -179,8 +180,6 @@ def _of_loss(args: Namespace) -> Iterator[str]:
     from megatron_epp.losses import load_loss
 
     loss = load_loss(args.epp_loss)
-    if args.epp_vocab_parallel != "off":
-        yield "--epp-loss needs the output layer on the last stage: leave out --epp-vocab-parallel"
     if getattr(args, "mtp_num_layers", None):
         yield "--epp-loss trains no multi-token prediction: leave out --mtp-num-layers"
     if getattr(loss, "has_values", False) and not args.untie_embeddings_and_output_weights:
@@ -235,7 +234,27 @@ def _plans(args: Namespace, _: Door) -> Iterator[str]:
 
 def splits_weights(args: Namespace) -> bool:
     """Return True for a run whose plans compute weight gradients as actions of their own."""
-    return args.epp_split_weight_gradient and args.epp_schedule == "elastic"
+    return args.epp_split_weight_gradient in (True, "on") and args.epp_schedule == "elastic"
+
+
+def delays_weights(args: Namespace) -> bool:
+    """Return True if Transformer Engine's layers, and the hooks of data parallelism, wait for weight gradients apart."""
+    return splits_weights(args) and args.transformer_impl == "transformer_engine"
+
+
+def weights_together(args: Namespace) -> Iterator[str]:
+    """Yield why weight gradients that nobody asked to be apart are computed with their backwards."""
+    engine = args.transformer_impl == "transformer_engine"
+    if args.epp_schedule != "elastic":
+        yield f"--epp-schedule {args.epp_schedule} is asked for"
+    if not begins_with_greedy(args.epp_planner):
+        yield f"--epp-planner {args.epp_planner} is asked for"
+    if hybrid_pattern(args):
+        yield "the model has a pattern of layers"
+    if engine and (args.add_bias_linear or args.add_qkv_bias):
+        yield "Transformer Engine's layers have biases, whose gradients come with every weight's"
+    if engine and args.moe_grouped_gemm and not args.gradient_accumulation_fusion:
+        yield "grouped experts would hold a gradient of all experts for every chunk without --gradient-accumulation-fusion"
 
 
 OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
@@ -255,6 +274,8 @@ def vocabulary_problems(args: Namespace) -> Iterator[str]:
         yield f"{VOCABULARY_FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
     if args.epp_schedule != "elastic":
         yield f"{VOCABULARY_FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
+    if args.epp_loss is not None:
+        yield f"{VOCABULARY_FLAG} on does not go with --epp-loss, which needs the output layer on the last stage: leave it out"
     yield from (f"{VOCABULARY_FLAG} on does not go with {row.text(args)}" for row in OF_VOCABULARY if row.is_given(args))
     entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if entries is not None and entries // args.tensor_model_parallel_size < ranks:

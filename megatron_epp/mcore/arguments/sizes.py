@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 
 from megatron_epp.launch.yaml_settings import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, readable_layout, token_multiple
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, is_open, readable_layout, token_multiple
 from megatron_epp.plan.flags import flag_of
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
@@ -64,7 +64,10 @@ def stages(args: Namespace, _: Door) -> Iterator[str]:
     flags = [(flag_of(name), value) for name in names if (value := getattr(args, name, None)) is not None]
     if hybrid_pattern(args) or (len(flags) > 1 and args.epp_layout is None):
         return  # Megatron refuses two flags, and checks a pattern
-    if args.epp_layout is None:
+    if is_open(args):  # and layers are divided as the run's data want it
+        chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None) or (2 if args.epp_placement == "v" else 1)
+        flag, value = PER_RANK, chunks
+    elif args.epp_layout is None:
         flag, value = flags[0] if flags else ("", 1)
         chunks = yield from _stages_of_layers(args, flag, value)
     else:
@@ -147,7 +150,7 @@ def _of_interleaved(args: Namespace) -> Iterator[str]:
     """Yield what Megatron's interleaved schedule cannot run; Megatron uses it where a rank has several stages."""
     schedule, ranks = f"--epp-schedule {args.epp_schedule}", args.pipeline_model_parallel_size
     replicas = args.world_size // (ranks * args.tensor_model_parallel_size * args.context_parallel_size)
-    if args.epp_placement != "looped":
+    if args.epp_placement == "v":
         yield (
             f"{schedule} runs Megatron's own pipeline, which is looped: leave out --epp-placement {args.epp_placement}, or use "
             "--epp-schedule elastic"

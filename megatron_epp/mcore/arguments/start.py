@@ -277,7 +277,7 @@ _MODEL = ("num_layers", "hidden_size", "num_attention_heads")
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
     """Yield the differences from the run that saved the newest checkpoint of a folder for which Megatron would end the run."""
-    if (saved := _common_state(folder)) is None:
+    if (saved := common_state(folder)) is None:
         return
     then = saved.get("args")
     if not args.use_checkpoint_args and then is not None:
@@ -313,12 +313,12 @@ def newest_checkpoint(folder: Path) -> Path:
     return folder / ("release" if named == "release" else f"iter_{int(named):07d}")
 
 
-def _common_state(folder: Path) -> dict[str, Any] | None:
+def common_state(folder: Path) -> dict[str, Any] | None:
     """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+    from megatron.core.dist_checkpointing.serialization import loadcommon_state_dict
 
     try:
-        state = load_common_state_dict(str(newest_checkpoint(folder)))
+        state = loadcommon_state_dict(str(newest_checkpoint(folder)))
     except Exception:  # a damaged one is named when it is loaded, or set aside then
         return None
     return state if isinstance(state, dict) else None

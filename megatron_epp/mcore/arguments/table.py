@@ -152,24 +152,34 @@ _MEMORY = (
     ),
 )
 _RUNNING = (
-    Flag("placement", "--epp-placement", choices=("looped", "v"), default="looped").described(
+    Flag("placement", "--epp-placement", choices=("looped", "v")).described(
         "Where stages go when a rank has several. looped: rank after rank, and again from the first; v: and back, so that the "
-        "first rank has the first and the last of two on each (default: looped)."
+        "first rank has the first and the last of two on each (default: the faster with --epp-layout auto, else looped)."
     ),
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
         "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention; or a file with them and the ranks "
-        "of the stages. even: as many whole layers on each; balanced: ranks take equally long for the run's sequences; auto: "
-        "what takes least time for its first batches, found by planning some of them and kept with the checkpoints (default: "
-        "as Megatron's flags divide layers, which this replaces).",
+        "of the stages. even: as Megatron's flags divide layers, by default as many on each; balanced: ranks take equally "
+        "long for the run's sequences; auto: what takes least time for its first batches, with several stages on a rank where "
+        "that is faster, found by planning some of them and kept with the checkpoints (default: auto, unless flags of "
+        "Megatron's divide layers).",
         "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention, behind v: or looped: where ranks "
         "have several; a file that `plan --layout-out` wrote; even; balanced: ranks take equally long; or auto: what takes "
         "least time for batches like these, with several stages on a rank where that is faster (default: balanced)",
     ),
     Flag(
-        "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default="off", alone="on"
-    ).described("Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: off)."),
-    Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
-        "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
+        "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default=AUTO, alone="on"
+    ).described("Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: auto)."),
+    Flag(
+        "split_weight",
+        "--epp-split-weight-gradient",
+        "--split-weight",
+        choices=(AUTO, "on", "off"),
+        default=AUTO,
+        alone="on",
+        field=lambda value: value in (True, "on"),
+    ).described(
+        "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait. auto: where "
+        "plans are faster with it (default: auto)."
     ),
     Flag("overlap_exchanges", "--epp-overlap-exchanges", "--overlap-exchanges", SWITCH).described(
         "With the planner greedy, run a backward and the next forward in one step where that is faster: each computes while "

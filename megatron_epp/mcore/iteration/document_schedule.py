@@ -18,6 +18,7 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.arguments.layout import token_shards
+from megatron_epp.mcore.arguments.refusals import splits_weights
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration import sliced_run
@@ -203,7 +204,7 @@ def _run_on_rank(
     program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, run.vocabulary
     # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
     by_hooks = run.rank == 0 and vocabulary is None and run.own_inputs is None
-    splits = run.args.epp_split_weight_gradient
+    splits = splits_weights(run.args)
     reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
     report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
 

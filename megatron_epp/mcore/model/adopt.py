@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
-from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
+from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse, splits_weights
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks
@@ -140,7 +140,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
         resolve_name("megatron_epp.mcore.model.vocabulary_shard:divide_output_layer")(model, args, vp_stage)
     elif args.epp_placement != "looped":
         model_chunks.tie(model, args)
-    if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
+    if splits_weights(args):
         split_weight_gradients(model)
     model.has_relay = True
 

@@ -102,6 +102,8 @@ def settle_stages(args: argparse.Namespace) -> None:
         transformer = _unsettled.pop()()
         if transformer is None or layout.placement.num_stages == 1:
             continue
+        transformer.virtual_pipeline_model_parallel_size = args.virtual_pipeline_model_parallel_size
+        transformer.overlap_p2p_comm, transformer.batch_p2p_comm = args.overlap_p2p_comm, not args.overlap_p2p_comm
         text = layout.to_megatron(transformer.mtp_num_layers or 0)
         if text is None:
             _place(transformer, layout)

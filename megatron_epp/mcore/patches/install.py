@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.launch.script_flags import TrainingParser
-from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
@@ -66,8 +65,36 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
     check_start(args, wants_files=os.environ.get("RANK", "0") == "0")
     if os.environ.get("RANK", "0") == "0":
         logger.info("trains with Megatron %s", described())
+    global _flags
+    _flags = argparse.Namespace(**vars(args))
     with refusals_of_megatron():
         return original(args, *rest, **named)
+
+
+_flags: argparse.Namespace | None = None
+"""The run's flags before Megatron validated them, by which a chosen layout is validated again."""
+
+
+def _settle_choices(args: argparse.Namespace) -> None:
+    """Settle what slices of latent attention hand on, the layout, and where the output layer is. A collective call."""
+    if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
+        from megatron_epp.mcore.training.auto_choices import settle_latents
+
+        settle_latents(args)
+    from megatron_epp.mcore.training.layout_search import settle_choices
+
+    assert _flags is not None  # since the flags were checked
+    settle_choices(args, _flags)
+
+
+def _choose_stages(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Settle how layers are divided if --epp is given, before there are groups of ranks that depend on it."""
+    if (args := document_args()) is None:
+        return original(*rest, **named)
+    _settle_choices(args)
+    call = bound(original, *rest, **named)
+    call.arguments["virtual_pipeline_model_parallel_size"] = args.virtual_pipeline_model_parallel_size
+    return original(*call.args, **call.kwargs)
 
 
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
@@ -123,25 +150,15 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens.
 
-    Before that, since there is no model yet, settle the layout, whether the output layer is divided and what slices of latent
-    attention hand on, and start the planning processes.
+    Before that, since there is no model yet, start the planning processes; and settle what a framework that makes its groups of
+    ranks by itself has left open.
     """
     args = document_args()
     if args is None:
         original(*rest, **named)
         return
-    if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
-        from megatron_epp.mcore.training.auto_choices import settle_latents
-
-        settle_latents(args)
-    if getattr(args, "epp_layout", None) in SEARCHED:
-        from megatron_epp.mcore.training.layout_search import search_layout
-
-        search_layout(args)
-    if getattr(args, "epp_vocab_parallel", "off") == "auto":
-        from megatron_epp.mcore.training.auto_choices import choose_vocabulary
-
-        choose_vocabulary(args)
+    args.epp_open_placements = []
+    _settle_choices(args)
     from megatron_epp.mcore.iteration.sliced_run import prepare
 
     prepare(args)
@@ -300,6 +317,8 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt),
         # Megatron makes a new config from the flags in many places, so a change of one object would not reach the others.
         wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
+        # `initialize_megatron` calls it where there are a process group and a tokenizer, and no other group of ranks yet.
+        wrapping("megatron.core.parallel_state:initialize_model_parallel", _choose_stages),
         # `initialize_model_parallel` makes the group of embedding ranks by it, before there is a model, if `pretrain` gets no
         # function for that (`_pretrain` wraps one that it gets). Megatron adds up the gradients of embedding and output layer
         # over the group, and of its first and last rank the last one holds neither where both are on the first.

@@ -1,6 +1,7 @@
-"""The layout that `--epp-layout auto` and `balanced` find when a run is set up, from data and costs, before there is a model.
+"""What flags leave open of a layout, chosen from data and costs when a run is set up, before there is a model.
 
-It is kept with the checkpoints, so that a resumed run has the layout of the run before.
+Layers of the stages, stages on a rank and their placement, whether the output layer is divided, and whether weight gradients
+are actions of their own. The choices are kept with the checkpoints: a resumed run has those of the run before.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,18 +18,26 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, Profile
-from megatron_epp.cost.library import balanced_layers
+from megatron_epp.cost.library import balanced_layers, even_layers
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
+from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import (
     LAYOUT_FLAG,
     SEARCHED,
+    apply_layout,
     asked_layout,
     half_problems,
+    placement_of,
     settle_layout,
     token_multiple,
 )
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.arguments.refusals import delays_weights, refuse
+from megatron_epp.mcore.arguments.start import TRACKER, common_state, validate
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
 from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, share_that_trains, with_device_memory
 from megatron_epp.mcore.costs.stored import named, write_whole
@@ -36,10 +45,12 @@ from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
+from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief_text, read_text
-from megatron_epp.planner.layouts.layout_choice import Sample, choose
+from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, MIN_GAIN_SHARE, Sample, choose, fastest
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first
@@ -51,66 +62,177 @@ _BATCHES = 8
 """Number of the run's first batches that are the sample. Not measured: more make the search longer, in proportion."""
 
 
-def search_layout(args: argparse.Namespace) -> None:
-    """Find the layout if `--epp-layout` leaves it to the run, on the job's first rank for all. A collective call.
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the job's first rank has chosen.
+
+    Attributes:
+        layout: of the layers, and whether the output layer is divided.
+        splits_weights: weight gradients are actions of their own, where plans are faster with them.
+    """
+
+    layout: Layout
+    splits_weights: bool = False
+
+
+def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
+    """Choose what flags leave open of layers, output layer and weight gradients, on the job's first rank for all.
+
+    A collective call, before there are groups of ranks.
 
     Args:
-        args: validated arguments, which get the layout.
+        args: validated arguments, which get the choices.
+        flags: the same before Megatron validated them.
 
     Raises:
-        EppError: no layout fits the caps, there are no documents, or `--epp-costs` has costs of whole stages.
+        EppError: by a layout that is asked for: none fits the caps, there are no documents, or `--epp-costs` has costs of
+            whole stages.
     """
-    if args.epp_layout not in SEARCHED:
+    searches, opens_weights = args.epp_layout in SEARCHED, args.epp_split_weight_gradient == AUTO
+    if not (searches or opens_weights or args.epp_vocab_parallel == AUTO):
         return
     costs = named(args)
-    flags = facts(args, "layout")
-    layout = made_by_first(lambda: _kept(args, flags) or replace(_new(args, costs), chosen_with=flags))
-    args.epp_chosen_layout = args.epp_layout
-    if args.epp_layout == "auto":
-        settle_vocabulary(args, shards=layout.shards_vocabulary)
-    settle_layout(args, layout)
-    settle_stages(args)
+    choices = made_by_first(lambda: _kept(args, flags, facts(args, "layout")) or _new(args, flags, costs))
+    if opens_weights:
+        args.epp_split_weight_gradient = choices.splits_weights
+        args.delay_wgrad_compute = delays_weights(args)
+    chosen_with = facts(args, "layout")
+    if args.epp_layout != "balanced":
+        settle_vocabulary(args, shards=choices.layout.shards_vocabulary)
+    if searches:
+        args.epp_chosen_layout = args.epp_layout
+        _take(args, flags, choices.layout)
+        settle_stages(args)
     if args.save and dist.get_rank() == 0:
-        write_whole(Path(args.save, FILE_NAME), layout.to_json())
+        write_whole(Path(args.save, FILE_NAME), replace(choices.layout, chosen_with=chosen_with).to_json())
 
 
-def _new(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> Layout:
-    if isinstance(costs, PipelineCosts):
-        raise EppError(
-            f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
-        )
-    even = asked_layout(args)
-    assert even is not None
+def _take(args: argparse.Namespace, flags: argparse.Namespace, layout: Layout) -> None:
+    """Take a layout for the run, and what Megatron's validation says of one with as many stages."""
+    settle_layout(args, layout)
+    validated = _validated(flags, layout)
+    for name in _OF_STAGES:
+        if hasattr(args, name):
+            setattr(args, name, getattr(validated, name))
+
+
+_OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align_param_gather")
+"""What Megatron's validation makes of the number of stages on a rank."""
+
+
+def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
+    """Return a run's flags with a layout, as Megatron validates them.
+
+    Raises:
+        ArgumentError: flags do not go with the layout.
+    """
+    text = layers_text(layout.halves).replace(" ", "")
+    own = {"epp_layout": text, "epp_placement": layout.placement.kind}
+    megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
+    trial = argparse.Namespace(**vars(flags) | own | megatrons)
+    refuse(trial, Door.DOCUMENTS)
+    apply_layout(trial)
+    validate(trial)
+    return trial
+
+
+def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:
+    try:
+        _validated(flags, layout)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | PipelineCosts | None) -> _Choices:
+    given = given_layout(args)
+    if args.epp_chosen_by_default and (why := _bound_to_even(args, costs)):
+        logger.info("layers are as Megatron divides them, since %s", why)
+        return _Choices(given)
+    if isinstance(costs, PipelineCosts):  # they are of one layout
+        if args.epp_layout in SEARCHED:
+            text = (
+                f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
+            )
+            raise EppError(text)
+        return _Choices(replace(given, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
     if args.skip_train:
-        return even
-    profile = for_search(args, costs)
-    batches = tuple(first_batches(args))
-    if args.epp_layout == "balanced":
-        lengths, rank_of = tuple(chain.from_iterable(batches)), even.placement.rank_of
-        shards = shards_vocabulary(args)
-        layers = balanced_layers(profile, args.num_layers, len(rank_of), lengths, rank_of, shards_vocabulary=shards)
-        layout = Layout.of_layers(layers, even.placement, shards_vocabulary=shards)
-        logger.info("%s balanced: stages of %s layers", LAYOUT_FLAG, layers_text(layout.halves))
-        return layout
-    choice = choose(sample_of(args, profile, even, batches))
+        return _Choices(given)
+    profile, batches = for_search(args, costs), tuple(first_batches(args))
+    sample = sample_of(args, profile, given, batches)
+    try:
+        if args.epp_layout == "auto":
+            others = (place for place in _open_placements(args) if place != given.placement)
+            places = given.placement, *(place for place in others if not _obstacle(flags, _even(args, place)))
+            choice = choose(replace(sample, placements=places))
+        else:
+            lengths, ranks = tuple(chain.from_iterable(batches)), given.placement.rank_of
+            if args.epp_layout == "balanced":
+                shards = shards_vocabulary(args)
+                layers = balanced_layers(profile, args.num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
+                given = Layout.of_layers(layers, given.placement)
+            choice = fastest([replace(given, shards_vocabulary=shards) for shards in sample.vocabulary], sample)
+    except InfeasibleError as error:
+        if args.epp_layout in SEARCHED and not args.epp_chosen_by_default:
+            raise
+        logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
+        return _Choices(given)
+    splits, time_us, even_us = False, choice.makespan_us, choice.even_us
+    if args.epp_split_weight_gradient == AUTO:
+        apart = fastest([choice.layout], replace(sample, options=replace(sample.options, split_weight=True)))
+        together = fastest([choice.layout], sample)
+        # Whole backwards overlap the exchange between tensor-parallel ranks with the weight's gradient, which no cost says.
+        least = MIN_GAIN_OF_SEVERAL_SHARE if args.tensor_model_parallel_size > 1 else MIN_GAIN_SHARE
+        if splits := apart.makespan_us < (1 - least) * together.makespan_us:
+            time_us *= apart.makespan_us / together.makespan_us
     logger.info(
-        "%s auto: stages of %s layers, %.1f%% less time than even layers for batches like the first %d",
-        LAYOUT_FLAG,
-        layers_text(choice.layout.halves),
-        100 * choice.gain,
+        "layout: %s%s: %.1f%% less time than %s for batches like the first %d",
+        choice.layout.text(),
+        ", weight gradients apart" * splits,
+        100 * (1 - time_us / even_us),
+        "Megatron's layers" if args.epp_layout == "auto" else "without the choice",
         len(batches),
     )
-    return choice.layout
+    return _Choices(choice.layout, splits)
+
+
+def given_layout(args: argparse.Namespace) -> Layout:
+    """Return the layout that flags give, or even layers."""
+    return asked_layout(args) or _even(args, placement_of(args))
+
+
+def _even(args: argparse.Namespace, placement: Placement) -> Layout:
+    return Layout.of_layers(even_layers(args.num_layers, placement.num_stages), placement)
+
+
+def _open_placements(args: argparse.Namespace) -> Iterator[Placement]:
+    for kind, chunks in args.epp_open_placements:
+        if args.num_layers >= chunks * args.pipeline_model_parallel_size:
+            yield Placement(kind, args.pipeline_model_parallel_size, chunks)
+
+
+def _bound_to_even(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> str:
+    """Return why layers stay even where nobody asks for others: because of the loaded state or of the costs; empty if not."""
+    if isinstance(costs, PipelineCosts):
+        return f"--epp-costs {args.epp_costs} has costs of stages"
+    folder = Path(args.load) if args.load else None
+    if folder is None or not (folder / TRACKER).is_file() or args.finetune or args.no_load_optim or args.skip_train:
+        return ""
+    then = (common_state(folder) or {}).get("args")
+    if then is not None and (not then.use_distributed_optimizer or getattr(then, "dist_ckpt_optim_fully_reshardable", False)):
+        return ""
+    return f"the optimizer state in {folder} was saved with them, and no other stages can load it"
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed."""
+    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed, placed as `even` is."""
     caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
+    splits = args.epp_split_weight_gradient is True
     return Sample(
         problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
         costs_of=partial(_costs, args, profile),
         num_layers=args.num_layers,
-        options=options_from(args, training=True, offload=offloads(args)),
+        options=options_from(args, training=True, offload=offloads(args), split_weight=splits),
         halves=not any(half_problems(args, even, LAYOUT_FLAG)),
         placements=(even.placement,),
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)[: 1 + (share_that_trains(args) == 1)]}[
@@ -147,29 +269,31 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
         yield tuple(int(dataset.lengths[index]) for index in sequences_of(dataset, drawn)[0])
 
 
-def _kept(args: argparse.Namespace, flags: dict[str, Any]) -> Layout | None:
-    """Return the layout in the folder of the loaded checkpoint; None if there is none, or if it cannot run here."""
+def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict[str, Any]) -> _Choices | None:
+    """Return the choices in the folder of the loaded checkpoint; None if there are none, or if they cannot run here."""
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
         return None
-    even = asked_layout(args)
-    assert even is not None
+    given, searches = given_layout(args), args.epp_layout in SEARCHED
     try:
         layout = Layout.from_json(read_text(path))
-        layout.check(args.num_layers, even.placement.num_ranks)
-        if layout.placement != even.placement:
+        layout.check(args.num_layers, given.placement.num_ranks)
+        if not searches and layout.halves != given.halves:
+            raise EppError(f"it has stages of {layers_text(layout.halves)} layers")
+        if layout.placement not in (given.placement, *_open_placements(args)):
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
-        if not layout.is_whole and (problem := next(half_problems(args, layout, LAYOUT_FLAG), None)):
+        if searches and layout != given and (problem := _obstacle(flags, layout)):
             raise EppError(problem)
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. The layout is searched again", path, error)
         return None
+    then = layout.chosen_with
     others = [
-        f"{name.replace('_', '-')} was {brief_text(then)} and is {value}"
-        for name, value in flags.items()
-        if str(then := layout.chosen_with.get(name)) != str(value)  # earlier versions wrote some as text
+        f"{name.replace('_', '-')} was {brief_text(then.get(name))} and is {value}"
+        for name, value in chosen_with.items()
+        if str(then.get(name)) != str(value) and value != AUTO  # earlier versions wrote some as text
     ]
     if others:
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
-    logger.info("layout of the run before: stages of %s layers", layers_text(layout.halves))
-    return layout
+    logger.info("layout of the run before: %s", layout.text())
+    return _Choices(layout, then.get("epp_split_weight_gradient") is True)

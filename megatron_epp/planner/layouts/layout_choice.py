@@ -38,10 +38,12 @@ PLANNED_BATCHES = 3
 """Number of batches that are planned; the bounds are of all. With eight, in 18 runs of `scripts.bench.layouts`, plans of other
 batches were up to 4 % slower and up to 3 % faster, and no faster in the mean.
 """
-MIN_GAIN_SHARE = 0.005
+MIN_GAIN_SHARE = 0.01
 """Share of time that a layout must save to be chosen over a plainer one. Less would hardly show in a run: in trainings on two
 cores, measured ratios of layouts were 1 to 12 % off the planned ones.
 """
+MIN_GAIN_OF_SEVERAL_SHARE = 0.03
+"""The same for several stages on a rank, over one: their messages and launches were not yet measured on several GPUs."""
 MOST_LAYOUTS_PLANNED = 2
 """Number of layouts with several stages per rank that are planned as in training. Not measured: each costs a plan of one batch.
 """
@@ -166,7 +168,7 @@ class _Search:
             if self.estimates.mean_us(layout) <= limit_us:
                 self.plan(layout)
         self._race(self._nearest(others))
-        logger.info("layout: %d layouts estimated, %d planned", len(self.estimates.layouts), len(self.plans))
+        logger.debug("layout: %d layouts estimated, %d planned", len(self.estimates.layouts), len(self.plans))
         return self.best()
 
     def plan(self, layout: Layout) -> None:
@@ -176,16 +178,22 @@ class _Search:
                 break
 
     def best(self) -> LayoutChoice:
-        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest."""
+        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest; one stage on each rank
+        unless several gain `MIN_GAIN_OF_SEVERAL_SHARE`.
+        """
         planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not planned:
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
-        close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= self._least_us]
+        single_us = min((self._planned_us(each) for each in planned if each.placement.num_chunks == 1), default=math.inf)
+        if self._least_us > single_us * (1 - MIN_GAIN_OF_SEVERAL_SHARE):
+            planned = [layout for layout in planned if layout.placement.num_chunks == 1]
+        least_us = min(map(self._planned_us, planned))
+        close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= least_us]
         best = min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even))
-        logger.info(
+        logger.debug(
             "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
             layers_text(best.halves),
             ", the vocabulary over all ranks" * best.shards_vocabulary,

@@ -26,8 +26,14 @@ TINY = shlex.split(
 TINY_ON_DOCUMENTS = [*(flag for flag in TINY if flag != "--mock-data"), "--micro-batch-size", "1"]
 """The same without mock data, and with one sequence in a microbatch."""
 
-PLANNED = TINY_ON_DOCUMENTS + shlex.split("--epp --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
+EVEN = shlex.split("--epp-layout even --epp-vocab-parallel off --epp-split-weight-gradient off")
+"""Flags with which nothing of a layout is chosen: what a test is of does not move with what a search finds."""
+
+CHOOSING = TINY_ON_DOCUMENTS + shlex.split("--epp --split 100,0,0 --eval-iters 0 --calculate-per-token-loss")
 """The same with plans, and all documents for training; their path is not among the flags."""
+
+PLANNED = CHOOSING + EVEN
+"""The same with Megatron's layers."""
 
 
 @dataclass(frozen=True)

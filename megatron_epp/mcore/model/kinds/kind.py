@@ -112,7 +112,7 @@ def _prediction_problems(args: argparse.Namespace) -> Iterator[str]:
     depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
     if not depths or not args.save:
         return
-    if not args.untie_embeddings_and_output_weights and ranks > 1 and args.epp_placement == "looped":
+    if not args.untie_embeddings_and_output_weights and ranks > 1 and args.epp_placement != "v":
         yield (
             f"--mtp-num-layers {depths}, an output layer tied to the embedding and --pipeline-model-parallel-size {ranks} make "
             "a model that Megatron cannot save: add --untie-embeddings-and-output-weights, or leave --save out"
