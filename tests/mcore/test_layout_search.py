@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import shlex
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from megatron_epp.plan.serialize import load
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.forked import launch
-from tests.support.mcore.launch import PLANNED
+from tests.support.mcore.launch import CHOOSING, PLANNED
+from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 FLAGS = shlex.split(
@@ -26,9 +29,9 @@ FLAGS = shlex.split(
 )
 
 
-def trained(*flags: object) -> str:
+def trained(*flags: object, begin: list[str] = PLANNED) -> str:
     """Train on two ranks and return the output."""
-    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *PLANNED, *FLAGS, *flags)
+    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *begin, *FLAGS, *flags)
     assert done.returncode == 0, done.output[-5000:]
     return done.output
 
@@ -64,7 +67,7 @@ def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(mo
         args = of_run(*model.split(), "--epp-layout", "balanced", "--epp-loss-block-tokens", blocks, processes=4)
         prepare_epp_args(args)
         args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
-        return layout_search._new(args, None).layers
+        return layout_search._new(args, argparse.Namespace(**vars(args)), None).layout.layers
 
     assert layers("auto") == layers("2048")
     assert layers("auto")[-1] < layers("0")[-1]
@@ -99,3 +102,109 @@ def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tm
     (line,) = [line for line in said.splitlines() if str(kept) in line]
     assert line.endswith("a layout for 4 pipeline ranks, where there are 2. The layout is searched again")
     assert load(tmp_path / "plan.json").num_layers == (5, 3)
+
+
+PP, PER_RANK = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+EVERY = [("looped", 1), ("looped", 2), ("v", 2), ("looped", 4)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "layout", "placements"),
+    [
+        ("", {}, "auto", EVERY),
+        ("--epp-layout auto", {}, "auto", EVERY),
+        ("--epp-placement v", {}, "auto", [("v", 2)]),
+        ("--epp-placement looped", {}, "auto", [each for each in EVERY if each[0] == "looped"]),
+        ("", {"num_virtual_stages_per_pipeline_rank": 2}, "auto", [("looped", 2), ("v", 2)]),
+        ("--epp-layout even", {}, "4,4", []),
+        ("--epp-layout 5,3", {}, "5,3", []),
+        # what flags say stays, whatever else is chosen
+        ("", {"pipeline_model_parallel_layout": "Et*5|t*3L"}, None, []),
+        ("--epp-layout even", {"pipeline_model_parallel_layout": "Et*5|t*3L"}, None, []),
+        ("", {"decoder_first_pipeline_num_layers": 3}, None, []),
+        ("", {"num_layers_per_virtual_pipeline_stage": 2}, None, []),
+        ("", {"hybrid_layer_pattern": "*-*-|*-*-"}, None, []),
+        # where others could not be kept, or planned
+        ("", {"save": "x", "ckpt_format": "torch"}, None, []),
+        ("", {"load": "x", "ckpt_format": "zarr"}, None, []),
+        ("--epp-planner 1f1b", {}, None, []),
+        ("", {"pipeline_model_parallel_size": 1}, None, []),
+    ],
+)
+def test_what_flags_leave_open_is_chosen(
+    flags: str, megatron: dict[str, object], layout: str | None, placements: list[tuple[str, int]]
+) -> None:
+    args = arguments(*flags.split(), **{"pipeline_model_parallel_size": 2} | megatron)
+    prepare_epp_args(args)
+    assert args.epp_layout == layout
+    assert args.epp_open_placements == placements
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "settled"),
+    [
+        ("", {}, "auto"),
+        ("--epp-split-weight-gradient", {}, True),
+        ("--epp-split-weight-gradient off", {}, False),
+        ("", {"pipeline_model_parallel_size": 1}, False),
+        ("--epp-planner 1f1b", {}, False),
+        ("--epp-schedule whole", {}, False),
+        ("", {"hybrid_layer_pattern": "*-*-|*-*-"}, False),
+        ("", {"transformer_impl": "transformer_engine", "add_bias_linear": True}, False),
+        ("", {"transformer_impl": "transformer_engine", "add_bias_linear": False}, "auto"),
+    ],
+)
+def test_weight_gradients_are_left_open_where_layers_can_put_them_off(
+    flags: str, megatron: dict[str, object], settled: object
+) -> None:
+    args = arguments(*flags.split(), **{"pipeline_model_parallel_size": 2} | megatron)
+    prepare_epp_args(args)
+    assert args.epp_split_weight_gradient == settled
+
+
+def test_a_run_without_flags_says_in_a_line_what_was_chosen_and_one_with_them_does_not_choose(tmp_path: Path) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+    given = ["--data-path", data, "--train-iters", 1, "--lr-warmup-iters", 0, "--epp-trace", 1, "--epp-report-dir"]
+    said = trained(*given, tmp_path / "chosen", begin=CHOOSING)
+    (line,) = [line for line in said.splitlines() if "layout_search:layout: " in line]
+    assert re.search(
+        r"layout: stages of .* layers.*: \d+\.\d% less time than Megatron's layers for batches like the first 8", line
+    )
+    assert load(tmp_path / "chosen" / "plan.json").num_layers != (4, 4)
+    assert "layout_search" not in trained(*given, tmp_path / "even")
+    assert load(tmp_path / "even" / "plan.json").num_layers == (4, 4)
+
+
+@pytest.mark.parametrize("stages", ["--epp-placement v", f"{PER_RANK} 4"])
+def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(tmp_path: Path, stages: str) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+    given = ["--data-path", data, "--train-iters", 4]
+    keeps = ["--save", tmp_path / "saved", "--save-interval", 2, "--epp-report-dir"]
+    trained(*given, *shlex.split(stages), "--epp-report-dir", tmp_path / "whole", begin=CHOOSING)
+    trained(*given, *shlex.split(stages), *keeps, tmp_path / "before", "--exit-interval", 2, begin=CHOOSING)
+    said = trained(*given, *keeps, tmp_path / "after", "--load", tmp_path / "saved", begin=CHOOSING)
+    assert f", {4 if PER_RANK in stages else 2} on each rank" in said
+    whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
+    assert before | after == whole
+
+
+SHARDED = ["--use-distributed-optimizer", "--untie-embeddings-and-output-weights"]
+
+
+@pytest.mark.parametrize("form", ["", "--dist-ckpt-optim-fully-reshardable"])
+def test_a_checkpoint_of_stock_goes_on_in_layers_that_its_optimizer_state_can_have(tmp_path: Path, form: str) -> None:
+    """Any, where that is saved for all layouts; and Megatron goes on from a checkpoint of chosen ones."""
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+    common = ["--data-path", data, *SHARDED, *form.split(), "--train-iters", 4, "--hidden-dropout", 0]
+    keeps = ["--save", tmp_path / "stock", "--save-interval", 2, "--exit-interval", 2]
+    stock = [*CHOOSING, "--epp-schedule", "stock", "--epp-layout", "even"]
+    trained(*common, *keeps, "--epp-report-dir", tmp_path / "before", begin=stock)
+    trained(*common, "--epp-report-dir", tmp_path / "reference", begin=stock)
+    saves = ["--save", tmp_path / "ours", "--save-interval", 1]
+    said = trained(*common, "--load", tmp_path / "stock", *saves, "--epp-report-dir", tmp_path / "after", begin=CHOOSING)
+    assert ("layers are as Megatron divides them, since the optimizer state" in said) == (not form)
+    reference, after = losses(tmp_path / "reference"), losses(tmp_path / "after")
+    assert after == pytest.approx({number: reference[number] for number in (3, 4)}, rel=1e-5)
+    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("3")
+    trained(*common, "--load", tmp_path / "ours", "--epp-report-dir", tmp_path / "back", begin=stock)
+    assert losses(tmp_path / "back") == pytest.approx({4: reference[4]}, rel=1e-5)

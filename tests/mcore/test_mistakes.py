@@ -120,7 +120,7 @@ ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_rout
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "documents": [
         (f"{PP} 4", 6, "6 processes", f"{PP} 4", "multiple of 4"),
-        (f"{PP} 3", 3, f"{LAYERS} 4", f"{PP} 3", "multiple of 3", "--decoder-first-pipeline-num-layers"),
+        (f"{PP} 3 --epp-planner 1f1b", 3, f"{LAYERS} 4", f"{PP} 3", "multiple of 3", "--decoder-first-pipeline-num-layers"),
         ("--eval-global-batch-size 6", 4, "--eval-global-batch-size 6", "4 data-parallel replicas", "multiple of 4"),
         (f"{PP} 0", 1, f"{PP} is 0", "a whole number from 1"),
         (f"{BATCH} 6", 4, f"{BATCH} 6", "4 data-parallel replicas", "multiple of 4"),
@@ -189,7 +189,13 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "launcher": [
         ({"megatron": {"pipeline_model_parallel_size": 4}}, 6, "6 processes", f"{PP} 4", "multiple of 4"),
-        ({"megatron": {"pipeline_model_parallel_size": 3}}, 3, f"{LAYERS} 4", f"{PP} 3", "multiple of 3"),
+        (
+            {"megatron": {"pipeline_model_parallel_size": 3}, "epp": {"planner": "1f1b"}},
+            3,
+            f"{LAYERS} 4",
+            f"{PP} 3",
+            "multiple of 3",
+        ),
         ({"epp": {"slics": 4}}, 1, "slics", "did you mean 'slices'"),
         ({"megatron": {"position_embedding_type": "ropes"}}, 1, "argument --position-embedding-type: invalid choice: 'ropes'"),
         ({"megatron": {"min_lr": 0.1}, "epp": {"enabled": False}}, 1, "--min-lr 0.1", "--lr 0.001", "lower"),
@@ -213,7 +219,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ({"order": "given", "split_weight_gradient": True}, 1, "order='given'", "leave out split_weight_gradient"),
         ({"order": "given", "offload": "on"}, 1, "order='given'", "leave out offload"),
         ({"order": "given", "host_memory_gb": 3}, 1, "order='given'", "leave out host_memory_gb"),
-        ({"offload": True}, 1, "offload is True", "auto, on, off"),
+        ({"offload": 2}, 1, "offload is 2", "auto, on, off"),
         ({"memory_cap": 4}, 1, "memory_cap", "did you mean 'memory_cap_gb'"),
         ({"order": "mine"}, 1, "order", "'mine'", "planned, given"),
     ],

@@ -83,7 +83,8 @@ def test_what_cannot_be_honoured_is_refused_in_a_line(flags: str, megatron: dict
 @pytest.mark.parametrize(
     ("flags", "megatron", "settled"),
     [
-        ("", {}, "off"),
+        ("", {}, "auto"),
+        ("--epp-vocab-parallel off", {}, "off"),
         (ON, {}, "on"),
         ("--epp-vocab-parallel auto", {}, "auto"),
         ("--epp-vocab-parallel auto", {"fp16": True}, "off"),

@@ -123,7 +123,7 @@ def readable_layout(args: argparse.Namespace) -> Layout | None:
 
 def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
-    if getattr(args, "epp_layout", None) is None:
+    if getattr(args, "epp_layout", None) is None or (args.epp_layout == EVEN and given_division(args)):
         return
     setting = f"{LAYOUT_FLAG} {args.epp_layout}"
     if hybrid_pattern(args):
@@ -181,8 +181,8 @@ def apply_layout(args: argparse.Namespace) -> None:
 
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
-    """Replace ``auto`` or ``balanced`` by the layout that was found, which has as many stages on a rank."""
-    args.epp_layout = layers_text(layout.halves).replace(" ", "")
+    """Replace ``auto`` or ``balanced`` by the layout that was found."""
+    args.epp_layout, args.epp_placement = layers_text(layout.halves).replace(" ", ""), layout.placement.kind
     apply_layout(args)
 
 

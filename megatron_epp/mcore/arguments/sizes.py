@@ -64,8 +64,9 @@ def stages(args: Namespace, _: Door) -> Iterator[str]:
     flags = [(flag_of(name), value) for name in names if (value := getattr(args, name, None)) is not None]
     if hybrid_pattern(args) or (len(flags) > 1 and args.epp_layout is None):
         return  # Megatron refuses two flags, and checks a pattern
-    if is_open(args):  # and layers are divided as the run's data want it
-        chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None) or (2 if args.epp_placement == "v" else 1)
+    count = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    if is_open(args) and count != 0:  # and layers are divided as the run's data want it
+        chunks = count or (2 if args.epp_placement == "v" else 1)
         flag, value = PER_RANK, chunks
     elif args.epp_layout is None:
         flag, value = flags[0] if flags else ("", 1)

@@ -315,10 +315,10 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def common_state(folder: Path) -> dict[str, Any] | None:
     """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
-    from megatron.core.dist_checkpointing.serialization import loadcommon_state_dict
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
-        state = loadcommon_state_dict(str(newest_checkpoint(folder)))
+        state = load_common_state_dict(str(newest_checkpoint(folder)))
     except Exception:  # a damaged one is named when it is loaded, or set aside then
         return None
     return state if isinstance(state, dict) else None

@@ -74,8 +74,13 @@ def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str]
     flags = defaults | {f"epp_{name}": value for name, value in settings.items()} | OF_LOOP
     flags |= {name: settings[name] for name in OF_LOOP if name in settings}
     for row in TABLE:
+        if "off" in row.choices and isinstance(switch := flags.get(row.dest), bool):
+            flags[row.dest] = "on" if switch else "off"
         if row.is_ours and row.choices and (value := flags.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
+    flags["epp_split_weight_gradient"] = (
+        flags["epp_split_weight_gradient"] == "on"
+    )  # the model is built, and may not delay them
     features.check_calls()
     if not flags["epp_allow_unknown_megatron"]:
         features.tell_untested()

@@ -66,7 +66,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     if layers is not None:
         spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]
         call.arguments["transformer_layer_spec"] = half_layers.cut_spec(spec, config, vp_stage, layers)
-    if args.epp_placement != "looped":
+    if args.epp_placement == "v":
         call.arguments |= model_chunks.ends(args, vp_stage)
         if "transformer_layer_spec" not in call.arguments:
             call.arguments |= _placed_hybrid(call.arguments, placement_of(args))
@@ -138,7 +138,7 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
         resolve_name("megatron_epp.mcore.model.value_head:put_head")(model, args)
     if shards_vocabulary(args):
         resolve_name("megatron_epp.mcore.model.vocabulary_shard:divide_output_layer")(model, args, vp_stage)
-    elif args.epp_placement != "looped":
+    elif args.epp_placement == "v":
         model_chunks.tie(model, args)
     if splits_weights(args):
         split_weight_gradients(model)

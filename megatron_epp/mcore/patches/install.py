@@ -117,7 +117,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     original(self)
     if delays:
         self.delay_wgrad_compute = True
-    if args is not None and (args.epp_placement != "looped" or args.epp_layout is not None):
+    if args is not None and (args.epp_placement == "v" or args.epp_layout is not None):
         from megatron_epp.mcore.model.model_chunks import assign_stages
 
         assign_stages(self, args)
@@ -126,7 +126,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
 def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *rest: Any) -> list[int]:
     """Keep the embedding on one rank where --epp-placement puts the first and the last stage on it."""
     args = epp_args()
-    if args is not None and args.epp_placement != "looped":
+    if args is not None and args.epp_placement == "v":
         from megatron_epp.mcore.arguments.layout import placement_of
 
         if placement_of(args).ends_share_rank:

@@ -27,7 +27,6 @@ from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import (
     LAYOUT_FLAG,
     SEARCHED,
-    apply_layout,
     asked_layout,
     half_problems,
     placement_of,
@@ -126,12 +125,11 @@ def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
     Raises:
         ArgumentError: flags do not go with the layout.
     """
-    text = layers_text(layout.halves).replace(" ", "")
-    own = {"epp_layout": text, "epp_placement": layout.placement.kind}
+    own = {"epp_layout": layers_text(layout.halves).replace(" ", ""), "epp_placement": layout.placement.kind}
     megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
     trial = argparse.Namespace(**vars(flags) | own | megatrons)
     refuse(trial, Door.DOCUMENTS)
-    apply_layout(trial)
+    settle_layout(trial, layout)
     validate(trial)
     return trial
 
