@@ -52,7 +52,9 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
     """
     if not error.least_cap_bytes:
         return ""
-    search, names = _Search(args, lengths), names_of(args.parser)
+    # Which layout is faster does not matter, and each search would take longer than a plan.
+    simple = {"layout": args.layout or BALANCED, "vocab_parallel": "on" if args.vocab_parallel == "on" else "off"}
+    search, names = _Search(Namespace(**vars(args) | simple), lengths), names_of(args.parser)
     with progress("looking for what would fit"):
         search.run()
     fitting, late = list(search.fitting.values()), [names[setting] for setting in search.late]

@@ -14,12 +14,12 @@ from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers, even_layers, pattern_of, whole_pattern
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
+from megatron_epp.plan.errors import EppError, InfeasibleError
+from megatron_epp.plan.layout import Layout, layers_text, parse_layers, runs_text, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest
+from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest, gain_apart
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us
 
@@ -51,7 +51,7 @@ class Chosen:
         where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
         where += ", the vocabulary over all ranks" * layout.shards_vocabulary
         kind = f"{self.kind}, " * bool(self.kind)
-        lines = [f"layout: {kind}stages of {layers_text(layout.halves)} layers, {where}"]
+        lines = [f"layout: {kind}stages of {runs_text(layout.halves)} layers, {where}"]
         if is_even and self.choice is None:
             return lines
         if self.choice is not None:
@@ -128,21 +128,25 @@ def chosen_layout(
     text, ranks, flags = args.layout, pipeline_ranks(args), flags_of(args)
     of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=whole_pattern(flags))
     if isinstance(source, PipelineCosts):
+        args.split_weight = args.split_weight in (True, "on")
         return replace(of_model, layout=_of_stages(args, source, ranks))
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
         sample = _sample(args, source, num_layers, batches, planners or [args.planner])
-        if text == AUTO:
+        lengths = tuple(chain.from_iterable(batches))
+        layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
+        kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
+        try:
             with progress("choosing the layout"):
-                choice = choose(sample)
-            return replace(of_model, layout=choice.layout, choice=choice)
-    lengths = tuple(chain.from_iterable(batches))
-    layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
-    kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
-    if len(layouts) == 1:
-        return replace(of_model, layout=layouts[0], kind=kind)
-    with progress("comparing a vocabulary on the last stage with one over all ranks"):
-        choice = fastest(layouts, sample)
-    return replace(of_model, layout=choice.layout, choice=choice, kind=kind)
+                choice = choose(sample) if text in (None, AUTO) else fastest(layouts, sample) if len(layouts) > 1 else None
+                layout = layouts[0] if choice is None else choice.layout
+                if args.split_weight == AUTO:
+                    may = text in (None, AUTO) and ranks > 1 and all(map(begins_with_greedy, planners or [args.planner]))
+                    args.split_weight = may and gain_apart(layout, sample, flags.get("tensor_model_parallel_size") or 1) > 0
+        except InfeasibleError:
+            if text == AUTO:
+                raise
+            choice, layout, args.split_weight = None, layouts[0], args.split_weight is True  # whose plan says what is missing
+    return replace(of_model, layout=layout, choice=choice, kind="" if choice and text is None else kind)
 
 
 def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:

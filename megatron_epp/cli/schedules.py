@@ -47,7 +47,8 @@ def usual() -> list[str]:
 def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
     """Return the chosen layout as a planner needs it (`layout_for`), balanced where the chosen one is."""
     layout = layout_for(planner, chosen.layout)
-    return balanced_at(args, layout, lengths) if chosen.kind == BALANCED and layout != chosen.layout else layout
+    was_chosen = chosen.kind == BALANCED or chosen.choice is not None
+    return balanced_at(args, layout, lengths) if was_chosen and layout != chosen.layout else layout
 
 
 def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:

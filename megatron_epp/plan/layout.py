@@ -130,12 +130,9 @@ class Layout:
 
     def text(self) -> str:
         """Describe the layout: ``stages of 9, 8, 8 (6 times), 7 layers, two on a rank, the output layer over all ranks``."""
-        runs = [(count / 2, len(list(equal))) for count, equal in groupby(self.halves)]
-        words = ([f"{count:g} ({times} times)"] if times > 2 else [f"{count:g}"] * times for count, times in runs)
-        layers = ", ".join(chain.from_iterable(words))
         several = f", {self.placement.num_chunks} on each rank" + ", in a v" * (not self.placement.is_looped)
         where = several * (self.placement.num_chunks > 1) + ", the output layer over all ranks" * self.shards_vocabulary
-        return f"stages of {layers} layers{where}"
+        return f"stages of {runs_text(self.halves)} layers{where}"
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
@@ -196,6 +193,13 @@ def halves_of(layers: Any) -> int:
 def layers_text(halves: Sequence[int]) -> str:
     """Format half layers of stages as layers: ``8, 7.5, 8.5``."""
     return ", ".join(f"{count / 2:g}" for count in halves)
+
+
+def runs_text(halves: Sequence[int]) -> str:
+    """Format half layers of stages as layers, equal ones in a row once: ``9, 8 (6 times), 7.5``."""
+    runs = [(count / 2, len(list(equal))) for count, equal in groupby(halves)]
+    words = ([f"{count:g} ({times} times)"] if times > 2 else [f"{count:g}"] * times for count, times in runs)
+    return ", ".join(chain.from_iterable(words))
 
 
 def _placement(rank_of: tuple[int, ...], num_stages: int) -> Placement:

@@ -49,7 +49,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief_text, read_text
-from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, MIN_GAIN_SHARE, Sample, choose, fastest
+from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest, gain_apart
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first
@@ -175,23 +175,17 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | P
             raise
         logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
         return _Choices(given)
-    splits, time_us, even_us = False, choice.makespan_us, choice.even_us
-    if args.epp_split_weight_gradient == AUTO:
-        apart = fastest([choice.layout], replace(sample, options=replace(sample.options, split_weight=True)))
-        together = fastest([choice.layout], sample)
-        # Whole backwards overlap the exchange between tensor-parallel ranks with the weight's gradient, which no cost says.
-        least = MIN_GAIN_OF_SEVERAL_SHARE if args.tensor_model_parallel_size > 1 else MIN_GAIN_SHARE
-        if splits := apart.makespan_us < (1 - least) * together.makespan_us:
-            time_us *= apart.makespan_us / together.makespan_us
+    is_open = args.epp_split_weight_gradient == AUTO
+    apart = gain_apart(choice.layout, sample, args.tensor_model_parallel_size) if is_open else 0.0
     logger.info(
         "layout: %s%s: %.1f%% less time than %s for batches like the first %d",
         choice.layout.text(),
-        ", weight gradients apart" * splits,
-        100 * (1 - time_us / even_us),
+        ", weight gradients apart" * (apart > 0),
+        100 * (1 - (1 - choice.gain) * (1 - apart)),
         "Megatron's layers" if args.epp_layout == "auto" else "without the choice",
         len(batches),
     )
-    return _Choices(choice.layout, splits)
+    return _Choices(choice.layout, apart > 0)
 
 
 def given_layout(args: argparse.Namespace) -> Layout:

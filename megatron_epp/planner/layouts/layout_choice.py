@@ -296,6 +296,24 @@ def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
     return search.best()
 
 
+def gain_apart(layout: Layout, sample: Sample, tensor_ranks: int) -> float:
+    """Return the share of time that plans of a layout save with weight gradients as actions of their own; 0 for too little.
+
+    Args:
+        tensor_ranks: that share every layer. Whole backwards overlap their exchange with the weight's gradient, which no cost
+            says, so that more must be saved.
+
+    Raises:
+        InfeasibleError: the layout does not fit the caps.
+    """
+    least = MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
+    whole, apart = (
+        fastest([layout], replace(sample, options=replace(sample.options, split_weight=split))).makespan_us
+        for split in (False, True)
+    )
+    return 1 - apart / whole if apart < (1 - least) * whole else 0.0
+
+
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
     if num_ranks == 1:
