@@ -53,6 +53,10 @@ class Setting:
             pipeline_model_parallel_size=self.num_ranks,
             seq_length=self.context,
             max_position_embeddings=self.context,
+            # The schedules are compared on the same stages, and learnt costs are of stages.
+            epp_layout="even",
+            epp_vocab_parallel="off",
+            epp_split_weight_gradient="off",
         )
 
     def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> RecordedRun:
