@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli import lengths as batches
-from megatron_epp.cli.layout_flag import BALANCED, EVEN, chosen_layout, pipeline_ranks
+from megatron_epp.cli.layout_flag import BALANCED, EVEN, chosen_layout, pipeline_ranks, without_search
 from megatron_epp.cli.planning_flags import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
@@ -52,9 +52,7 @@ def alternatives(error: InfeasibleError, args: Namespace, lengths: tuple[int, ..
     """
     if not error.least_cap_bytes:
         return ""
-    # Which layout is faster does not matter, and each search would take longer than a plan.
-    simple = {"layout": args.layout or BALANCED, "vocab_parallel": "on" if args.vocab_parallel == "on" else "off"}
-    search, names = _Search(Namespace(**vars(args) | simple), lengths), names_of(args.parser)
+    search, names = _Search(Namespace(**vars(args) | without_search(args)), lengths), names_of(args.parser)
     with progress("looking for what would fit"):
         search.run()
     fitting, late = list(search.fitting.values()), [names[setting] for setting in search.late]

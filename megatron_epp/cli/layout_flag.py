@@ -19,7 +19,7 @@ from megatron_epp.plan.layout import Layout, layers_text, parse_layers, runs_tex
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest, gain_apart
+from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest, gain_of_split
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us
 
@@ -33,7 +33,8 @@ _STAGES = 4
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The layout of a command, the search that found it (None if there was none), the model's depths of multi-token prediction,
-    its layers if it is a hybrid one, and the kind of the layout (even, balanced) if it is of one.
+    its layers if it is a hybrid one, the kind of the layout (even, balanced) if it is of one, and whether weight gradients are
+    split off with it.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Chosen:
     predictions: int = 0
     pattern: str = ""
     kind: str = ""
+    splits_weight: bool = False
 
     def lines(self) -> list[str]:
         """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
@@ -66,7 +68,8 @@ class Chosen:
         else:
             words = layers_text(layout.halves).replace(" ", "")
             flags = f"--epp-layout {words}" + " --epp-placement v" * (not placement.is_looped)
-        lines.append("in training: " + flags + " --epp-vocab-parallel on" * layout.shards_vocabulary)
+        flags += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * self.splits_weight
+        lines.append(f"in training: {flags}")
         return lines
 
 
@@ -100,7 +103,7 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
         return
 
     def trial(choice: str) -> LatentsTrial:
-        settings = argparse.Namespace(**vars(args) | {"latents": choice})
+        settings = argparse.Namespace(**vars(args) | without_search(args) | {"latents": choice})
         layout = chosen_layout(settings, batches, planners).layout
         problems = [problem_of(settings, lengths, layout.placement) for lengths in batches]
         costs = costs_of(settings, [*chain.from_iterable(batches)], layout)
@@ -110,6 +113,12 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
         choice = choose_latents(trial)
     args.latents = "on" if choice.relays_latents else "off"
     tell(f"{PROGRAM}: --latents {args.latents}: {choice}")
+
+
+def without_search(args: argparse.Namespace) -> dict[str, object]:
+    """Return values of flags with which no layout is searched that is not asked for, where many are tried."""
+    vocabulary = "on" if args.vocab_parallel == "on" else "off"
+    return {"layout": args.layout or BALANCED, "vocab_parallel": vocabulary, "split_weight": args.split_weight in (True, "on")}
 
 
 def chosen_layout(
@@ -135,18 +144,20 @@ def chosen_layout(
         lengths = tuple(chain.from_iterable(batches))
         layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
         kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
+        searches = text == AUTO or (text is None and all(map(begins_with_greedy, planners or [args.planner])))
         try:
             with progress("choosing the layout"):
-                choice = choose(sample) if text in (None, AUTO) else fastest(layouts, sample) if len(layouts) > 1 else None
+                choice = choose(sample) if searches else fastest(layouts, sample) if len(layouts) > 1 else None
                 layout = layouts[0] if choice is None else choice.layout
                 if args.split_weight == AUTO:
-                    may = text in (None, AUTO) and ranks > 1 and all(map(begins_with_greedy, planners or [args.planner]))
-                    args.split_weight = may and gain_apart(layout, sample, flags.get("tensor_model_parallel_size") or 1) > 0
+                    tensor_ranks = flags.get("tensor_model_parallel_size") or 1
+                    args.split_weight = searches and ranks > 1 and gain_of_split(layout, sample, tensor_ranks) > 0
         except InfeasibleError:
             if text == AUTO:
                 raise
             choice, layout, args.split_weight = None, layouts[0], args.split_weight is True  # whose plan says what is missing
-    return replace(of_model, layout=layout, choice=choice, kind="" if choice and text is None else kind)
+    splits = choice is not None and args.split_weight in (True, "on")
+    return replace(of_model, layout=layout, choice=choice, kind="" if choice and text is None else kind, splits_weight=splits)
 
 
 def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:
@@ -162,7 +173,7 @@ def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
     """Return the layout of even or balanced layers, or the given one."""
     ranks = pipeline_ranks(args)
-    if args.layout not in (None, EVEN, BALANCED):
+    if args.layout not in (None, AUTO, EVEN, BALANCED):
         layout = _given(args, num_layers)
         if pattern_of(flags_of(args)) and not layout.is_whole:
             raise EppError(f"--layout {args.layout} cuts layers, and those of a hybrid model have one part: give whole layers")
@@ -183,13 +194,14 @@ def _sample(
     """Return what the search for a layout needs: batches, costs, and the layouts that are allowed."""
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
+    may_search = all(map(begins_with_greedy, planners))
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
         options=options_from(args, planner=planner),
-        placements=() if all(map(begins_with_greedy, planners)) else (own.placement,),
-        vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks),
+        placements=() if may_search else (own.placement,),
+        vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks if may_search else 1),
         halves=not pattern_of(flags_of(args)),
     )
 

@@ -100,7 +100,7 @@ def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(planned: Planned) 
 
 
 def test_flags_given_beside_a_model_win_and_without_a_cluster_there_is_no_cap(planned: Planned) -> None:
-    made = planned("--lengths 300 --model llama3-8b --layers 6 --stages 4 --memory-gb 900")
+    made = planned("--lengths 300 --model llama3-8b --layers 6 --stages 4 --memory-gb 900 --layout 1,2,2,1")
     assert (made.num_layers, made.cap_bytes) == ((1, 2, 2, 1), (900 * 2**30,) * 4)
     assert planned("--lengths 300 --stages 2").cap_bytes == (UNLIMITED_BYTES,) * 2
     assert planned("--lengths 300 --costs llama3-70b-h100 --stages 8").num_layers == (10,) * 8
@@ -169,7 +169,7 @@ def test_chunks_are_padded_as_a_training_pads_them_unless_said_otherwise(flags: 
     assert planned(f"--lengths 900,300 --stages 2 --model llama3-8b {flags}").token_multiple == multiple
 
 
-def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(
+def test_commands_search_the_same_layout_where_none_is_given_and_say_so(
     planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch, lines = f"{BATCH} --stages 4 --slices 2", []
@@ -178,11 +178,14 @@ def test_commands_agree_on_balanced_layers_where_none_are_given_and_say_so(
         lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: ")]
     assert len(lines) == 3
     assert len(set(lines)) == 1
-    assert lines[0].startswith("layout: balanced, stages of ")
-    made, balanced, even = (planned(f"{batch}{layout}") for layout in ("", " --layout balanced", " --layout even"))
-    assert made == balanced
-    assert made.num_layers != even.num_layers
-    assert made.num_layers[-1] < even.num_layers[-1]
+    assert lines[0].startswith("layout: stages of ")
+    made, auto, balanced, even = (planned(f"{batch}{layout}") for layout in ("", *map(" --layout {}".format, KINDS)))
+    assert made == auto
+    assert made.predicted.makespan_us < balanced.predicted.makespan_us < even.predicted.makespan_us
+    assert balanced.num_layers[-1] < even.num_layers[-1]
+
+
+KINDS = ("auto", "balanced", "even")
 
 
 def test_a_schedule_that_needs_a_v_is_planned_and_compared_in_one_and_its_layout_is_told(
@@ -204,8 +207,8 @@ def test_auto_plans_with_a_searched_layout_and_writes_it(planned: Planned, capsy
     assert made.num_layers == tuple(count // 2 for count in layout.halves)
     assert made.placement == layout.placement.rank_of
     assert layout.to_megatron() is None or layout.to_megatron() in told
-    assert made.predicted.makespan_us < planned(BATCH).predicted.makespan_us
-    assert planned(f"{BATCH} --layout chosen.json") == made
+    assert made.predicted.makespan_us < planned(f"{BATCH} --layout balanced").predicted.makespan_us
+    assert planned(f"{BATCH} --layout chosen.json --split-weight") == made
     assert planned(f"{BATCH} --layout auto --planner seq1f1b").placement == (0, 1, 2, 3), "it knows one stage per rank alone"
 
 

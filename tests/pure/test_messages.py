@@ -46,7 +46,7 @@ def test_flags_that_are_said_to_fit_do_and_none_is_named_that_cannot_help(capsys
 
 
 def test_a_layout_and_a_context_that_are_said_to_fit_do(capsys):
-    two = [*SMALL[:-1], "2"]
+    two = [*SMALL[:-1], "2", "--layout", "balanced"]
     assert told(capsys, two, "--layout ") == "even"
     assert exit_code([*two, "--layout", "even"]) == 0
     long = [*two[:2], "400000", *two[3:], "--layers", "8"]

@@ -135,7 +135,7 @@ def _leave_open(args: argparse.Namespace, door: Door) -> None:
     elif args.epp_layout is None and args.rank == 0 and args.pipeline_model_parallel_size > 1:
         logger.info("layers are as Megatron divides them, since %s", next(keeping_layers(args)))
     if args.epp_layout == "auto":
-        every = ((place.kind, place.num_chunks) for place in placements_of(args.pipeline_model_parallel_size))
+        every = ((each.kind, each.num_chunks) for each in placements_of(args.pipeline_model_parallel_size))
         args.epp_open_placements = [each for each in every if each[0] == (kind or each[0]) and each[1] == (chunks or each[1])]
 
 

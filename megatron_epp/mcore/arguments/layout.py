@@ -43,8 +43,8 @@ def given_division(args: argparse.Namespace) -> str:
     """Return the flag of Megatron's that divides layers over stages, with its value; empty if none is given."""
     if pattern := hybrid_pattern(args):
         return f"--hybrid-layer-pattern {pattern}"
-    given = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in _OTHERS)
-    return next((f"{flag} {value}" for flag, value in given if value), "")
+    values = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in _OTHERS)
+    return next((f"{flag} {value}" for flag, value in values if value), "")
 
 
 def is_open(args: argparse.Namespace) -> bool:
@@ -54,7 +54,7 @@ def is_open(args: argparse.Namespace) -> bool:
 
 
 def keeping_layers(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why layers that nobody asked to divide otherwise stay as Megatron divides them."""
+    """Yield why layers stay as Megatron divides them where no flag asks for others."""
     if flag := given_division(args):
         yield f"{flag} says so"
     keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)

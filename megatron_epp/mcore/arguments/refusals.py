@@ -238,12 +238,12 @@ def splits_weights(args: Namespace) -> bool:
 
 
 def delays_weights(args: Namespace) -> bool:
-    """Return True if Transformer Engine's layers, and the hooks of data parallelism, wait for weight gradients apart."""
+    """Return True if Transformer Engine's layers, and the hooks of data parallelism, wait for split weight gradients."""
     return splits_weights(args) and args.transformer_impl == "transformer_engine"
 
 
 def weights_together(args: Namespace) -> Iterator[str]:
-    """Yield why weight gradients that nobody asked to be apart are computed with their backwards."""
+    """Yield why weight gradients are computed with their backwards where no flag asks for more."""
     engine = args.transformer_impl == "transformer_engine"
     if args.epp_schedule != "elastic":
         yield f"--epp-schedule {args.epp_schedule} is asked for"

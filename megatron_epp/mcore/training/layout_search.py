@@ -1,4 +1,4 @@
-"""What flags leave open of a layout, chosen from data and costs when a run is set up, before there is a model.
+"""Choice of what flags leave open of a layout, from data and costs when a run is set up, before there is a model.
 
 Layers of the stages, stages on a rank and their placement, whether the output layer is divided, and whether weight gradients
 are actions of their own. The choices are kept with the checkpoints: a resumed run has those of the run before.
@@ -49,7 +49,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief_text, read_text
-from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest, gain_apart
+from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest, gain_of_split
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first
@@ -63,7 +63,7 @@ _BATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What the job's first rank has chosen.
+    """Choices of the job's first rank.
 
     Attributes:
         layout: of the layers, and whether the output layer is divided.
@@ -81,7 +81,7 @@ def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
 
     Args:
         args: validated arguments, which get the choices.
-        flags: the same before Megatron validated them.
+        flags: those that Megatron had not validated yet.
 
     Raises:
         EppError: by a layout that is asked for: none fits the caps, there are no documents, or `--epp-costs` has costs of
@@ -143,49 +143,49 @@ def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:
 
 
 def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | PipelineCosts | None) -> _Choices:
-    given = given_layout(args)
+    first = given_layout(args)
     if args.epp_chosen_by_default and (why := _bound_to_even(args, costs)):
         logger.info("layers are as Megatron divides them, since %s", why)
-        return _Choices(given)
+        return _Choices(first)
     if isinstance(costs, PipelineCosts):  # they are of one layout
         if args.epp_layout in SEARCHED:
             text = (
                 f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
             )
             raise EppError(text)
-        return _Choices(replace(given, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
+        return _Choices(replace(first, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
     if args.skip_train:
-        return _Choices(given)
+        return _Choices(first)
     profile, batches = for_search(args, costs), tuple(first_batches(args))
-    sample = sample_of(args, profile, given, batches)
+    sample = sample_of(args, profile, first, batches)
     try:
         if args.epp_layout == "auto":
-            others = (place for place in _open_placements(args) if place != given.placement)
-            places = given.placement, *(place for place in others if not _obstacle(flags, _even(args, place)))
-            choice = choose(replace(sample, placements=places))
+            others = (other for other in _open_placements(args) if other != first.placement)
+            placements = first.placement, *(other for other in others if not _obstacle(flags, _even(args, other)))
+            choice = choose(replace(sample, placements=placements))
         else:
-            lengths, ranks = tuple(chain.from_iterable(batches)), given.placement.rank_of
+            lengths, ranks = tuple(chain.from_iterable(batches)), first.placement.rank_of
             if args.epp_layout == "balanced":
                 shards = shards_vocabulary(args)
                 layers = balanced_layers(profile, args.num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
-                given = Layout.of_layers(layers, given.placement)
-            choice = fastest([replace(given, shards_vocabulary=shards) for shards in sample.vocabulary], sample)
+                first = Layout.of_layers(layers, first.placement)
+            choice = fastest([replace(first, shards_vocabulary=shards) for shards in sample.vocabulary], sample)
     except InfeasibleError as error:
         if args.epp_layout in SEARCHED and not args.epp_chosen_by_default:
             raise
         logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
-        return _Choices(given)
+        return _Choices(first)
     is_open = args.epp_split_weight_gradient == AUTO
-    apart = gain_apart(choice.layout, sample, args.tensor_model_parallel_size) if is_open else 0.0
+    split_gain = gain_of_split(choice.layout, sample, args.tensor_model_parallel_size) if is_open else 0.0
     logger.info(
         "layout: %s%s: %.1f%% less time than %s for batches like the first %d",
         choice.layout.text(),
-        ", weight gradients apart" * (apart > 0),
-        100 * (1 - (1 - choice.gain) * (1 - apart)),
+        ", weight gradients split off" * (split_gain > 0),
+        100 * (1 - (1 - choice.gain) * (1 - split_gain)),
         "Megatron's layers" if args.epp_layout == "auto" else "without the choice",
         len(batches),
     )
-    return _Choices(choice.layout, apart > 0)
+    return _Choices(choice.layout, split_gain > 0)
 
 
 def given_layout(args: argparse.Namespace) -> Layout:
@@ -204,7 +204,7 @@ def _open_placements(args: argparse.Namespace) -> Iterator[Placement]:
 
 
 def _bound_to_even(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> str:
-    """Return why layers stay even where nobody asks for others: because of the loaded state or of the costs; empty if not."""
+    """Return why layers stay even where no flag asks for others: because of the loaded state or of the costs; empty if not."""
     if isinstance(costs, PipelineCosts):
         return f"--epp-costs {args.epp_costs} has costs of stages"
     folder = Path(args.load) if args.load else None
@@ -266,15 +266,15 @@ def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
         return None
-    given, searches = given_layout(args), args.epp_layout in SEARCHED
+    first, searches = given_layout(args), args.epp_layout in SEARCHED
     try:
         layout = Layout.from_json(read_text(path))
-        layout.check(args.num_layers, given.placement.num_ranks)
-        if not searches and layout.halves != given.halves:
+        layout.check(args.num_layers, first.placement.num_ranks)
+        if not searches and layout.halves != first.halves:
             raise EppError(f"it has stages of {layers_text(layout.halves)} layers")
-        if layout.placement not in (given.placement, *_open_placements(args)):
+        if layout.placement not in (first.placement, *_open_placements(args)):
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
-        if searches and layout != given and (problem := _obstacle(flags, layout)):
+        if searches and layout != first and (problem := _obstacle(flags, layout)):
             raise EppError(problem)
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. The layout is searched again", path, error)

@@ -296,7 +296,7 @@ def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
     return search.best()
 
 
-def gain_apart(layout: Layout, sample: Sample, tensor_ranks: int) -> float:
+def gain_of_split(layout: Layout, sample: Sample, tensor_ranks: int) -> float:
     """Return the share of time that plans of a layout save with weight gradients as actions of their own; 0 for too little.
 
     Args:
@@ -307,11 +307,11 @@ def gain_apart(layout: Layout, sample: Sample, tensor_ranks: int) -> float:
         InfeasibleError: the layout does not fit the caps.
     """
     least = MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
-    whole, apart = (
+    whole_us, split_us = (
         fastest([layout], replace(sample, options=replace(sample.options, split_weight=split))).makespan_us
         for split in (False, True)
     )
-    return 1 - apart / whole if apart < (1 - least) * whole else 0.0
+    return 1 - split_us / whole_us if split_us < (1 - least) * whole_us else 0.0
 
 
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
