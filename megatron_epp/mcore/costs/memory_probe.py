@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -120,9 +121,16 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
     """Run a chunk forward and backward, and measure every layer."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     layers = [_LayerBytes(meter) for _ in layers_of(stage)]
+
+    def note(number: int, event: str) -> None:
+        if event == "gradient in":  # the layer behind may not have been told yet that its backward has ended
+            for layer in layers[number + 1 :]:
+                layer.note_peak()
+        layers[number].note(event)
+
     with meter, ExitStack() as watching:
-        for module, layer in zip(layers_of(stage), layers, strict=True):
-            watching.enter_context(watched([module], layer.note))
+        for number, module in enumerate(layers_of(stage)):
+            watching.enter_context(watched([module], partial(note, number)))
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
     of_token = 1 / chunk.num_tokens
@@ -368,8 +376,12 @@ class _LayerBytes:
                 self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
             self.runs += 1
         elif event == "gradient out":
+            self.note_peak()
             self.runs -= 1
-            self.peak_bytes = self._meter.peak_bytes
+
+    def note_peak(self) -> None:
+        if self.runs:
+            self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
 
 
 class _Slices(NamedTuple):
