@@ -350,12 +350,12 @@ def _unlike(stage: int, work: ChunkWork, costs: Costs, frontier: Sequence[Fronti
     taken = np.minimum.accumulate(taken, axis=0)  # modes come in the order of `MODES`, the last one first
     sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
     for kind in dict.fromkeys(layers):
-        alike = [number for number, layer in enumerate(layers) if layer == kind]
+        equal = [number for number, layer in enumerate(layers) if layer == kind]
         for at in np.unique(taken).tolist():
             mode = _NAMES[at] if at < len(_NAMES) else ""
-            bytes_of = backward_items(stage, work, costs, mode, alike[0], split=split)
+            bytes_of = backward_items(stage, work, costs, mode, equal[0], split=split)
             own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
-            sizes[:, :, alike] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, alike])
+            sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
     activations, peak, gone = sizes
     return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)
 

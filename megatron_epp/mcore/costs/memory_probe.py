@@ -147,14 +147,14 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
     own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
     unlike = []
     for number, bare in enumerate(own[FULL]):
-        kept = {mode: least + layers[number].kept - bare.kept for mode, layers in own.items()}
-        most = {mode: kept[mode] + layers[number].above for mode, layers in own.items()}
-        modes = {mode: ModeCosts(known.again, kept[mode], most[mode]) for mode, known in mean.recompute.items()}
+        kept_bytes = {mode: least + layers[number].kept - bare.kept for mode, layers in own.items()}
+        most = {mode: kept_bytes[mode] + layers[number].above for mode, layers in own.items()}
+        modes = {mode: ModeCosts(known.again, kept_bytes[mode], most[mode]) for mode, known in mean.recompute.items()}
         unlike.append(
             replace(
                 mean,
                 count=1,
-                bytes_per_token=kept[""],
+                bytes_per_token=kept_bytes[""],
                 full_bytes_per_token=max(most[""], most[FULL]),
                 attended_bytes_per_token=None,
                 input_bytes_per_token=least,
