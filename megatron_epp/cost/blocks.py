@@ -151,7 +151,7 @@ class BlockCosts(PartCosts):
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
         """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
         full, attended = self._peaks_per_token(mode, split)
-        cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work)
+        cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work) * (self.cached_share > 0)
         gradient = np.where(work.last, self.cached_share * self.kv_gradient_bytes(work), 0.0)
         late = (attended - cached) * work.tokens + gradient + prefix
         # Where layers are unlike, one that caches nothing may be the last that a backward comes to: all gradients are there.
@@ -232,10 +232,13 @@ class StageCosts:
     Attributes:
         blocks: in the order in which a forward runs them. Layers are one block, which a stage without layers may have too.
         static: weights, gradients, optimizer state.
+        unlike: layers of several kinds one by one, as a forward runs them, of which only what they keep and their peaks count:
+            times are those of their block, whose sizes are their mean. Empty where layers are alike.
     """
 
     blocks: tuple[BlockCosts, ...]
     static: Static = NO_STATIC
+    unlike: tuple[BlockCosts, ...] = ()
 
     @property
     def layers(self) -> BlockCosts:
@@ -338,15 +341,20 @@ class StageCosts:
             changes: dict[str, Any] = {**sizes, **UNKNOWN_BYTES, **nothing, **times}
             blocks.append(replace(block, recompute=modes, kv=kv, **changes))
         blocks[0] = replace(blocks[0], backward=LinearTime(_IDLE_US))
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(blocks), unlike=())
 
     def changed(self, *kinds: str, **changes: Any) -> StageCosts:
-        """Return the stage with other fields of its blocks of these kinds (none for all); a head is added if it has none."""
+        """Return the stage with other fields of its blocks of these kinds (none for all), and of unlike layers. A head is added
+        if it has none.
+        """
         blocks = self.blocks
         if kinds == (HEAD,) and any(changes.values()) and all(block.kind != HEAD for block in blocks):
             blocks = (*blocks, BlockCosts(kind=HEAD))
-        changed = (replace(block, **changes) if not kinds or block.kind in kinds else block for block in blocks)
-        return replace(self, blocks=tuple(changed))
+        changed, unlike = (
+            tuple(replace(block, **changes) if not kinds or block.kind in kinds else block for block in row)
+            for row in (blocks, self.unlike)
+        )
+        return replace(self, blocks=changed, unlike=unlike)
 
 
 def check_within(part: LinearTime, whole: LinearTime, name: str) -> None:
@@ -370,3 +378,8 @@ def check_stage(stage: StageCosts, name: str) -> None:
         if block.kind not in KINDS:
             raise EppError(f"{where}.kind is {brief(block.kind)}; kinds are {', '.join(KINDS)}")
         check_part(block, where)
+    if stage.unlike and len(stage.unlike) != stage.num_layers:
+        raise EppError(f"{name}.unlike has {len(stage.unlike)} layers of the stage's {stage.num_layers}")
+    modes = {mode for mode in stage.layers.recompute if any(mode not in layer.recompute for layer in stage.unlike)}
+    if modes:
+        raise EppError(f"{name}.unlike has layers whose costs do not know recompute mode {', '.join(sorted(modes))}")

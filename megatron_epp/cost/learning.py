@@ -158,7 +158,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     factor = ratio_to(stage.line("forward"), forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.layers.recompute.items()}
     known = stage.with_lines("forward", *_shared(stage, "forward", fitted_line(stage.line("forward"), forwards)))
-    known = known.changed(LAYER, recompute=modes)
+    known = replace(known.changed(LAYER, recompute=modes), unlike=stage.unlike)
     once = [timed._replace(time_us=max(0.0, timed.time_us - _again_us(known, timed))) for timed in times[Op.B]]
     once = _with_all_tokens(stage, "backward", once)
     backward = _shared(stage, "backward", fitted_line(stage.line("backward"), once))
@@ -205,7 +205,9 @@ def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
     def whole(block: BlockCosts) -> BlockCosts:
         return replace(block, recompute={}, kv=block.kv and replace(block.kv, bytes_per_token=0.0))
 
-    return replace(costs, stages=tuple(replace(stage, blocks=tuple(map(whole, stage.blocks))) for stage in costs.stages))
+    rows = (([*map(whole, stage.blocks)], [*map(whole, stage.unlike)]) for stage in costs.stages)
+    stages = zip(costs.stages, rows, strict=True)
+    return replace(costs, stages=tuple(replace(stage, blocks=(*own,), unlike=(*unlike,)) for stage, (own, unlike) in stages))
 
 
 def with_static(costs: PipelineCosts, static_of: Callable[[int, Static], Static]) -> PipelineCosts:
@@ -228,7 +230,8 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
         size = min(block.bytes_per_token, left)
         known, left = known.changed(block.kind, bytes_per_token=size), left - size
     of_layer = of_layers / max(1, stage.num_layers)
-    return known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **UNKNOWN_BYTES)
+    known = known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **UNKNOWN_BYTES)
+    return replace(known, unlike=())
 
 
 def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:

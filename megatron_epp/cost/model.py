@@ -8,6 +8,7 @@ Coefficients come from `analytic_costs` or from measurement; either way they are
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -48,9 +49,10 @@ class PipelineCosts:
     """Costs of every stage and of the messages between them.
 
     Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute
-    mode (`mode`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with
-    the fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs
-    are unknown raises `EppError`. A model of another form is a subclass.
+    mode (`mode`; empty for none), or the number of one of unlike layers (`layer`; None for their mean). They return times in
+    microseconds and sizes in bytes as columns ``[chunk]``, all sizes with the fragmentation share, except static ones. Times of
+    recompute are linear in the number of layers of each mode, and bytes where layers are alike; a mode whose costs are unknown
+    raises `EppError`. A model of another form is a subclass.
 
     Attributes:
         name: of the profile; the plan records it.
@@ -195,9 +197,9 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward. Each layer's part takes as long as launching it at least."""
-        modes = ((count, self._known_mode(stage, name)[0]) for name, count in recompute.by_mode())
-        sizes = work.tokens, work.pairs, work.prefix_tokens
-        return sum((count * mode.again.time_us(*sizes) for count, mode in modes), 0.0 * work.tokens)
+        layers, sizes = self.stages[stage].layers, (work.tokens, work.pairs, work.prefix_tokens)
+        modes = ((count, _known_mode(stage, layers, name)[0]) for name, count in recompute.by_mode())
+        return sum((count * mode.again.time_us(*sizes) for count, mode in modes if mode is not None), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
@@ -206,13 +208,16 @@ class PipelineCosts:
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
         """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
-        own, per_item, more = self.stages[stage], {}, 0.0 * work.tokens
-        per_item[LAYERS] = (own.num_layers - recompute.num_layers) * own.layers.kept_per_token(work)
-        whole = {LAYERS: (own.num_layers - recompute.num_layers) * own.layers.kept_bytes(work)}
-        for name, count in recompute.by_mode():
-            mode, keeps_kv = self._known_mode(stage, name)
-            per_item[RECOMPUTE_MODE_ITEMS[name]] = count * own.layers.kept_per_token(work, mode, keeps_kv)
-            whole[RECOMPUTE_MODE_ITEMS[name]] = count * keeps_kv * own.layers.kept_bytes(work)
+        own, per_item, more = self.stages[stage], {LAYERS: 0.0 * work.tokens}, 0.0 * work.tokens
+        whole = dict(per_item)
+        counts = [("", own.num_layers - recompute.num_layers), *recompute.by_mode()]
+        modes = [((own.layers, name), count) for name, count in counts]
+        if own.unlike:
+            modes = [*Counter((layer, recompute.mode(number)) for number, layer in enumerate(own.unlike)).items()]
+        for (layer, name), count in modes:
+            item, known = RECOMPUTE_MODE_ITEMS.get(name, LAYERS), _known_mode(stage, layer, name)
+            per_item[item] = per_item.get(item, 0.0) + count * layer.kept_per_token(work, *known)
+            whole[item] = whole.get(item, 0.0) + count * known[1] * layer.kept_bytes(work)
         if work.span_kept is not None and stage == 0:  # no decision recomputes what encoders keep
             whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_kept
         for block in (*own.ends, *own.inner):
@@ -224,12 +229,6 @@ class PipelineCosts:
             after = self._whole_bytes(per_token * work.tokens + more)
             items[name], before = after - before, after
         return items
-
-    def _known_mode(self, stage: int, name: str) -> tuple[ModeCosts, bool]:
-        """Return the costs of a mode, and whether it keeps keys and values."""
-        if (mode := self.stages[stage].layers.mode(name)) is None:
-            raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
-        return mode, MODES[name].keeps_kv
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
@@ -270,17 +269,30 @@ class PipelineCosts:
         own = self.stages[stage]
         return self._whole_bytes(own.num_caches * (own.kv.gradient_per_token(work) * work.cache_tokens))
 
-    def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
+    def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "", layer: int | None = None) -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
-        known = self._known_mode(stage, mode) if mode else ()
-        return self._freed_bytes(self.stages[stage].layers.kept_per_token(work, *known) * work.tokens)
+        own = self._layer(stage, layer)
+        return self._freed_bytes(own.kept_per_token(work, *_known_mode(stage, own, mode)) * work.tokens)
 
-    def layer_peak_bytes(self, stage: int, work: ChunkWork, mode: str = "", *, split: bool = False) -> LayerPeak:
+    def layer_peak_bytes(
+        self, stage: int, work: ChunkWork, mode: str = "", layer: int | None = None, *, split: bool = False
+    ) -> LayerPeak:
         """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
         recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
         and the activations after attention have been freed. A `split` backward keeps what the weight gradient needs.
         """
-        return LayerPeak(*map(self._whole_bytes, self.stages[stage].layers.peak_bytes(work, mode, split)))
+        return LayerPeak(*map(self._whole_bytes, self._layer(stage, layer).peak_bytes(work, mode, split)))
+
+    def caches_of(self, stage: int, layer: int | None = None) -> tuple[int, int]:
+        """Return the share that a layer has of a stage's cached keys and values: a number of caches, and how many there are."""
+        own = self.stages[stage]
+        if layer is None:
+            return 1, max(1, own.num_cached_layers)
+        return round(own.unlike[layer].num_cached), max(1, round(own.num_caches))
+
+    def _layer(self, stage: int, layer: int | None) -> BlockCosts:
+        own = self.stages[stage]
+        return own.layers if layer is None else own.unlike[layer]
 
     def num_cached_inner(self, stage: int) -> int:
         """Number of attentions of the stage besides its layers, whose keys and values it caches: at its end, or of multi-token
@@ -335,7 +347,8 @@ class PipelineCosts:
         """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's ends."""
         own = self.stages[stage]
         inner = [block.bytes_per_token / block.parts for block in own.inner]
-        of_layer = max([*inner, own.layers.bytes_per_token] if own.num_layers else inner, default=own.layers.bytes_per_token)
+        layers = [layer.bytes_per_token for layer in own.unlike or (own.layers,)]
+        of_layer = max([*inner, *layers] if own.num_layers else inner, default=own.layers.bytes_per_token)
         more = sum((block.kept_bytes(work) for block in own.inner), 0.0 * work.tokens)
         return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 
@@ -388,6 +401,15 @@ class PipelineCosts:
     def from_json(text: str) -> PipelineCosts:
         """Read `to_json`. Raises `EppError` for any other text."""
         return _FORMAT.read(PipelineCosts, text, _check)
+
+
+def _known_mode(stage: int, layer: BlockCosts, name: str) -> tuple[ModeCosts | None, bool]:
+    """Return the costs of a mode, none for a layer that keeps everything, and whether it keeps keys and values."""
+    if not name:
+        return None, True
+    if (mode := layer.mode(name)) is None:
+        raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
+    return mode, MODES[name].keeps_kv
 
 
 def _check(costs: PipelineCosts) -> None:

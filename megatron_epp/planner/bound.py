@@ -106,16 +106,16 @@ def _forced(
     if not above:
         return []
     frontier = [
-        (tables.num_layers[stage], step.saved.tolist(), step.layer_us.tolist())
+        (saved.tolist(), most.tolist(), step.layer_us.tolist())
         for stage in tables.stages_of[rank]
-        for step in tables.passes[stage].frontier
+        for step, (saved, most) in zip(tables.passes[stage].frontier, tables.passes[stage].savings, strict=True)
     ]
     pieces: list[tuple[float, float]] = []
     for number in above:
         if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
             continue
         need = int(excess[number])
-        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for most, saved, us in frontier if saved[c] > 0]
+        offers = [(us[c] / most[c], saved[c]) for c in groups[number] for saved, most, us in frontier if saved[c] > 0]
         for price, offered in sorted(offers):
             taken = min(need, offered)
             pieces.append((price, taken))

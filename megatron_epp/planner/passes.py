@@ -48,20 +48,21 @@ def recompute_frontier(
 ) -> list[FrontierStep]:
     """Compute the recompute frontier of every chunk on one stage: after each mode, the one of least price per byte saved.
 
-    With one mode there is one step, whatever it costs. On a stage without layers no step saves anything.
+    With one mode there is one step, whatever it costs. On a stage without layers no step saves anything. Of unlike layers each
+    saves the mean, and modes come in the order of `MODES`, the last one first, so that a stage's first layers take every step
+    before the others.
 
     Args:
         in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
     """
-    layers = costs.num_layers[stage]
+    layers, counted = costs.num_layers[stage], len(costs.stages[stage].unlike) or 1
     plain = costs.activation_bytes(stage, work, NO_RECOMPUTE)
     plain_peak = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
     for name in modes:
-        recompute = Recompute(**{name: 1})
-        gives = np.minimum(plain - costs.activation_bytes(stage, work, recompute), plain // layers) if layers else 0 * plain
-        saved.append(np.maximum(gives, 0))
-        took_us.append(costs.recompute_us(stage, work, recompute))
+        gives = (plain - costs.activation_bytes(stage, work, Recompute(**{name: counted}))) // counted
+        saved.append(np.maximum(np.minimum(gives, plain // layers), 0) if layers else 0 * plain)
+        took_us.append(costs.recompute_us(stage, work, Recompute(**{name: 1})))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain_peak)
     mode_indices = np.array([_NAMES.index(name) for name in modes])
     if len(modes) == 1 or in_order:
@@ -70,12 +71,13 @@ def recompute_frontier(
             FrontierStep(np.full(len(plain), mode_index), *frontier_step)
             for mode_index, *frontier_step in zip(mode_indices, *columns, strict=True)
         ]
-    at_saved, at_us, at_fuller = 0 * plain, np.zeros(len(plain)), 0 * plain
+    at_saved, at_us, at_fuller, at_mode = 0 * plain, np.zeros(len(plain)), 0 * plain, len(_NAMES) + 0 * plain
     all_saved, all_us, all_fuller, chunks = np.array(saved), np.array(took_us), np.array(fuller), np.arange(len(plain))
     frontier = []
     for _ in modes:
         more, longer_us = all_saved - at_saved, all_us - at_us
-        price = np.where(more > 0, longer_us / np.maximum(more, 1), np.inf)
+        usable = (more > 0) & ((mode_indices[:, None] < at_mode) | (counted == 1))
+        price = np.where(usable, longer_us / np.maximum(more, 1), np.inf)
         chosen = price.argmin(axis=0)
         there = np.isfinite(price[chosen, chunks])
         if not there.any():
@@ -84,6 +86,7 @@ def recompute_frontier(
         step, step_us, step_fuller = (np.where(there, rows[chosen, chunks], 0) for rows in changes)
         frontier.append(FrontierStep(np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
         at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
+        at_mode = np.where(there, mode_indices[chosen], at_mode)
     return frontier or [FrontierStep(np.full(len(plain), ABSENT), at_saved, at_us, at_fuller)]
 
 
@@ -135,11 +138,12 @@ class BackwardBytes[Bytes](NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Neighbouring layers with the same recompute; sizes as in `BackwardBytes`."""
+    """Equal neighbouring layers with the same recompute; sizes as in `BackwardBytes`."""
 
     count: Any
     activations: Any
     peak: Any
+    gone: Any
 
 
 def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iterator[Numbers]:
@@ -153,14 +157,15 @@ def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iter
 
     Args:
         sizes: of the stage; `first_mlp` is zero where the first layer does not keep it.
-        groups: of layers, in the order in which a backward comes to them; sizes and counts can be arrays that broadcast.
+        groups: of layers, in the order in which a backward comes to them; sizes and counts can be arrays that broadcast. Their
+            sizes take the place of those of a layer in `sizes`.
     """
     yield (start := sizes.constant + sizes.at_half)
     live = sizes.constant + sizes.reached
     if not groups:
         yield live
-    for at, (count, activations, peak) in enumerate(groups):
-        rise, freed = peak - activations, activations + sizes.gone
+    for at, (count, activations, peak, gone) in enumerate(groups):
+        rise, freed = peak - activations, activations + gone
         yield np.where(count > 0, live + rise, start)
         live = live + (sizes.first_mlp if at == 0 else 0)
         yield np.where(count > 1, live - freed + rise, start)
@@ -169,19 +174,20 @@ def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iter
 
 
 def backward_items(
-    stage: int, work: ChunkWork, costs: Costs, mode: str = "", *, split: bool = False
+    stage: int, work: ChunkWork, costs: Costs, mode: str = "", layer: int | None = None, *, split: bool = False
 ) -> BackwardBytes[dict[str, IntColumn]]:
     """Compute the bytes of backwards by item (`cost.memory`).
 
     Args:
         mode: recompute mode of the layer in `activations` and `peak`; empty for one that keeps everything.
+        layer: number of that layer, where layers are unlike; None for their mean.
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
     """
     cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
     opened, goes, comes = cache * work.first, gradient * work.first, gradient * work.last
-    cached, halves = max(1, costs.num_cached_layers[stage]), costs.num_cached_inner(stage)
-    of_cache, together, net = opened // cached, (opened + goes) // cached, (opened + goes - comes) // cached
-    layer, activations = costs.layer_peak_bytes(stage, work, mode), costs.layer_bytes(stage, work, mode)
+    (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
+    of_cache, together, net = (caches * sizes // cached for sizes in (opened, opened + goes, opened + goes - comes))
+    peak, activations = costs.layer_peak_bytes(stage, work, mode, layer), costs.layer_bytes(stage, work, mode, layer)
     own, held = items.RECOMPUTE_MODE_ITEMS.get(mode, items.LAYERS), activations if mode else 0 * activations
     sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
         constant=costs.half_layer_items(stage, work),
@@ -199,15 +205,15 @@ def backward_items(
         activations={own: activations},
         peak={
             own: held,
-            items.RECOMPUTED if mode else own: layer.num_bytes - layer.gradient - layer.prefix - held,
-            items.CACHE_GRADIENT: layer.gradient,
-            items.TRANSIENT_KV_GRADIENT: layer.prefix,
+            items.RECOMPUTED if mode else own: peak.num_bytes - peak.gradient - peak.prefix - held,
+            items.CACHE_GRADIENT: peak.gradient,
+            items.TRANSIENT_KV_GRADIENT: peak.prefix,
         },
         gone={items.CACHE: of_cache, items.CACHE_GRADIENT: net - of_cache},
     )
     if split:
         of_layer = costs.layer_weight_bytes(stage, work)
-        more = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes - layer.num_bytes
+        more = costs.layer_peak_bytes(stage, work, mode, layer, split=True).num_bytes - peak.num_bytes
         sizes.reached[items.WEIGHT_INPUTS] = costs.weight_bytes(stage, work) - costs.num_layers[stage] * of_layer
         sizes.peak[items.WEIGHT_INPUTS], sizes.gone[items.WEIGHT_INPUTS] = more, -of_layer
     return sizes
@@ -256,8 +262,10 @@ class StagePasses:
             opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
-        frontier: recompute, step after step.
+        frontier: recompute, step after step; of unlike layers in their mean.
         backward: computes the bytes of backwards, whose weight gradients are split off or not.
+        unlike: as `backward`, computes the sizes of unlike layers after each step of the frontier, none of them first,
+            ``[step, layer, chunk]``; None where layers are alike.
     """
 
     num_layers: int
@@ -275,12 +283,21 @@ class StagePasses:
     weight_bytes: IntColumn
     frontier: tuple[FrontierStep, ...]
     backward: Callable[[bool], BackwardBytes[Numbers]]
+    unlike: Callable[[bool], LayerGroup] | None = None
 
     @property
     def most(self) -> IntColumn:
         """Most recompute steps of every chunk."""
         heights = sum((step.mode != ABSENT for step in self.frontier), np.zeros(len(self.activation), dtype=np.int64))
         return np.asarray(self.num_layers * heights, dtype=np.int64)
+
+    @property
+    def savings(self) -> list[tuple[IntColumn, IntColumn]]:
+        """Bytes that all layers save together by each step of the frontier, and the most that one of them saves."""
+        if self.unlike is None:
+            return [(self.num_layers * step.saved, step.saved) for step in self.frontier]
+        saved = -np.diff(self.unlike(False).activations, axis=0)
+        return list(zip(saved.sum(axis=1), saved.max(axis=1), strict=True))
 
     def ways(self) -> Ways:
         """Tabulate all ways. All layers take the first step of the frontier before any takes the second."""
@@ -293,19 +310,24 @@ class StagePasses:
         def most_bytes(sizes: BackwardBytes[Numbers], more: Numbers) -> Numbers:
             keeps_mlp = (full[:, None] == 0) & (layers > 1)
             groups = [
-                LayerGroup(count, sizes.activations - less[steps], sizes.peak + more[steps])
+                LayerGroup(count, sizes.activations - less[steps], sizes.peak + more[steps], sizes.gone)
                 for count, steps in ((layers - rest, full), (rest, following))
             ]
             peaks = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
             return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*peaks)]))
 
-        kept_bytes = self.activation - _taken(saved, layers, full, rest)
-        split_bytes = most_bytes(self.backward(True), 0 * more)
+        if self.unlike is None:
+            kept_bytes = self.activation - _taken(saved, layers, full, rest)
+            whole_bytes, split_bytes = most_bytes(self.backward(False), more), most_bytes(self.backward(True), 0 * more)
+        else:
+            whole, split = self.unlike(False), self.unlike(True)
+            kept_bytes = self.activation - _saved_by_unlike(whole)
+            whole_bytes, split_bytes = _most_of_unlike(self.backward(False), whole), _most_of_unlike(self.backward(True), split)
         price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
         return Ways(
             kept_bytes=kept_bytes.T,
             again_us=_taken(layer_us, layers, full, rest).T,
-            whole=np.maximum(kept_bytes + most_bytes(self.backward(False), more), self.backward_residual).T,
+            whole=np.maximum(kept_bytes + whole_bytes, self.backward_residual).T,
             split=np.maximum(kept_bytes + split_bytes, self.backward_residual + self.weight_bytes).T,
             price=price.T,
         )
@@ -318,6 +340,47 @@ class StagePasses:
 def _backward(stage: int, work: ChunkWork, costs: Costs, split: bool) -> BackwardBytes[Numbers]:
     """Bytes of backwards in all. Arguments as in `backward_items`."""
     return BackwardBytes(*(np.asarray(sum(items.values())) for items in backward_items(stage, work, costs, split=split)))
+
+
+def _unlike(stage: int, work: ChunkWork, costs: Costs, frontier: Sequence[FrontierStep], split: bool) -> LayerGroup:
+    """Sizes of a stage's layers one by one (`StagePasses.unlike`). Arguments as in `backward_items`."""
+    layers, none = costs.stages[stage].unlike, np.zeros(len(work.tokens), dtype=np.int64)
+    taken = np.array([none + ABSENT, *(step.mode for step in frontier)])
+    taken = np.where(taken == ABSENT, len(_NAMES), taken)
+    taken = np.minimum.accumulate(taken, axis=0)  # modes come in the order of `MODES`, the last one first
+    sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
+    for kind in dict.fromkeys(layers):
+        equal = [number for number, layer in enumerate(layers) if layer == kind]
+        for at in np.unique(taken).tolist():
+            mode = _NAMES[at] if at < len(_NAMES) else ""
+            bytes_of = backward_items(stage, work, costs, mode, equal[0], split=split)
+            own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
+            sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
+    activations, peak, gone = sizes
+    return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)
+
+
+def _saved_by_unlike(layers: LayerGroup) -> Numbers:
+    """Bytes that unlike layers save by a number of recompute steps, ``[steps, chunk]``."""
+    gives = -np.diff(layers.activations, axis=0)
+    none = np.zeros((1, gives.shape[2]), dtype=np.int64)
+    return np.concatenate([none, np.cumsum(gives.reshape(-1, gives.shape[2]), axis=0)])
+
+
+def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Numbers:
+    """Most bytes above those live when a backward starts, ``[recompute steps, chunk]``: the most that `moments` yields with
+    a group for each layer.
+    """
+    rise, freed = layers.peak - layers.activations, layers.activations + layers.gone
+    before = np.cumsum(freed, axis=1) - freed  # by layers ahead of each
+    all_freed, height = before[:, -1:] + freed[:, -1:], rise + before + freed
+    live = sizes.constant + sizes.reached
+    most = live - all_freed + np.flip(np.maximum.accumulate(np.flip(height, 1), axis=1), 1)  # from a layer to the last one
+    ahead = np.maximum.accumulate(height, axis=1)[1:, :-1] - before[1:, 1:]  # of those before it, which have taken a step more
+    most[:-1, 1:] = np.maximum(most[:-1, 1:], live - (all_freed - before)[:-1, 1:] + ahead)
+    most = np.maximum(most, sizes.constant + sizes.at_half)
+    num_steps = (len(rise) - 1) * rise.shape[1]
+    return np.asarray(most.reshape(-1, rise.shape[2])[: num_steps + 1])
 
 
 def _no_backward(none: IntColumn, split: bool) -> BackwardBytes[Numbers]:
@@ -377,6 +440,7 @@ def passes_of(
     if forward_only:
         passing = costs.transient_bytes(stage, work)
         return replace(passes, forward_alloc=opened + passing, forward_free=closed + passing)
+    frontier = tuple(recompute_frontier(stage, work, costs, modes, in_order))
     return replace(
         passes,
         backward_us=costs.backward_us(stage, work),
@@ -385,6 +449,7 @@ def passes_of(
         activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
         backward_residual=gradient * work.last - gradient * work.first - opened,
         weight_bytes=costs.weight_bytes(stage, work),
-        frontier=tuple(recompute_frontier(stage, work, costs, modes, in_order)),
+        frontier=frontier,
         backward=partial(_backward, stage, work, costs),
+        unlike=partial(_unlike, stage, work, costs, frontier) if costs.stages[stage].unlike else None,
     )

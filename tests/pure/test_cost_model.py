@@ -66,6 +66,20 @@ def test_where_some_layers_cache_the_cache_has_theirs_and_a_layer_without_one_ke
     assert unsliced == 0
 
 
+def test_of_unlike_layers_the_first_ones_recompute_and_what_is_left_keeps_its_own():
+    layers = [replace(STAGE.layers, count=1, bytes_per_token=size, cached_share=float(size < 100)) for size in (180, 60, 60)]
+    costs = replace(COSTS, stages=(replace(STAGE.changed(LAYER, cached_share=2 / 3), unlike=tuple(layers)),))
+    work = work_of(TABLE, LENGTHS)  # two slices, whose keys and values of 16 bytes are in the cache, and a whole sequence
+    kept = [costs.activation_bytes(0, work, Recompute(count)).tolist() for count in range(4)]
+    assert kept[0] == [6 * (180 + 2 * 44 + 5), 7 * (180 + 2 * 44 + 5), 4 * (180 + 2 * 60 + 5)]
+    assert kept[1] == [6 * (8 + 2 * 44 + 5), 7 * (8 + 2 * 44 + 5), 4 * (8 + 2 * 60 + 5)]
+    assert kept[3] == COSTS.activation_bytes(0, work, Recompute(3)).tolist()
+    assert PipelineCosts.from_json(costs.to_json()) == costs
+    short = replace(costs, stages=(replace(costs.stages[0], unlike=tuple(layers[:2])),))
+    with pytest.raises(EppError, match="2 layers of the stage's 3"):
+        PipelineCosts.from_json(short.to_json())
+
+
 def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_their_input():
     work = work_of(TABLE, LENGTHS)
     assert COSTS.activation_bytes(0, work).tolist() == [6 * (3 * 84 + 5), 7 * (3 * 84 + 5), 4 * (3 * 100 + 5)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, analytic_profile, work_of
+from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, analytic_profile, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment, check
@@ -179,9 +179,10 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
     assert [any(again.num_layers for again in row) for row in made.recompute] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("is_unlike", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
-    """Three layers of odd sizes, and every step on the ladder of recompute."""
+def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int, is_unlike: bool):
+    """Three layers of odd sizes, alike or not, and every step on the ladder of recompute."""
     draw = random.Random(seed)
     costs = small_costs(draw, draw.choice([1, 2]))
     own, kv = costs.stages[0], costs.stages[0].kv.bytes_per_token
@@ -203,26 +204,39 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
             ),
         },
     ).changed(INPUT, weight_bytes_per_token=draw.randint(0, 9))
-    costs = replace(costs, stages=(own,) * len(costs.stages))
+    if is_unlike:
+        layers = [unlike_layer(draw, own.layers) for _ in range(3)]
+        cached_share = sum(layer.cached_share for layer in layers) / 3
+        own = replace(own.changed(LAYER, cached_share=cached_share), unlike=tuple(layers))
+    costs, caches = replace(costs, stages=(own,) * len(costs.stages)), [int(at.cached_share) for at in own.unlike] or [1] * 3
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
     tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, RECOMPUTE_MODES)
     work = work_of(chunks, (40, 30))
     for c in range(len(chunks)):
         gradient, cache = int(costs.gradient_bytes(0, work)[c]), int(costs.cache_bytes(0, work)[c])
-        comes = [-(gradient + cache) // 3, gradient // 3, 0][c]
+        comes = [-(gradient + cache), gradient, 0][c]
         for taken, split in itertools.product(range(int(tables.columns.most[c]) + 1), (False, True)):
             recompute = tables.recompute(0, c, taken)
+            assert tables.kept_bytes(0, c, taken) == costs.activation_bytes(0, work, recompute)[c]
             start = most = tables.kept_bytes(0, c, taken)
             stays = int(costs.layer_weight_bytes(0, work)[c]) if split else 0
             held = start - int(costs.head_bytes(0, work)[c])
             held += int(costs.weight_bytes(0, work)[c]) - 3 * stays if split else 0
             for layer in reversed(range(3)):
-                mode = recompute.mode(layer)
-                kept, peak = costs.layer_bytes(0, work, mode), costs.layer_peak_bytes(0, work, mode, split=split)[0]
+                which = recompute.mode(layer), layer if is_unlike else None
+                kept, peak = costs.layer_bytes(0, work, *which), costs.layer_peak_bytes(0, work, *which, split=split)[0]
                 most = max(most, held + int(peak[c] - kept[c]))
-                held += comes - int(kept[c]) + stays
+                held += caches[layer] * comes // max(1, sum(caches)) - int(kept[c]) + stays
             left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
             assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)
+
+
+def unlike_layer(draw: random.Random, mean: BlockCosts) -> BlockCosts:
+    """Return a layer that keeps no less than that, with a window or a state if it caches nothing."""
+    more = draw.randint(0, 30)
+    modes = {name: replace(mode, bytes_per_token=mode.bytes_per_token + more // 2) for name, mode in mean.recompute.items()}
+    sizes = {"bytes_per_token": mean.bytes_per_token + more, "recompute": modes, "apart_bytes_per_token": None}
+    return replace(mean, count=1, cached_share=float(draw.randint(0, 1)), **sizes)
 
 
 def stage(draw: random.Random) -> StageCosts:
@@ -306,9 +320,12 @@ def test_four_million_tokens_are_planned_for_64_stages():
 def test_the_peak_of_a_backward_is_that_of_a_walk_along_its_layers(seed: int):
     draw = random.Random(seed)
     sizes = BackwardBytes(*(np.array(draw.randint(-9, 30)) for _ in BackwardBytes._fields))
-    groups = [LayerGroup(draw.randint(1, 4), draw.randint(0, 20), draw.randint(0, 30)) for _ in range(draw.randint(0, 3))]
+    groups = [
+        LayerGroup(draw.randint(1, 4), draw.randint(0, 20), draw.randint(0, 30), draw.randint(-9, 30))
+        for _ in range(draw.randint(0, 3))
+    ]
     live, walked = int(sizes.constant + sizes.reached), [int(sizes.constant + sizes.at_half)]
-    for number, (kept, peak) in enumerate((kept, peak) for count, kept, peak in groups for _ in range(count)):
+    for number, (kept, peak, gone) in enumerate(sizes for count, *sizes in groups for _ in range(count)):
         walked.append(live + peak - kept)
-        live += int(sizes.first_mlp) * (number == 0) - kept - int(sizes.gone)
+        live += int(sizes.first_mlp) * (number == 0) - kept - gone
     assert max(map(int, moments(sizes, groups))) == max(walked if groups else [*walked, live])

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner import Options, plan
@@ -49,11 +50,22 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
             workspace_bytes=draw.randint(0, 999) if last else 0,
         )
 
-    bare = PipelineCosts(
-        "random", tuple(stage(s == stages - 1) for s in range(stages)), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005
-    )
+    made = [stage(s == stages - 1) for s in range(stages)]
+    bare = PipelineCosts("random", tuple(made), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005)
     share, buffers = draw.choice([0.0, 0.07]), [draw.randint(0, 99)] * stages
-    return on_device(bare, share, buffers=buffers, exchange_bytes_per_token=1.5 * (stages % 2))
+    costs = on_device(bare, share, buffers=buffers, exchange_bytes_per_token=1.5 * (stages % 2))
+    return replace(costs, stages=tuple(unlike(draw, one) for one in costs.stages)) if draw.random() < 0.5 else costs
+
+
+def unlike(draw: random.Random, stage: StageCosts) -> StageCosts:
+    """Return the stage with layers of which every other one keeps more, and caches nothing."""
+    own, layers, last = stage.layers, list[BlockCosts](), draw.randint(0, 1)
+    for number in range(own.count):
+        more, caches = (draw.uniform(0, 99), 0.0) if number % 2 == last else (0.0, 1.0)
+        modes = {name: replace(mode, full_bytes_per_token=None) for name, mode in own.recompute.items()}
+        layers.append(replace(own, count=1, bytes_per_token=own.bytes_per_token + more, recompute=modes, cached_share=caches))
+    cached_share = sum(layer.cached_share for layer in layers) / own.count
+    return replace(stage.changed(LAYER, cached_share=cached_share), unlike=tuple(layers))
 
 
 @functools.cache

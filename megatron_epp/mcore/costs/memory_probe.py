@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,9 +64,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     if layers == 0:
         costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - base.half)).changed(HEAD, bytes_per_token=0.0)
         return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
-    # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts.
+    # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts, or a window.
     parts = "self_attention", "mlp"  # Mamba-2 layers have neither
-    kinds = {(type(layer), *(type(getattr(layer, part, None)) for part in parts)): layer for layer in layers_of(stage)}
+    kinds = {(type(at), *(type(getattr(at, part, None)) for part in parts), _num_cached(at)) for at in layers_of(stage)}
     is_alike = len(kinds if stage.cut_layers is None else {kind for kind, *_ in kinds}) == 1
     is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
@@ -78,8 +79,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
-    modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _of_unlike_layers(stage, known, least)
-    plain, recomputed = modes.pop(""), modes.pop(FULL, None)
+    unlike = () if is_alike else _unlike_layers(stage, costs.layers, least)
+    modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _mean(unlike, known)
+    plain = modes.pop("")
     of_head = max(0.0, base.head - base.half * caches_half - base.ahead)
     costs = costs.changed(PREDICTION, bytes_per_token=base.ahead)
     costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head - base.ahead)
@@ -89,18 +91,18 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
         recompute=modes,
-        input_bytes_per_token=least if recomputed is None else recomputed.bytes_per_token,
     )
+    costs = replace(costs, unlike=unlike)
     if splits and is_alike:
         costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
     slices = _of_slices(stage)
     costs = _with_kv_bytes(costs, stage, slices)
     if slices.ahead is not None:
         costs = costs.changed(PREDICTION, attended_bytes_per_token=base.ahead / stage.depths + of_head - slices.ahead)
-    if is_alike and slices.gradient:
+    if slices.gradient:
         held = least + slices.cache
         costs = costs.changed(LAYER, attended_bytes_per_token=held + _left(stage, slices, first_mlp))
-        if splits:
+        if splits and is_alike:
             left = _left(stage, _of_slices(stage, keep_weights=True), first_mlp, keep_weights=True)
             costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + left)
     return costs
@@ -119,47 +121,59 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
     """Run a chunk forward and backward, and measure every layer."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     layers = [_LayerBytes(meter) for _ in layers_of(stage)]
+
+    def note(number: int, event: str) -> None:
+        if event == "gradient in":  # the layer behind may not have been told yet that its backward has ended
+            for layer in layers[number + 1 :]:
+                layer.note_peak()
+        layers[number].note(event)
+
     with meter, ExitStack() as watching:
-        for module, layer in zip(layers_of(stage), layers, strict=True):
-            watching.enter_context(watched([module], layer.note))
+        for number, module in enumerate(layers_of(stage)):
+            watching.enter_context(watched([module], partial(note, number)))
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
     of_token = 1 / chunk.num_tokens
     return [_OfLayer(layer.kept_bytes * of_token, (layer.peak_bytes - layer.begin_bytes) * of_token) for layer in layers]
 
 
-def _of_unlike_layers(stage: MegatronStage, known: Mapping[str, ModeCosts], least: float) -> dict[str, ModeCosts]:
-    """Measure what the layers of a stage keep that are of several kinds, and the most that their backwards hold.
-
-    Costs know one layer, in every mode, and a stage's first layers recompute. Where layers that keep less come first, those
-    that are left keep more than the mean: what a layer keeps in a mode is counted so that the stage keeps no more than that,
-    however many of its layers recompute.
+def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
+    """Measure what each of a stage's layers keeps, and the most that its backward holds, where they are of several kinds.
 
     Args:
-        known: by mode; empty for a layer that keeps everything.
+        mean: costs of the layers, whose recompute modes are measured.
         least: bytes per token of a layer's input, which counts for a layer that recomputes in full.
-
-    Returns:
-        costs by these modes, and of full recompute. The peak of a layer that keeps everything is that of both.
     """
-    own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in (*known, FULL)}
-    kept_bytes = {
-        mode: [least + layer.kept - bare.kept for layer, bare in zip(layers, own[FULL], strict=True)]
-        for mode, layers in own.items()
+    own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
+    unlike = []
+    for number, bare in enumerate(own[FULL]):
+        kept_bytes = {mode: least + layers[number].kept - bare.kept for mode, layers in own.items()}
+        most = {mode: kept_bytes[mode] + layers[number].above for mode, layers in own.items()}
+        modes = {mode: ModeCosts(known.again, kept_bytes[mode], most[mode]) for mode, known in mean.recompute.items()}
+        unlike.append(
+            replace(
+                mean,
+                count=1,
+                bytes_per_token=kept_bytes[""],
+                full_bytes_per_token=max(most[""], most[FULL]),
+                attended_bytes_per_token=None,
+                input_bytes_per_token=least,
+                recompute=modes,
+            )
+        )
+    return tuple(unlike)
+
+
+def _mean(layers: Sequence[BlockCosts], known: Mapping[str, ModeCosts]) -> dict[str, ModeCosts]:
+    """Return the mean of what layers keep, and their largest peak, by these modes."""
+    return {
+        mode: replace(
+            cost,
+            bytes_per_token=sum((layer.mode(mode) or layer).bytes_per_token for layer in layers) / len(layers),
+            full_bytes_per_token=max((layer.mode(mode) or layer).full_bytes_per_token or 0.0 for layer in layers),
+        )
+        for mode, cost in known.items()
     }
-    number, mean = len(kept_bytes[FULL]), sum(kept_bytes[""]) / len(kept_bytes[FULL])
-    measured = {}
-    for mode, layers in own.items():
-        of_stage = (sum(kept_bytes[mode][:count]) + sum(kept_bytes[""][count:]) for count in range(1, number + 1))
-        per_token = max((size - (number - count) * mean) / count for count, size in enumerate(of_stage, start=1))
-        peak = sum(kept_bytes[mode]) / number + max(layer.above for layer in layers)
-        measured[mode] = replace(known.get(mode, known[""]), bytes_per_token=per_token, full_bytes_per_token=peak)
-    # Of layers that keep everything, those behind a layer are freed when the backward comes to it.
-    behind = [sum(layer.kept for layer in own[""][at:]) for at in range(1, number + 1)]
-    peak = mean + max(layer.above - freed for layer, freed in zip(own[""], behind, strict=True))
-    peak = max(peak, least + max(layer.above for layer in own[FULL]))
-    measured[""] = replace(measured[""], full_bytes_per_token=peak)
-    return measured
 
 
 def _left(stage: MegatronStage, of_last: _Slices, first_mlp_bytes: float, keep_weights: bool = False) -> float:
@@ -188,8 +202,13 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     caches = _caches(stage)
     for kind, own in caches.items():
         costs = costs.changed(kind, cached_share=sum(own) / max(1, len(own)))
-    of_input = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
-    costs = costs.changed(INPUT, bytes_per_token=of_input + few.cache * _most_taken_off(caches[LAYER]))
+    unlike = tuple(
+        replace(at, cached_share=float(has)) for at, has in zip(costs.unlike, caches[LAYER], strict=bool(costs.unlike))
+    )
+    if not unlike:
+        of_input = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
+        costs = costs.changed(INPUT, bytes_per_token=of_input + few.cache * _most_taken_off(caches[LAYER]))
+    costs = replace(costs, unlike=unlike)
     received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)  # that of formulas is of the mean layer
     if not few.hands_over:
         return replace(costs, blocks=(received, *rest))
@@ -357,8 +376,12 @@ class _LayerBytes:
                 self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
             self.runs += 1
         elif event == "gradient out":
+            self.note_peak()
             self.runs -= 1
-            self.peak_bytes = self._meter.peak_bytes
+
+    def note_peak(self) -> None:
+        if self.runs:
+            self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
 
 
 class _Slices(NamedTuple):

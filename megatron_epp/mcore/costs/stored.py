@@ -94,7 +94,7 @@ def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
     modes = {name: replace(mode, again=timed[name].again) for name, mode in now.layers.recompute.items() if name in timed}
     for name in ("forward", "backward", "weight"):
         now = now.with_lines(name, *then.lines(name))
-    return now.changed(LAYER, recompute=modes)
+    return replace(now.changed(LAYER, recompute=modes), unlike=now.unlike)
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:

@@ -118,7 +118,7 @@ def fit_rank(
         first = 0 if op >= ADDED else columns.first_way[item]
         if op == FORWARD:
             live += columns.kept_bytes[first] + columns.forward_alloc[item]
-            if limit[item] > 0 and columns.kept_bytes[first] > columns.kept_bytes[first + 1]:
+            if columns.kept_bytes[first] > columns.kept_bytes[first + min(limit[item], columns.num_layers[item])]:
                 stay = leaves[item] - at if by_stay else 1
                 heapq.heappush(alive, (columns.price[first] / stay, -leaves[item], item, stay))
             change = -columns.forward_free[item]
@@ -192,18 +192,20 @@ def give_cheapest(
         excess: bytes above the cap.
     """
     item = alive[0][2]
-    taken, first = recompute_steps[item], columns.first_way[item]
-    if leaves[item] <= at or taken >= limit[item] or columns.kept_bytes[first + taken] == columns.kept_bytes[first + taken + 1]:
+    taken, first, num_layers = recompute_steps[item], columns.first_way[item], columns.num_layers[item]
+    kept_bytes, most = columns.kept_bytes[first + taken], taken
+    if leaves[item] > at and taken < limit[item]:  # until all layers have taken the step, of which some may save nothing
+        most = min(limit[item], taken - taken % num_layers + num_layers)
+    if kept_bytes == columns.kept_bytes[first + most]:
         heapq.heappop(alive)
         return 0
-    saved, num_layers = columns.kept_bytes[first + taken] - columns.kept_bytes[first + taken + 1], columns.num_layers[item]
-    count = min(limit[item] - taken, num_layers - taken % num_layers, -(-excess // saved))
-    taken += count
+    while taken < most and kept_bytes - columns.kept_bytes[first + taken] < excess:
+        taken += 1
     recompute_steps[item] = taken
     if taken % num_layers == 0 and taken < limit[item]:
         stay = alive[0][3]
         heapq.heapreplace(alive, (columns.price[first + taken] / stay, -leaves[item], item, stay))
-    return count * saved
+    return kept_bytes - columns.kept_bytes[first + taken]
 
 
 @compiled

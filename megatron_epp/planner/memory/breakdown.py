@@ -81,9 +81,12 @@ class _Stage:
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
         steps = {action: step for step in plan.ranks[plan.placement[stage]] for action in step.actions}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
+        layers = costs.stages[stage].unlike
+        self.kinds: list[int | None] = [*map(layers.index, layers)] or [None] * self.num_layers
         self.backward = {
-            (mode, split): by_item(backward_items(stage, work, costs, mode, split=split))
+            (mode, kind, split): by_item(backward_items(stage, work, costs, mode, kind, split=split))
             for mode in {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
+            for kind in {None, *self.kinds}
             for split in {False, bool(self.split)}
         }
         for sizes in self.backward.values():
@@ -154,10 +157,10 @@ class _Stage:
             left: bytes that the backward leaves; the peak where it is there only in the end.
         """
         recompute = self.recompute[c]
-        sizes = {mode: BackwardBytes(*(items[:, c] for items in self.backward[mode, split])) for mode, _ in self.backward}
-        modes = [recompute.mode(number) for number in reversed(range(self.num_layers))]
-        groups = [LayerGroup(len(list(same)), sizes[mode].activations, sizes[mode].peak) for mode, same in groupby(modes)]
-        whole, keeps_mlp = sizes[""], self.num_layers > 1 and not modes[0]
+        sizes = {key[:2]: BackwardBytes(*(items[:, c] for items in self.backward[*key[:2], split])) for key in self.backward}
+        layers = [(recompute.mode(number), kind) for number, kind in enumerate(self.kinds)][::-1]
+        groups = [LayerGroup(len([*same]), *sizes[key][-3:]) for key, same in groupby(layers)]
+        whole, keeps_mlp = sizes["", None], self.num_layers > 1 and not layers[0][0]
         most: Numbers = max(moments(whole._replace(first_mlp=whole.first_mlp * keeps_mlp), groups), key=np.sum)
         items = dict(zip(item.DYNAMIC, most.tolist(), strict=True))
         if left.total() > most.sum() and num_bytes > most.sum() + self.num_layers + 1:

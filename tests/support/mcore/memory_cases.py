@@ -33,6 +33,7 @@ MAMBA = (
     f"{LLAMA} --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
     "--hybrid-layer-pattern MMM|MMM --spec tests.support.mcore.mamba_hybrid stack_spec"
 )
+OF_TWO_KINDS = MAMBA.replace("MMM|MMM", "M*|*M")
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
 SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
@@ -58,6 +59,7 @@ PIPELINES = {
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2",
         "gated delta nets, seven slices, some recompute": f"{DELTA} {SMALL} --epp-slices 7 --epp-recompute 1",
         "Mamba-2, seven slices, some recompute": f"{MAMBA} --epp-slices 7 --epp-recompute 2",
+        "Mamba-2 and attention, seven slices, one of two recomputes": f"{OF_TWO_KINDS} --epp-slices 7 --epp-recompute 1",
         "windows longer than slices, sinks, some recompute": f"{WINDOWS} {SMALL} --epp-slices 7 --epp-recompute 1",
         TOKENS_SHARED: f"{LLAMA} {SMALL} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
