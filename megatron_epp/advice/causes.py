@@ -20,7 +20,7 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
-from megatron_epp.planner.baselines.whole import MLP_AGAIN, packed_contest
+from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, packed_contest
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.fitted import fitted
@@ -75,6 +75,8 @@ class Stock(NamedTuple):
         most = max(map(max, self.decisions.recompute_steps))
         if not most:
             return "none"
+        if isinstance(self.decisions, UniformDecisions):
+            return f"of all layers in groups of {self.decisions.group}"
         return "of norms and MLPs" if self.decisions.modes == MLP_AGAIN else f"of {most} layers of each stage"
 
 
@@ -160,7 +162,7 @@ class StockChoices:
         for costs_of in (self.own_costs_of,) if by_chunk else (self.costs_of, self.own_costs_of):
             costs = costs_of(layout)
             with suppress(InfeasibleError):  # there are fewer rows than ranks
-                contest = packed_contest(asked, costs, options, first_fit=first_fit, by_chunk=by_chunk)
+                contest = packed_contest(asked, costs, options, first_fit=first_fit, by_chunk=by_chunk, in_groups=True)
                 if contest.best is not None:
                     return Stock(contest.best_us + self.added_us(layout), layout, tokens, asked, costs, contest.best)
         return None

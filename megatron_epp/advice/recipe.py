@@ -12,7 +12,7 @@ from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.layout import layers_text
-from megatron_epp.planner.baselines.whole import MLP_AGAIN, rows_together
+from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -93,7 +93,9 @@ def stock_settings(question: Question, baseline: Baseline) -> dict[str, Any]:
         modules = ["layernorm", "mlp", *["moe"] * bool(question.flags.get("num_experts"))]
         return settings | {"recompute_granularity": "selective", "recompute_modules": modules}
     if most:
-        return settings | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
+        groups = stock.decisions if isinstance(stock.decisions, UniformDecisions) else None
+        method, count = ("uniform", groups.group) if groups else ("block", most)
+        return settings | {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
     return settings
 
 

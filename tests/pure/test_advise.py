@@ -29,6 +29,7 @@ from megatron_epp.plan.serialize import load
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
 from megatron_epp.planner.baselines.contest import pack_whole
+from megatron_epp.planner.baselines.whole import UniformDecisions
 from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {
@@ -166,6 +167,10 @@ def test_megatrons_flags_are_those_of_its_own_schedule_alone():
     assert flags["recompute_modules"] == ["layernorm", "mlp", "moe"]
     full = stock._replace(decisions=replace(decisions, modes=("full",)))
     assert stock_settings(asked, Baseline(config, full))["recompute_num_layers"] == 1
+    groups = stock._replace(decisions=UniformDecisions(rows, (), [[1] * len(rows)] * 8, group=4))
+    flags = stock_settings(asked, Baseline(config, groups))
+    assert (flags["recompute_method"], flags["recompute_num_layers"]) == ("uniform", 4)
+    assert groups.recompute == "of all layers in groups of 4"
 
 
 def test_sizes_that_cannot_be_are_ruled_out_by_name():

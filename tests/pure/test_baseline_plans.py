@@ -13,6 +13,8 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.baselines.contest import chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
+from megatron_epp.planner.baselines.whole import UniformDecisions, packed_contest
+from megatron_epp.planner.fit import peaks_bytes, uniform_steps
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
 from tests.support.seeds import some_by_default
 
@@ -146,6 +148,27 @@ def test_megatrons_recompute_is_the_fastest_that_fits_of_none_norms_and_mlps_and
         times_us.append(made.predicted.makespan_us)
     assert kinds == [(0, 0, 0), (1, 0, 0), (0, 0, 4), (3, 0, 0), (4, 0, 0)]
     assert times_us == sorted(times_us)
+
+
+def test_layers_that_recompute_in_groups_keep_fewer_inputs_and_take_as_long_as_all_by_themselves():
+    """A row for each rank is alive on the first one, with an input for each group; the activations of one group come back."""
+    ranks, lengths, costs = 16, (4000,) * 32, pipeline(16, 4)
+    options = Options(planner="1f1b-packed", context=4000)
+    cap = least_cap_bytes(problem(lengths, ranks), costs, options)
+    every = plan(problem(lengths, ranks, cap), costs, options)
+    asked = problem(lengths, ranks, cap - 1)
+    assert packed_contest(asked, costs, options).best is None
+    best = (contest := packed_contest(asked, costs, options, in_groups=True)).best
+    assert isinstance(best, UniformDecisions)
+    assert best.group == 2
+    assert contest.best_us == pytest.approx(every.predicted.makespan_us)
+    peaks = []
+    for group in (1, 2):
+        tables = replace(best, group=group).tables(asked, costs)
+        peaks.append(peaks_bytes(best.order, tables, uniform_steps(tables, 4))[0])
+    layer = costs.stages[0].layers
+    saved = 4000 * (ranks * 2 * layer.input_bytes_per_token - layer.bytes_per_token)
+    assert peaks[0] - peaks[1] == pytest.approx(saved, rel=1e-6)
 
 
 def plan_within(lengths: tuple[int, ...], share: float, free: Plan) -> Plan:

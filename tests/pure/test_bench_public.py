@@ -42,7 +42,7 @@ def test_recompute_of_experts_is_their_forward_with_its_exchanges():
     assert again.per_token_us == pytest.approx(mode.per_token_us, rel=0.05)
 
 
-@pytest.mark.parametrize("number", ["5", "8", "13, 4 slices"])
+@pytest.mark.parametrize("number", ["3", "5", "8", "9", "13, 4 slices"])
 def test_microbatches_are_those_of_the_measured_run(number):
     row = next(row for row in ROWS if row.number == number)
     made = plan_of(row, question_of(row), LinearTime())

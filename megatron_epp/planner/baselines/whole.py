@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
+from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
@@ -19,10 +21,38 @@ from megatron_epp.planner.orders.patterns import looped, one_warm_up
 from megatron_epp.planner.orders.warm_up import Schedule
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole
 from megatron_epp.planner.service.replica_balance import sequence_work
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 
 MLP_AGAIN = ("mlp",)
 """Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniformDecisions(Decisions):
+    """Decisions by which all layers recompute in groups (method ``uniform``): a backward keeps a group's input, and has the
+    activations of one group at a time. Recompute steps are of groups.
+
+    Attributes:
+        group: layers of each; a stage's last may have fewer, and counts as if it had as many as the others.
+    """
+
+    group: int = 1
+
+    def tables(self, problem: Problem, costs: Costs) -> Tables:
+        """Times and sizes of the decisions, a group in the place of a layer."""
+        return Decisions.tables(self, problem, _of_groups(costs, self.group))
+
+
+def _of_groups(costs: Costs, group: int) -> Costs:
+    """Return costs with so many layers counted as one."""
+    stages = []
+    for stage in costs.stages:
+        own, groups = stage.layers, -(-stage.num_layers // group)
+        times = {name: getattr(own, name).scaled(own.count / max(1, groups)) for name in ("forward", "backward", "weight")}
+        sizes = {name: getattr(own, name) for name in ("bytes_per_token", "full_bytes_per_token", "attended_bytes_per_token")}
+        sizes = {name: None if size is None else min(group, own.count) * size for name, size in sizes.items()}
+        stages.append(stage.changed(LAYER, count=groups, recompute={}, **times, **sizes) if groups else stage)
+    return replace(costs, stages=tuple(stages))
 
 
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -62,13 +92,20 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def packed_contest(
-    problem: Problem, costs: Costs, options: Options, *, first_fit: bool = False, by_chunk: bool = False
+    problem: Problem,
+    costs: Costs,
+    options: Options,
+    *,
+    first_fit: bool = False,
+    by_chunk: bool = False,
+    in_groups: bool = False,
 ) -> Contest:
     """Judge the rows of `packed_1f1b`, without writing a plan. Raises what it raises, but where no row fits the cap.
 
     Args:
         first_fit: only rows by first fit, in the size asked for.
         by_chunk: recompute as plans choose it, for every row and stage by itself.
+        in_groups: all layers may recompute in groups, too, which no plan can run.
     """
     own = looped(problem)
     if problem.placement != own.rank_of:
@@ -92,7 +129,11 @@ def packed_contest(
             Remedy("raise", "global_batch_size", least),
         )
     for chunks in tables:
-        (_enter_by_chunk if by_chunk else _enter_megatron)(contest, arranged(chunks, problem.loss_groups), own)
+        arranged_chunks = arranged(chunks, problem.loss_groups)
+        if by_chunk:
+            _enter_by_chunk(contest, arranged_chunks, own)
+        else:
+            _enter_megatron(contest, arranged_chunks, own, in_groups)
     return contest
 
 
@@ -128,8 +169,11 @@ def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) 
     return order
 
 
-def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement) -> None:
-    """Judge rows with no recompute, and if that does not fit with the kinds that Megatron has."""
+def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement, in_groups: bool) -> None:
+    """Judge rows with no recompute, and if that does not fit with the kinds that Megatron has.
+
+    Groups of layers take as long as all layers by themselves, so they are tried only where these do not fit.
+    """
     problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
     most, tables = max(costs.num_layers), contest.tables(chunks)
     fixed = 0 if problem.forward_only else contest.options.recompute
@@ -139,7 +183,15 @@ def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement)
     least = bisect_left(
         range(most), True, key=lambda n: is_within(peaks_bytes(order, tables, uniform_steps(tables, n)), problem.cap_bytes)
     )
-    contest.enter(Decisions(chunks, order, uniform_steps(tables, least)), tables)
+    fits = contest.enter(Decisions(chunks, order, uniform_steps(tables, least)), tables)
+    predicts = any(block.kind == PREDICTION for stage in costs.stages for block in stage.blocks)  # Megatron refuses groups then
+    for group in range(2, most + 1) if in_groups and not (fits or predicts) else ():
+        if most % group == 0:
+            decisions = UniformDecisions(chunks, order, [], group=group)
+            of_groups = decisions.tables(problem, costs)
+            decisions = replace(decisions, recompute_steps=uniform_steps(of_groups, most))
+            if contest.enter(decisions, of_groups):
+                break
     if least and MLP_AGAIN[0] in contest.options.modes(costs):
         tables = tabulate(chunks, problem, costs, MLP_AGAIN)
         contest.enter(Decisions(chunks, order, uniform_steps(tables, most), MLP_AGAIN), tables)

@@ -108,9 +108,9 @@ def compared(row: Row) -> Step:
 
 
 def planned(row: Row, asked: Question, again: LinearTime) -> Plan:
-    """Plan a measured step without a memory cap; microbatches are not larger than in the measured run."""
+    """Plan a measured step without a memory cap, in Megatron's order; microbatches are not larger than in the measured run."""
     config, costs = row.config, asked.costs(row.config)
-    planner = "interleaved" if config.virtual > 1 else "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
+    planner = "1f1b-sliced" if row.slices > 1 else "1f1b-packed"
     limit = None if row.slices > 1 else asked.context
     options = Options(planner=planner, context=asked.context, recompute=0, slices=row.slices or None, chunk_tokens=limit)
     problem = Problem(asked.lengths, config.rank_of, (UNLIMITED_BYTES,) * config.pipeline, token_multiple=config.ranks)
