@@ -115,10 +115,9 @@ def _plain_text(advice: Advice) -> str:
         return "Megatron's own 1F1B fits at none of the sizes that were tried, with any layers, virtual stages or recompute."
     plain, best_us = advice.plain, advice.best[0].parts.step_us
     name = "interleaved 1F1B" if plain.config.virtual > 1 else "plain 1F1B"
-    recompute = "no recompute" if plain.stock.recompute == "none" else f"recompute {plain.stock.recompute}"
     where = (
         f"{name} at its best has {plain.config.name}, rows of up to {plain.stock.row_tokens:,} tokens and "
-        f"{recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the "
+        f"{plain.stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the "
         "best above."
     )
     if plain.config.pipeline == 1:

@@ -71,11 +71,12 @@ class Stock(NamedTuple):
 
     @property
     def recompute(self) -> str:
-        """Recompute in the words of Megatron's flags; "none" if there is none."""
+        """Recompute in the words of Megatron's flags."""
         most = max(map(max, self.decisions.recompute_steps))
         if not most:
-            return "none"
-        return "of norms and MLPs" if self.decisions.modes == MLP_AGAIN else f"of {most} layers of each stage"
+            return "no recompute"
+        layers = "a layer" if most == 1 else f"{most} layers"
+        return f"recompute of {'norms and MLPs' if self.decisions.modes == MLP_AGAIN else f'{layers} of each stage'}"
 
 
 Steps = tuple[Stock | None, ...]
@@ -203,7 +204,7 @@ def stock_text(stock: Stock) -> str:
     stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
     return (
         f"{format_us(stock.step_us)}, {stages} on each rank, layers {layers_text(stock.layout.halves)}; "
-        f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; recompute {stock.recompute}"
+        f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; {stock.recompute}"
     )
 
 

@@ -134,6 +134,8 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
     assert given.plain_is_as_good == is_as_good
     assert "rows of up to 8 tokens and no recompute:" in text
+    one_layer = words(as_text(advice(plain=stock(step_us, steps=1)), 1, everything=False))
+    assert "and recompute of a layer of each stage:" in one_layer
     shared = replace(CONFIG, expert=2)
     for config, is_told in ((CONFIG, False), (shared, True)):
         told = words(as_text(advice(plain=stock(step_us, config)), 1, everything=False))
