@@ -163,10 +163,10 @@ def test_the_gain_is_divided_by_cause_and_the_factors_multiply_to_the_whole():
 
 
 def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_first_that_fits():
-    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 1000.0))
+    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 750.0))
     text = "\n".join(gain.lines())
     assert re.search(r"layers and virtual stages.* 1.00x\n.*packing.* fits only so\n", text)
-    assert re.search(r"all together, over the first that fits +1.50x", text)
+    assert re.search(r"all together, over the first that fits +2.00x", text)
     nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))
     assert re.search(r"slices.* fits only so\n", "\n".join(nothing.lines()))
     assert math.isinf(nothing.over_megatron)
