@@ -22,6 +22,7 @@ _LINES = 6
 """Number of reasons of a kind that are printed unless all are requested."""
 _NEAR = 0.1
 """Share by which plain 1F1B may be slower than the best configuration and still be called close."""
+_REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
 _NOT_SUBTRACTED = (
     "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
     "worth to a training that has them is not subtracted."
@@ -40,9 +41,8 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         "\n".join(_table(advice, show)),
         _wrapped(
             "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. "
-            "Waiting: a replica that has finished its part of the batch waits until the slowest one has. In the best, "
-            f"{format_us(best.parts.reduction_us)} go to reducing gradients and gathering weights, of which training may hide "
-            "a part."
+            "Waiting: a replica that has finished its part of the batch waits until the slowest one has."
+            + (_REDUCTION.format(format_us(best.parts.reduction_us)) if best.parts.reduction_us else "")
         ),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),
@@ -116,12 +116,14 @@ def _plain_text(advice: Advice) -> str:
     plain, best_us = advice.plain, advice.best[0].parts.step_us
     name = "interleaved 1F1B" if plain.config.virtual > 1 else "plain 1F1B"
     where = (
-        f"{name} at its best has {plain.config.name}, rows of up to {plain.stock.row_tokens:,} tokens and recompute "
+        f"{name} at its best has {plain.config.name}, rows of up to {plain.stock.row_tokens:,} tokens and "
         f"{plain.stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the "
         "best above."
     )
     if plain.config.pipeline == 1:
         where += " Without a pipeline that is plain gradient accumulation."
+    if len(plain.config.lockstep_groups[0]) > 1:
+        where += " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
     if best_us > (1 + TIE) * plain.step_us:
         return f"Megatron's own schedule is faster: {where}"
     if advice.plain_is_as_good:
@@ -137,7 +139,8 @@ def _close_text(advice: Advice, close: list[Judged]) -> str:
     if any(entry.parts.step_us < best_us for entry in close):
         text += " The first has the fewest kinds of parallelism."
     steps = [f"{entry.config.name} {entry.parts.step_us / best_us - 1:+.1%}" for entry in close[:_LINES]]
-    return _wrapped(f"{text} Their steps, relative to the first's: {', '.join(steps)}{', ...' * (count > _LINES)}.")
+    whose = "Its step" if count == 1 else "Their steps"
+    return _wrapped(f"{text} {whose}, relative to the first's: {', '.join(steps)}{', ...' * (count > _LINES)}.")
 
 
 def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iterator[str]:

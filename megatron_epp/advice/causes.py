@@ -71,13 +71,14 @@ class Stock(NamedTuple):
 
     @property
     def recompute(self) -> str:
-        """Recompute in the words of Megatron's flags; "none" if there is none."""
+        """Recompute in the words of Megatron's flags."""
         most = max(map(max, self.decisions.recompute_steps))
         if not most:
-            return "none"
+            return "no recompute"
         if isinstance(self.decisions, UniformDecisions):
-            return f"of all layers in groups of {self.decisions.group}"
-        return "of norms and MLPs" if self.decisions.modes == MLP_AGAIN else f"of {most} layers of each stage"
+            return f"recompute of all layers in groups of {self.decisions.group}"
+        layers = "a layer" if most == 1 else f"{most} layers"
+        return f"recompute of {'norms and MLPs' if self.decisions.modes == MLP_AGAIN else f'{layers} of each stage'}"
 
 
 Steps = tuple[Stock | None, ...]
@@ -205,7 +206,7 @@ def stock_text(stock: Stock) -> str:
     stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
     return (
         f"{format_us(stock.step_us)}, {stages} on each rank, layers {layers_text(stock.layout.halves)}; "
-        f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; recompute {stock.recompute}"
+        f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; {stock.recompute}"
     )
 
 

@@ -78,7 +78,7 @@ print("true")
 
 
 def test_tensors_are_on_the_device_that_is_asked_for() -> None:
-    """CUDA alone becomes the CPU; of the replaced functions, torch's contexts and default leave `empty_like` alone."""
+    """CUDA alone becomes the CPU, and nothing is pinned; torch's contexts and default leave `empty_like` alone."""
     code = """
 import torch
 from megatron_epp.mcore import cpu
@@ -107,6 +107,7 @@ for name in cpu._FACTORIES:
             followed = like if name == "empty_like" else used
             found = {
                 "argument": make(argument, device=device).device.type,
+                "pinned": make(argument, device=device, pin_memory=True).device.type,
                 "device": make(argument, device=torch.device(device)).device.type,
                 "context": in_context(device, lambda: make(argument)).device.type,
                 "default": by_default(device, lambda: make(argument)).device.type,
@@ -114,7 +115,8 @@ for name in cpu._FACTORIES:
                 "none": make(argument).device.type,
             }
             expected = {
-                "argument": used, "device": used, "context": followed, "default": followed, "argument in a context": used,
+                "argument": used, "pinned": used, "device": used, "context": followed, "default": followed,
+                "argument in a context": used,
                 "none": like if name == "empty_like" else "cpu",
             }
             assert found == expected, (name, device, like, found)

@@ -133,6 +133,13 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
     assert words_of_it in text
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
     assert given.plain_is_as_good == is_as_good
+    assert "rows of up to 8 tokens and no recompute:" in text
+    one_layer = words(as_text(advice(plain=stock(step_us, steps=1)), 1, everything=False))
+    assert "and recompute of a layer of each stage:" in one_layer
+    shared = replace(CONFIG, expert=2)
+    for config, is_told in ((CONFIG, False), (shared, True)):
+        told = words(as_text(advice(plain=stock(step_us, config)), 1, everything=False))
+        assert ("Its replicas are taken not to wait for each other where they share experts" in told) == is_told
     alone = stock(step_us, Configuration(1, 1, 1, 4, layers=(8,)), steps=3)
     without_pipeline = words(as_text(advice(plain=alone), 1, everything=False))
     assert "gradient accumulation" not in text
@@ -156,13 +163,19 @@ def test_the_gain_is_divided_by_cause_and_the_factors_multiply_to_the_whole():
 
 
 def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_first_that_fits():
-    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 1000.0))
+    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 750.0))
     text = "\n".join(gain.lines())
     assert re.search(r"layers and virtual stages.* 1.00x\n.*packing.* fits only so\n", text)
-    assert re.search(r"all together, over the first that fits +1.50x", text)
+    assert re.search(r"all together, over the first that fits +2.00x", text)
     nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))
     assert re.search(r"slices.* fits only so\n", "\n".join(nothing.lines()))
     assert math.isinf(nothing.over_megatron)
+
+
+@pytest.mark.parametrize("reduction_us", [40.0, 0.0])
+def test_time_of_reductions_is_told_where_there_is_some(reduction_us):
+    text = words(as_text(advice([entry(reduction_us=reduction_us - PARTS.reduction_us)]), 1, everything=False))
+    assert ("In the best, 40.0 us go to reducing gradients" in text) == ("go to reducing" in text) == (reduction_us > 0)
 
 
 def test_json_has_the_same_figures():
@@ -186,6 +199,7 @@ def test_the_simplest_of_close_ones_leads_and_how_close_the_others_are_is_told()
     assert _simplest_first([several, simple, far]) == [simple, several, far]
     text = words(as_text(advice([simple, several, far]), 3, everything=False))
     assert "2 others are as good within 2%. The first has the fewest kinds of parallelism." in text
+    assert "1 other is as good within 2%. Its step, relative" in words(as_text(advice([several, simple]), 3, everything=False))
     assert "Their steps, relative to the first's: TP 1 CP 2 PP 2 DP 1 VPP 2 looped -1.5%, TP 1 CP 1 PP 1 DP 4 +1.5%." in text
     fast, slow = entry(Configuration(2, 1, 1, 2, layers=(8,))), entry(Configuration(1, 2, 1, 2, layers=(8,)), bubble_us=5.0)
     assert _simplest_first([slow, fast]) == [fast, slow], "of equally simple ones the fastest"

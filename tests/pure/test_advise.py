@@ -8,12 +8,12 @@ import pytest
 
 from megatron_epp.advice import configuration_search
 from megatron_epp.advice.advice_text import as_json, as_text
-from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, stock_text
+from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
 from megatron_epp.advice.configuration_search import NothingFitsError, advise
 from megatron_epp.advice.configurations import candidates
 from megatron_epp.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.recipe import epp_settings, stock_settings
+from megatron_epp.advice.recipe import epp_settings, recipe_text, stock_settings
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
@@ -131,6 +131,58 @@ def test_the_gain_is_over_megatrons_schedule_at_its_best_which_can_be_planned_ag
     assert check(made) == []
     assert made.predicted.makespan_us + asked.reduction_us(plain.config) == pytest.approx(plain.step_us)
     assert stock.peak_bytes <= max(made.predicted.peak_bytes) <= cap_bytes
+
+
+def many_short(vocab_size=8192, **rest):
+    """What Megatron's own schedule may have for two replicas of four ranks."""
+    asked = question(web_lengths(96, 2, 4096), devices=8, fixed={"pipeline": 4}, **rest)
+    asked = replace(asked, context=4096, flags=MODEL | {"vocab_size": vocab_size})
+    config = Configuration(1, 1, 4, 2, layers=(2,) * 4)
+    return choices_of(asked, config, shares_by_work(asked, config))
+
+
+def test_each_step_of_megatrons_schedule_has_the_causes_before_it_and_no_other():
+    choices = many_short()
+    dealt, by_work = choices.problems
+    assert sorted(dealt.lengths) != sorted(by_work.lengths)
+    even, levelled, packed = choices.steps()
+    assert even.layout == choices.even != levelled.layout
+    assert even.step_us > levelled.step_us > packed.step_us
+    for step in (even, levelled):
+        assert (step.problem.lengths, step.row_tokens) == (dealt.lengths, 4096)
+        assert set(step.decisions.chunks) == set(pack_whole(dealt.lengths, 4096))
+    assert packed.problem.lengths == by_work.lengths
+    for step in (even, levelled, packed):
+        assert choices.added_us(step.layout) > 0
+        pipeline_us = step.decisions.makespan_us(step.problem, step.costs)
+        assert step.step_us == pytest.approx(pipeline_us + choices.added_us(step.layout))
+    made = plan(packed.problem, packed.costs, Options(planner="1f1b-packed", context=packed.row_tokens))
+    assert 0.95 * max(made.predicted.peak_bytes) < packed.peak_bytes <= max(made.predicted.peak_bytes)
+    given = replace(choices, counts=(), layouts=(levelled.layout,)).steps()[1]
+    assert given.layout == levelled.layout, "layouts of plans are tried"
+    assert gain_of((even, None, levelled), 3.0, 2.0).steps_us == (even.step_us, math.inf, levelled.step_us, 3.0, 2.0)
+
+
+def test_layers_move_away_from_the_rank_with_the_largest_vocabulary():
+    choices = replace(many_short(vocab_size=128000), counts=())
+    packed = choices.steps()[2]
+    assert packed.layout.halves[-1] < choices.even.halves[-1]
+    sharing = replace(choices.even, shards_vocabulary=True)
+    plain, levelled = without_shards(sharing, choices.problems[0], choices.costs_of, halves=False)
+    assert plain == choices.even
+    assert levelled.halves[-1] < plain.halves[-1]
+
+
+def test_recompute_and_copies_that_are_chosen_for_each_row_are_faster_than_uniform_recompute():
+    choices = many_short(cap_bytes=7 << 29)
+    packed = choices.steps()[2]
+    assert packed.recompute != "no recompute"
+    alone = replace(choices, options=replace(choices.options, offload=False)).by_chunk(packed)
+    copied = replace(choices, options=replace(choices.options, offload=True)).by_chunk(packed)
+    assert packed.step_us > alone.step_us > copied.step_us
+    for step in (alone, copied):
+        pipeline_us = step.decisions.makespan_us(step.problem, step.costs)
+        assert step.step_us == pytest.approx(pipeline_us + choices.added_us(step.layout))
 
 
 def test_megatrons_own_schedule_may_have_virtual_stages_unless_the_question_fixes_them():
@@ -290,6 +342,13 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
     assert main(["advise", *shipped, "--tensor-parallel", "4", "--pipeline-parallel", "2", "-o", str(recipe)]) == 0
     assert "models/llama3-8b" in recipe.read_text(), "a shipped model is included by name"
     assert load_settings([recipe])["megatron"]["num_layers"] == 32
+
+
+def test_a_recipe_has_the_rows_of_the_embedding_that_the_model_says():
+    asked = question()
+    for flags, rows in ((MODEL, 8192), (MODEL | {"padded_vocab_size": 8320}, 8320)):
+        text = recipe_text(replace(asked, flags=flags), Configuration(2, 1, 2, 1, layers=(4, 4)), None, "--lengths code")
+        assert f"padded_vocab_size: {rows}\n" in text
 
 
 def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, capsys):

@@ -64,16 +64,23 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(["index.md", *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
+FOLDERS = ("megatron_epp", "tests", "docs", "patches")
+PAGES = {page: page.read_text() for page in (*ROOT.glob("*.md"), *(page for f in FOLDERS for page in (ROOT / f).rglob("*.md")))}
+
+
 def test_every_file_that_a_page_names_is_there():
-    folders = ("megatron_epp", "tests", "docs", "patches")
-    pages = {*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))}
     named = {
         (page, path)
-        for page in pages - {ROOT / "CHANGELOG.md"}  # which tells of files that have gone
-        for path in re.findall(r"`((?:megatron_epp|tests|scripts|docs|configs|patches)/[\w./-]+)`", page.read_text())
+        for page, text in PAGES.items()
+        if page.name != "CHANGELOG.md"  # which tells of files that have gone
+        for path in re.findall(r"`((?:megatron_epp|tests|scripts|docs|configs|patches)/[\w./-]+)`", text)
     }
     assert len(named) > 100
     assert not [entry for entry in sorted(named) if not (ROOT / entry[1]).exists() and entry[1] != "megatron_epp/patches/"]
+
+
+def test_no_page_keeps_both_sides_of_a_merge():
+    assert not [page for page, text in PAGES.items() if re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE)]
 
 
 def test_the_workflow_installs_what_the_extra_says():

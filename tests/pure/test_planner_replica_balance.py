@@ -13,7 +13,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.order import connected
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first
+from megatron_epp.planner.service.replica_balance import _Exchange, by_count, divide, imbalance, longest_first
 from tests.support.seeds import some_by_default
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
@@ -67,8 +67,7 @@ def test_shares_take_equal_time_not_equal_counts():
     lengths = (4000, 2000, 2000, *(200,) * 61)
     by_time = divided(lengths, 2)
     times_us = [planned_us([problem(lengths[at] for at in by_count(64, r, 2))]) for r in range(2)]
-    dealt = Division((), tuple(times_us))
-    assert by_time.imbalance < 0.02 < dealt.imbalance
+    assert imbalance(by_time.makespan_us) < 0.02 < imbalance(times_us)
     assert len(by_time.shares[0]) != len(by_time.shares[1])
 
 

@@ -51,8 +51,6 @@ def oracle(
     start: Decisions | None = None,
     time_limit_s: float | None = None,
     workers: int = WORKERS,
-    tables: Tables | None = None,
-    others: Sequence[Sequence[Chunk]] = (),
 ) -> Proven:
     """Find the decisions of least makespan for a given chunk table, on any placement of the stages.
 
@@ -71,8 +69,6 @@ def oracle(
         problem, costs, options: as `plan` takes them.
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
-        tables: times and sizes of the chunks where they differ from the start's.
-        others: chunk tables of replicas in lockstep, equally long, whose slices stay in order, too.
 
     Raises:
         InfeasibleError: no decisions for these chunks fit the caps.
@@ -80,9 +76,8 @@ def oracle(
     """
     chunks = tuple(chunks)
     modes = options.modes(costs) if start is None else start.modes
-    judge = partial(makespan_us, problem, costs, options, tables=tables)
-    if tables is None:
-        tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
+    judge = partial(makespan_us, problem, costs, options)
+    tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
     if problem.forward_only:
         raise PlanError("the oracle does not know evaluations", Remedy("set", "planner", "greedy"))
     start_us = judge(start)
@@ -92,7 +87,7 @@ def oracle(
     if start is not None and bound_us >= horizon_us * (1 - TOLERANCE):
         return _told(Proven(start, start_us, bound_us, optimal=True))
     shares = {*SHARES, *(share for row in (start.offload if start else ()) for share in row if share)}
-    case = Case(chunks, others, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
+    case = Case(chunks, tables, problem, options, tuple(sorted(shares, reverse=True)), horizon_us, bound_us)
     solved = solve(case, start, time_limit_s, workers)
     if math.isinf(solved.bound_us) and start is None:
         raise InfeasibleError(
@@ -116,20 +111,17 @@ def _told(proven: Proven) -> Proven:
     return proven
 
 
-def makespan_us(
-    problem: Problem, costs: Costs, options: Options, decisions: Decisions | None, tables: Tables | None = None
-) -> float:
+def makespan_us(problem: Problem, costs: Costs, options: Options, decisions: Decisions | None) -> float:
     """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions.
 
     Args:
         problem, costs, options: as `plan` takes them.
         decisions: None where there are none.
-        tables: of the chunks, where they differ from the decisions' own.
     """
     if decisions is None:
         return math.inf
     try:
-        return build_plan(problem, costs, options, decisions, tables).predicted.makespan_us
+        return build_plan(problem, costs, options, decisions).predicted.makespan_us
     except PlanError:
         return math.inf
 

@@ -45,7 +45,6 @@ class Program:
 
     Attributes:
         chunks: the chunk table.
-        others: chunk tables of replicas in lockstep, whose slices stay in order, too.
         tables: times and sizes of the chunk table.
         choices: of every stage and chunk.
         clock: of all times.
@@ -57,7 +56,6 @@ class Program:
     """
 
     chunks: Sequence[Chunk]
-    others: Sequence[Sequence[Chunk]]
     tables: Tables
     choices: Choices
     clock: Clock
@@ -189,7 +187,7 @@ class Program:
 
     def _add_chains(self) -> None:
         """Add what actions wait for: forwards go through the stages, backwards the other way, slices in order."""
-        links = [slice_neighbours(chunks) for chunks in (self.chunks, *self.others)]
+        links = slice_neighbours(self.chunks)
         for stage in self.stages:
             for c in range(len(self.chunks)):
                 own = {op: Action(op, stage, c) for op in (Op.F, Op.B, Op.W, Op.O, Op.L)}
@@ -199,7 +197,7 @@ class Program:
                     hop = self.clock.ticks(self.tables.hops[stage - 1][c])
                     self.follows(own[Op.F], Action(Op.F, stage - 1, c), hop)
                     self.follows(Action(Op.B, stage - 1, c), own[Op.B], hop)
-                for previous in sorted({before for link in links if (before := link.previous[c]) is not None}):
+                if (previous := links.previous[c]) is not None:
                     self.follows(own[Op.F], Action(Op.F, stage, previous))
                     self.follows(Action(Op.B, stage, previous), own[Op.B])
 
@@ -226,9 +224,6 @@ class Program:
         """
         root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
         whole = [root.count(sequence) == 1 for sequence in root]
-        for other in self.others:
-            roots = [chunk.segments[0].sequence for chunk in other]
-            whole = [is_whole and roots.count(sequence) == 1 for is_whole, sequence in zip(whole, roots, strict=True)]
         for u, v in combinations(range(len(self.chunks)), 2):
             if root[u] == root[v]:
                 continue  # slices are in order anyway

@@ -32,7 +32,6 @@ class Case:
 
     Attributes:
         chunks: the chunk table.
-        others: chunk tables of replicas in lockstep, whose slices stay in order, too.
         tables: times and sizes of the chunk table.
         problem, options: as `plan` takes them.
         shares: of kept bytes that may be copied to host memory.
@@ -41,7 +40,6 @@ class Case:
     """
 
     chunks: tuple[Chunk, ...]
-    others: Sequence[Sequence[Chunk]]
     tables: Tables
     problem: Problem
     options: Options
@@ -112,7 +110,7 @@ def solve(case: Case, start: Decisions | None, time_limit_s: float | None, worke
     choices = case.choices
     clock = Clock.of(_times_us(case.tables, choices), case.horizon_us)
     horizon = clock.ticks(case.horizon_us)
-    program = Program(case.chunks, case.others, case.tables, choices, clock, horizon, cp.CpModel())
+    program = Program(case.chunks, case.tables, choices, clock, horizon, cp.CpModel())
     program.write(min(clock.ticks(case.bound_us), horizon))
     Memory(program, case.problem.cap_bytes, case.problem.host_cap_bytes).add()
     if start is not None:

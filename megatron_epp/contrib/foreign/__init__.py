@@ -11,9 +11,6 @@ from megatron_epp.contrib.foreign import pipelining, primus, zero_bubble_fork
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.plan import Plan
 
-SOURCES = (pipelining.SOURCE, primus.SOURCE, zero_bubble_fork.SOURCE)
-"""Planners of plans that are read from tables."""
-
 
 def is_table(name: str, text: str) -> bool:
     """Return True if a file of this name with this text is a table, and no plan."""

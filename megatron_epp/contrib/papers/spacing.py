@@ -81,14 +81,14 @@ class Spacing:
         return CHUNK * (self.group * (laps * group + groups_later) + at)
 
 
-def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS, group: int = 1) -> Order:
+def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS) -> Order:
     """Return the order of least distances without W.
 
     Args:
         groups, placement: as `Spacing.order` takes them.
-        units, group: as `Spacing.of` takes them.
+        units: as `Spacing.of` takes them.
     """
-    order = Spacing.of(placement.num_ranks, placement.num_chunks, group, units).order(groups, placement)
+    order = Spacing.of(placement.num_ranks, placement.num_chunks, 1, units).order(groups, placement)
     return without_weights(order)
 
 

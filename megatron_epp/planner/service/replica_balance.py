@@ -50,10 +50,6 @@ class Division:
     makespan_us: tuple[float, ...]
 
     @property
-    def imbalance(self) -> float:
-        return imbalance(self.makespan_us)
-
-    @property
     def checksum(self) -> int:
         """Checksum of the shares: replicas that each divide the batch themselves detect by it that they do not agree."""
         return zlib.crc32(repr(self.shares).encode())

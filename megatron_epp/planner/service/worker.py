@@ -75,9 +75,9 @@ class Worker:
         except OSError:
             raise self._ended() from None
 
-    def is_ready(self, limit_s: float = 0.0) -> bool:
-        """Return True if `receive` would return, or raise, at once; wait for that until the limit."""
-        return self._connection.poll(limit_s)
+    def is_ready(self) -> bool:
+        """Return True if `receive` would return, or raise, at once."""
+        return self._connection.poll(0.0)
 
     def receive(self) -> Any:
         """The result of the oldest call not yet received. Raises what the call raised, or `EndedError`."""

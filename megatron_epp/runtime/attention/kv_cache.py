@@ -224,11 +224,6 @@ class SlicedKVCache:
         store.expect_gradient(view, group)
         return _written(store.rows(view, group, view.stop), view.stop, uncached)
 
-    def filled(self, layer: int, view: SliceView, part: int = 0) -> Tensors:
-        """Return the cached tensors of a sequence up to the end of a slice, ``[keys, heads, width]`` each."""
-        rows = self._store(view).rows(view, HeadGroup(layer, part), view.stop)
-        return tuple(buffer[: view.stop] for buffer in rows)
-
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
     ) -> Tensors:
