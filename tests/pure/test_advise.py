@@ -222,7 +222,7 @@ def test_megatrons_flags_are_those_of_its_own_schedule_alone():
     groups = stock._replace(decisions=UniformDecisions(rows, (), [[1] * len(rows)] * 8, group=4))
     flags = stock_settings(asked, Baseline(config, groups))
     assert (flags["recompute_method"], flags["recompute_num_layers"]) == ("uniform", 4)
-    assert groups.recompute == "of all layers in groups of 4"
+    assert groups.recompute == "recompute of all layers in groups of 4"
 
 
 def test_sizes_that_cannot_be_are_ruled_out_by_name():
