@@ -74,6 +74,10 @@ MORE = {
     "windows shorter than slices": f"{GROUPED} --window-size 20,0 --epp-slices 7",
     "the first of two layers without a window, one recomputes": f"{GROUPED} --num-layers 4 --window-size 20,0 "
     "--window-attn-skip-freq [0,1,0,1] --epp-slices 7 --epp-recompute 1",
+    "a window in two of three layers, all recompute": f"{GROUPED} --window-size 20,0 --window-attn-skip-freq 3 --epp-slices 7 "
+    "--epp-recompute 4",
+    "experts in every other layer, some recompute": f"{GROUPED} --num-experts 4 --moe-layer-freq 2 --epp-slices 7 "
+    "--epp-recompute 3",
     "a window in every layer, weights apart": f"{GROUPED} --window-size 9,0 --epp-slices 3 --epp-split-weight-gradient",
     "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
     "latent attention, seven slices, some recompute": f"{LATENT} --epp-slices 7 --epp-recompute 2",

@@ -29,11 +29,6 @@ RUNS = {
         "gpt2",
         "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
     ),
-    "windows, and experts in other layers": (
-        2,
-        "grouped",
-        "--window-size 20,0 --window-attn-skip-freq 3 --num-experts 4 --moe-layer-freq 2",
-    ),
     # Stages that begin and end inside layers; of the second run one does both.
     "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
     "cut layers, weights apart": (
