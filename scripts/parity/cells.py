@@ -142,6 +142,10 @@ class Case:
         return (*common, *self.cell.flags, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"))
 
 
+EVEN = "--epp-layout even --epp-vocab-parallel off --epp-split-weight-gradient off"
+"""Flags with which nothing is chosen: runs begin with the weights of Megatron's stages, and a row is of what it names."""
+
+
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:
     """Settings that all runs of a comparison share. A document is one sequence, so that a batch of as many is all of them.
 
@@ -155,7 +159,7 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
         f"--adam-eps 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
         "--make-vocab-size-divisible-by 32 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
         f"--calculate-per-token-loss --epp --train-iters {iterations} --global-batch-size {batch} --seq-length {context} "
-        f"--max-position-embeddings {context} --epp-documents truncate "
+        f"--max-position-embeddings {context} --epp-documents truncate {EVEN} "
         + ("--split 80,20,0 --eval-iters 1" if validates else "--split 100,0,0 --eval-iters 0")
     )
 

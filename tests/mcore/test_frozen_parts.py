@@ -94,6 +94,15 @@ def test_slices_of_samples_give_what_trains_its_gradients(part: str, ranks: int,
     assert any(one["num_gradients"] > 0 for one in found)
 
 
+def test_parameters_that_are_frozen_or_freed_after_the_first_iteration_are_told() -> None:
+    finished = job(2, "frameworks:frozen_later", lengths=UNEVEN)
+    first, last = sorted(of_ranks(finished), key=lambda one: one["rank"])
+    assert finished.output.count("WARNING:megatron_epp.mcore.iteration.base_run:of stage 1 ") == 1
+    assert finished.output.count("plans count the time and memory of those; freeze parameters before the first iteration") == 1
+    assert first["num_gradients"] == 0 < last["num_gradients"]
+    assert "so plans compute no gradients there: let them train from the first iteration on" in first["refused"]
+
+
 @pytest.mark.parametrize("flags", [[], ["--epp-trained-parameters", "5000"]])
 def test_layers_chosen_before_there_is_a_model_ask_how_much_trains(tmp_path: Path, flags: list[str]) -> None:
     part = "--epp-layout", "balanced", "--spec", "tests.support.mcore.adapters", "adapters", "--train-iters", "1"

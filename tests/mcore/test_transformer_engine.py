@@ -95,6 +95,10 @@ LITTLE = "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-recompute auto"
 OFFLOAD = {"slices, offload, weights apart": f"{LITTLE} --epp-offload --epp-split-weight-gradient"}
 PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
 CONTEXT = {"cp": 2, "pp": 2}
+MAMBA = (
+    "--spec tests.support.transformer_engine.hybrid stack_spec --mamba-num-heads 32 --mamba-head-dim 2 --mamba-num-groups 2 "
+    "--mamba-state-dim 8"
+)
 IN_FP8: dict[str, dict[str, Any]] = {
     "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | APART | SLICES},
     "tensor and sequence parallel": {"recipe": "mxfp8", "both": WIDE, "cell": SHARED, "batch": 16, "plans": LONGER},
@@ -110,6 +114,7 @@ IN_FP8: dict[str, dict[str, Any]] = {
     "offload": {"recipe": "mxfp8", "plans": OFFLOAD},
     "multi-token prediction": {"recipe": "mxfp8", "both": "--mtp-num-layers 1", "plans": SLICES},
     "gated delta nets": {"recipe": "mxfp8", "both": f"{DELTA} --linear-num-value-heads 16", "plans": SLICES},
+    "Mamba-2": {"recipe": "mxfp8", "both": f"{MAMBA} --hybrid-layer-pattern M-*-|M-M-", "plans": SLICES | APART},
     "blockwise, tensor and sequence parallel": {
         "recipe": "blockwise",
         "both": "--hidden-size 256 --seq-length 512 --max-position-embeddings 512",

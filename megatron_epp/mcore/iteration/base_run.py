@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+def _num_trained(stage: Any) -> int:
+    return sum(weight.numel() for weight in stage.model.parameters() if weight.requires_grad)
+
+
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs of this process."""
 NOTHING_TRAINS = (
@@ -171,14 +176,30 @@ class Run:
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
         self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
         self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
-        trains = {number: any(weight.requires_grad for weight in stage.model.parameters()) for number, stage in stages.items()}
-        everyone = self.links.control.from_each([number for number, does in trains.items() if does])
+        self._trained = {number: _num_trained(stage) for number, stage in stages.items()}
+        everyone = self.links.control.from_each([number for number, count in self._trained.items() if count])
         first = min(itertools.chain(*everyone), default=self.placement.num_stages)
         if not self.makes_chunks and first == self.placement.num_stages and dist.get_rank() == 0:
             logger.warning(NOTHING_TRAINS)  # samples ask in every call
         for number, stage in stages.items():
             stage.has_gradient = number >= first
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
+
+    def check_trained(self) -> None:
+        """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow.
+
+        Raises:
+            EppError: a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
+        """
+        for number, stage in self.stages.items():
+            now, before = _num_trained(stage), self._trained[number]
+            if now == before:
+                continue
+            counts = f"of stage {number} {now:,} parameters train, and {before:,} did before the first iteration"
+            if not stage.has_gradient:
+                raise EppError(f"{counts}, so plans compute no gradients there: let them train from the first iteration on")
+            logger.warning("%s: plans count the time and memory of those; freeze parameters before the first iteration", counts)
+            self._trained[number] = now
 
     def use_communicators(self) -> None:
         """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""

@@ -42,6 +42,8 @@ def run_plan(
         open_shard: begins the iteration of this rank's vocabulary shard, and returns the handlers of its actions; None if the
             last stage has the whole vocabulary.
     """
+    if not plan.forward_only:
+        run.check_trained()
     config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
     out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names)
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of

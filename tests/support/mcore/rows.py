@@ -452,13 +452,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Rows of the set `slow`; in the default set the first four have an output layer in shards, too (`CUT_SHARDS`)."""
 
 
+_CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
+CHOSEN: dict[str, dict[str, Any]] = {
+    "two stages": {"cell": {"pp": 2}, "plan": _CHOOSING},
+    "there and back": {"cell": {"pp": 2}, "plan": f"{_CHOOSING} --epp-placement v", "model": "gpt2"},
+    "experts of replicas": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "plan": _CHOOSING, "optimizer": OVERLAPPED},
+    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": _CHOOSING, "model": "grouped"},
+    "context parallel": {"cell": {"pp": 2, "cp": 2}, "plan": _CHOOSING},
+    "four stages": {"cell": {"pp": 4}, "plan": _CHOOSING},
+}
+"""Rows in which the run chooses; the first three are in the default set."""
+
+
 def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
     assert "hybrid" in kinds_of(figures)
     assert splits_weights(figures) == splits
 
 
+def _check_chosen(figures: Figures, _: Path) -> None:
+    assert kinds_of(figures) & {"split", "hybrid"}
+
+
 def _layouts() -> list[Row]:
-    return [
+    chosen = [
+        Row(name=f"chosen: {name}", case=case(**{"model": "llama"} | given), check=_check_chosen, is_slow=number > 2)
+        for number, (name, given) in enumerate(CHOSEN.items())
+    ]
+    cut = [
         Row(
             name=f"cut layers: {name}, {LONG}",
             case=case(**{"model": "llama"} | given),
@@ -469,6 +489,7 @@ def _layouts() -> list[Row]:
         )
         for name, given in LAYOUTS.items()
     ]
+    return chosen + cut
 
 
 # ---- an output layer in shards ---------------------------------------------------------------------------------------

@@ -282,6 +282,25 @@ RUNS = 6
 """Costs are learnt in the first four."""
 
 
+def frozen_later(lengths: Sequence[int]) -> dict[str, Any]:
+    """Freeze the layers of the last stage after a call, and free those of the first, which were frozen, after another."""
+    loop = begin(lengths)
+    import megatron_epp
+
+    (model,), rank = loop.models, dist.get_rank()
+    if rank == 0:
+        model.requires_grad_(False)
+    planned = megatron_epp.wrap()
+    loop.run(planned)
+    if rank == 1:
+        model.decoder.requires_grad_(False)
+    _, gradients = loop.run(planned)
+    loop.run(planned)
+    if rank == 0:
+        model.requires_grad_(True)
+    return {"rank": rank, "num_gradients": len(gradients), "refused": refusal(lambda: loop.run(planned))}
+
+
 def compared(
     stages: int,
     lengths: Sequence[int],
