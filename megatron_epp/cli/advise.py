@@ -186,7 +186,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "sequence_parallel": config.tensor > 1,
         "data_parallel": config.data,
         "token_multiple": question.token_multiple(config),
-        "vocab_parallel": "on" if config.shards_vocabulary else None,
+        "vocab_parallel": "on" if config.shards_vocabulary else "off",
         "latents": config.latents or question.flags.get("epp_latents"),
         "offload": "on" if question.options.offload else None,
         "split_weight": question.options.split_weight,
@@ -227,7 +227,7 @@ def question_of(args: argparse.Namespace) -> Question:
         fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
         documents=args.documents,
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
-        options=Options(context=context, offload=may_offload, split_weight=args.split_weight, seed=args.seed),
+        options=Options(context=context, offload=may_offload, split_weight=args.split_weight == "on", seed=args.seed),
     )
     measured, files = {}, {}
     for name in args.costs or ():

@@ -155,7 +155,8 @@ def chosen_layout(
         except InfeasibleError:
             if text == AUTO:
                 raise
-            choice, layout, args.split_weight = None, layouts[0], args.split_weight is True  # whose plan says what is missing
+            # Its plan says what is missing.
+            choice, layout, args.split_weight = None, layouts[0], args.split_weight in (True, "on")
     splits = choice is not None and args.split_weight in (True, "on")
     return replace(of_model, layout=layout, choice=choice, kind="" if choice and text is None else kind, splits_weight=splits)
 
