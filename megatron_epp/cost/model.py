@@ -391,5 +391,7 @@ class PipelineCosts:
 
 
 def _check(costs: PipelineCosts) -> None:
+    if not costs.stages:
+        raise EppError("stages is empty: a pipeline has one stage at least")
     for number, stage in enumerate(costs.stages):
         check_stage(stage, f"stages[{number}]")
