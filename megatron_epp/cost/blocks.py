@@ -30,12 +30,22 @@ UNKNOWN_BYTES: dict[str, Any] = dict.fromkeys(
     f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended")
 )
 """Sizes of a block that are not measured, as they are where they are unknown."""
+_MOST_PER_TOKEN = float(1 << 32)
+"""Bytes: with the tokens of the largest chunk and all layers a sum is still a whole number of 64 bits."""
+_PER_TOKEN = (
+    *("full", "attended", "apart", "apart_attended", "weight", "input", "working", "first_mlp", "gradient", "many_gradient"),
+    *("expanded", "message", "hidden", "exchange", "kept", "passing", "recomputed_layer", "kv", "uncast", "least_working"),
+)
 CODEC = Codec(
     least={
         **dict.fromkeys(("heads", "kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1),
         "weight_bytes": 0.125,  # a weight takes a bit at least
     },
-    most={"count": MOST_LAYERS, "num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0},
+    most={
+        **dict.fromkeys(("bytes_per_token", *(f"{name}_bytes_per_token" for name in _PER_TOKEN)), _MOST_PER_TOKEN),
+        **dict.fromkeys(("count", "num_layers"), MOST_LAYERS),
+        **dict.fromkeys(("offloadable_share", "fragmentation_share"), 1.0),
+    },
     least_of_others=0,
 )
 """Limits of the numbers in files of costs and profiles."""

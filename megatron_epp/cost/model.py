@@ -413,5 +413,7 @@ def _known_mode(stage: int, layer: BlockCosts, name: str) -> tuple[ModeCosts | N
 
 
 def _check(costs: PipelineCosts) -> None:
+    if not costs.stages:
+        raise EppError("stages is empty: a pipeline has one stage at least")
     for number, stage in enumerate(costs.stages):
         check_stage(stage, f"stages[{number}]")

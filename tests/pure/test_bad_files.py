@@ -95,6 +95,8 @@ FILES = {
     # costs
     "negative time": ("costs", spoiled("profile", "layer", "forward", "per_token_us", to=-100), "forward.per_token_us: -100"),
     "negative bytes": ("costs", spoiled("profile", "layer", "bytes_per_token", to=-1), "layer.bytes_per_token: -1"),
+    "huge messages": ("costs", spoiled("costs", "message_bytes_per_token", to=1 << 63), "message_bytes_per_token: 92233"),
+    "no stages": ("costs", spoiled("costs", "stages", to=[]), "stages is empty"),
     "negative weights": ("costs", spoiled("costs", "stages", 0, "static", to={"weights": -1}), "stages[0].static.weights: -1"),
     "all weight gradients": ("offload", spoiled("profile", "head", "backward", to=None), "head.weight is above the backward"),
     "above a stage": ("costs", spoiled("costs", "stages", 0, "blocks", 1, "weight", to={"fixed_us": 1e9}), "weight is above"),
