@@ -52,3 +52,11 @@ class Placement:
     def _rank(self, stage: int) -> int:
         lap, rank = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - rank if self.kind == "v" and lap % 2 else rank
+
+
+def placements_of(num_ranks: int) -> tuple[Placement, ...]:
+    """Placements that are tried, the plainest first."""
+    if num_ranks == 1:
+        return (Placement("looped", 1, 1),)
+    looped = tuple(Placement("looped", num_ranks, count) for count in (1, 2, 4))
+    return (*looped[:2], Placement("v", num_ranks, 2), *looped[2:])

@@ -12,10 +12,10 @@ from megatron_epp.cost import H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan.layout import Layout
-from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, placements_of
+from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork, moved
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)

@@ -17,7 +17,7 @@ from megatron_epp.mcore.features import (
     installed_version,
     saves_several_buckets_resharded,
 )
-from megatron_epp.planner.layouts.layout_choice import placements_of
+from megatron_epp.plan.placement import placements_of
 
 logger = logging.getLogger(__name__)
 

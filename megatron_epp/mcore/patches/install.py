@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.launch.script_flags import TrainingParser
+from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
@@ -81,10 +83,11 @@ def _settle_choices(args: argparse.Namespace) -> None:
         from megatron_epp.mcore.training.auto_choices import settle_latents
 
         settle_latents(args)
-    from megatron_epp.mcore.training.layout_search import settle_choices
+    if args.epp_layout in SEARCHED or AUTO in (args.epp_vocab_parallel, args.epp_split_weight_gradient):
+        from megatron_epp.mcore.training.layout_search import settle_choices
 
-    assert _flags is not None  # since the flags were checked
-    settle_choices(args, _flags)
+        assert _flags is not None  # since the flags were checked
+        settle_choices(args, _flags)
 
 
 def _choose_stages(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

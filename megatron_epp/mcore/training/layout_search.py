@@ -143,17 +143,17 @@ def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:
 
 
 def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | PipelineCosts | None) -> _Choices:
-    first = given_layout(args)
-    if args.epp_chosen_by_default and (why := _bound_to_even(args, costs)):
-        logger.info("layers are as Megatron divides them, since %s", why)
-        return _Choices(first)
+    first, is_asked = given_layout(args), args.epp_layout in SEARCHED and not args.epp_chosen_by_default
     if isinstance(costs, PipelineCosts):  # they are of one layout
-        if args.epp_layout in SEARCHED:
-            text = (
+        if is_asked:
+            raise EppError(
                 f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
             )
-            raise EppError(text)
+        logger.info("layers are as Megatron divides them, since --epp-costs %s has costs of stages", args.epp_costs)
         return _Choices(replace(first, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
+    if not is_asked and (folder := _fixed_state(args)):
+        logger.info("stages are those of %s, since no others can load its optimizer state", folder)
+        return _Choices(first)
     if args.skip_train:
         return _Choices(first)
     profile, batches = for_search(args, costs), tuple(first_batches(args))
@@ -171,18 +171,19 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | P
                 first = Layout.of_layers(layers, first.placement)
             choice = fastest([replace(first, shards_vocabulary=shards) for shards in sample.vocabulary], sample)
     except InfeasibleError as error:
-        if args.epp_layout in SEARCHED and not args.epp_chosen_by_default:
+        if is_asked:
             raise
         logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
         return _Choices(first)
     is_open = args.epp_split_weight_gradient == AUTO
     split_gain = gain_of_split(choice.layout, sample, args.tensor_model_parallel_size) if is_open else 0.0
+    saved = 1 - (1 - choice.gain) * (1 - split_gain)
+    plain = "Megatron's layers" if args.epp_layout == "auto" else "without the choice"
     logger.info(
-        "layout: %s%s: %.1f%% less time than %s for batches like the first %d",
+        "layout: %s%s: %s for batches like the first %d",
         choice.layout.text(),
         ", weight gradients split off" * (split_gain > 0),
-        100 * (1 - (1 - choice.gain) * (1 - split_gain)),
-        "Megatron's layers" if args.epp_layout == "auto" else "without the choice",
+        f"{saved:.1%} less time than {plain}" if saved > 0 else "no other is clearly faster",
         len(batches),
     )
     return _Choices(choice.layout, split_gain > 0)
@@ -203,17 +204,15 @@ def _open_placements(args: argparse.Namespace) -> Iterator[Placement]:
             yield Placement(kind, args.pipeline_model_parallel_size, chunks)
 
 
-def _bound_to_even(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> str:
-    """Return why layers stay even where no flag asks for others: because of the loaded state or of the costs; empty if not."""
-    if isinstance(costs, PipelineCosts):
-        return f"--epp-costs {args.epp_costs} has costs of stages"
+def _fixed_state(args: argparse.Namespace) -> Path | None:
+    """Return the folder of the loaded checkpoint if its optimizer state is one of its own stages alone."""
     folder = Path(args.load) if args.load else None
     if folder is None or not (folder / TRACKER).is_file() or args.finetune or args.no_load_optim or args.skip_train:
-        return ""
+        return None
     then = (common_state(folder) or {}).get("args")
     if then is not None and (not then.use_distributed_optimizer or getattr(then, "dist_ckpt_optim_fully_reshardable", False)):
-        return ""
-    return f"the optimizer state in {folder} was saved with them, and no other stages can load it"
+        return None
+    return folder
 
 
 def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:

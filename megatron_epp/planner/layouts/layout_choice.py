@@ -25,7 +25,7 @@ import numpy as np
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, layers_text
-from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
@@ -312,14 +312,6 @@ def gain_of_split(layout: Layout, sample: Sample, tensor_ranks: int) -> float:
         for split in (False, True)
     )
     return 1 - split_us / whole_us if split_us < (1 - least) * whole_us else 0.0
-
-
-def placements_of(num_ranks: int) -> tuple[Placement, ...]:
-    """Placements that are tried, the plainest first."""
-    if num_ranks == 1:
-        return (Placement("looped", 1, 1),)
-    looped = tuple(Placement("looped", num_ranks, count) for count in (1, 2, 4))
-    return (*looped[:2], Placement("v", num_ranks, 2), *looped[2:])
 
 
 def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:
