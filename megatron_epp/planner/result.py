@@ -18,7 +18,6 @@ from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.least import least_decisions, one_order_decides
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
@@ -51,6 +50,8 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) 
     try:
         return planned(candidates)
     except InfeasibleError as error:
+        from megatron_epp.planner.least import one_order_decides  # which plans that fit do not need
+
         if not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False)):
             return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
         if not error.least_cap_bytes:
@@ -87,6 +88,8 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     Args:
         least_host: as `infeasible` takes it.
     """
+    from megatron_epp.planner.least import least_decisions
+
     try:
         asked, decisions = least_decisions(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:

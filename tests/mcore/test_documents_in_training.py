@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.mcore.forked import job, of_ranks, train
-from tests.support.mcore.launch import TINY_ON_DOCUMENTS
+from tests.support.mcore.launch import EVEN, TINY_ON_DOCUMENTS
 from tests.support.mcore.synthetic_documents import write_pair
 
 CONTEXT, BATCH = 32, 8
@@ -36,7 +36,7 @@ def data(documents, tmp_path_factory):
 def run(folder, data, *flags, iterations=EPOCH):
     folder.mkdir()
     given = ["--data-path", data, "--train-iters", iterations, "--epp-report-dir", folder, *flags]
-    return job(2, "consumed:labels", flags=[*map(str, (*TINY_ON_DOCUMENTS, *FLAGS, *given))])
+    return job(2, "consumed:labels", flags=[*map(str, (*TINY_ON_DOCUMENTS, *FLAGS, *EVEN, *given))])
 
 
 def trained(folder, data, *flags):
@@ -113,7 +113,7 @@ def test_a_run_that_does_otherwise_with_long_documents_may_take_the_weights_and_
 def test_megatrons_own_samples_train_as_without_epp_and_a_run_goes_on_from_its_checkpoint(data, tmp_path):
     given = shlex.split("--split 80,20,0 --pipeline-model-parallel-size 2 --calculate-per-token-loss --eval-interval 2")
     given += ["--vocab-size", 1024, "--lr-decay-iters", 100, "--eod-mask-loss", "--data-path", data]
-    stream, saved = ["--epp", "--epp-documents", "stream", "--epp-slices", 3], tmp_path / "saved"
+    stream, saved = ["--epp", *EVEN, "--epp-documents", "stream", "--epp-slices", 3], tmp_path / "saved"
     stock, ours = (
         train(tmp_path / "run", 2, *given, *flags, iterations=3, tiny=TINY_ON_DOCUMENTS)
         for flags in (["--save", saved, "--save-interval", 2], stream)

@@ -120,7 +120,7 @@ def _without_effect(settings: Any, door: Door) -> Iterator[str]:
     honoured = HONOURED | (HONOURED_BY_MEGATRON if door.has_flags else set())
     honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
     values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
-    if clashes := [door.with_value(row.dest, value) for row, value in values if value != row.unset]:
+    if clashes := [door.with_value(row.dest, value) for row, value in values if value not in (row.unset, "off", "even")]:
         who = "--epp-microbatches user" if door.has_flags else "a schedule of megatron_epp.wrap"
         yield f"{who} runs the script's own model and data: leave out {', '.join(clashes)}"
     ways = ("epp_offload", "epp_host_memory_gb", "epp_split_weight_gradient")

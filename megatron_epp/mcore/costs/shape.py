@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device, parameters
+from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
 from megatron_epp.cost.analytic import profile_for
 from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.cost.device import least_working_bytes_per_token
@@ -202,6 +202,8 @@ def share_that_trains(args: argparse.Namespace) -> float:
     """Return the share of the parameters that train by `--epp-trained-parameters`, the same in all layers; 1 without it."""
     if (trained := getattr(args, "epp_trained_parameters", None)) is None:
         return 1.0
+    from megatron_epp.cost import parameters  # which few trainings need
+
     return min(1.0, trained / parameters.parameters_of({**vars(args), "vocab_size": args.padded_vocab_size}))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -242,12 +243,30 @@ def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipeli
     return with_device_memory(args, costs, profile.gradient_buffers(len(layout.halves)))
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Return a context in which reading data logs nothing: the training reads it once more, and logs the same."""
+    loggers = [logging.getLogger(name) for name in ("megatron_epp.mcore.data", "megatron.core.datasets")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
 def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
     """Yield the lengths in one replica's share of each of the run's first batches."""
     replicas = args.data_parallel_size
+    if args.epp_documents == "stream":  # Megatron's samples, which all ranks build together
+        yield from ((args.seq_length,) * (args.global_batch_size // replicas),) * _BATCHES
+        return
     tokens = max(args.epp_batch_tokens, replicas * args.seq_length) * _BATCHES if args.epp_batch_tokens else 0
     alone = argparse.Namespace(**vars(args) | {"eval_iters": 0})  # no files of validation and test are opened
-    split = build_splits(alone, (_BATCHES * args.global_batch_size, 0, 0), identity_of_run(args), tokens)[0]
+    with _quiet():
+        split = build_splits(alone, (_BATCHES * args.global_batch_size, 0, 0), identity_of_run(args), tokens)[0]
     assert split is not None  # training is wanted
     dataset, shuffle = split
     begin = 0, args.seed, shuffle
