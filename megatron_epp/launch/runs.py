@@ -73,6 +73,10 @@ class RecordedRun:
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
 
 
+AS_MEGATRON = {"epp_layout": "even", "epp_vocab_parallel": "off", "epp_split_weight_gradient": "off"}
+"""Flags with which nothing of a layout is chosen, so that runs begin with equal weights on equal stages."""
+
+
 def tiny_gpt(**changes: Any) -> dict[str, Any]:
     """Megatron's flags of the shipped model ``tiny-gpt`` with changes; on a GPU in bf16 over NCCL."""
     here = {"bf16": True, "distributed_backend": "nccl"} if count_gpus() else {"distributed_backend": "gloo"}

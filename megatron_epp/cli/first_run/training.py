@@ -15,7 +15,7 @@ from megatron_epp.cli.first_run.outcome import Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import NO_TF32, count_gpus, has_room_for
-from megatron_epp.launch.runs import tiny_gpt, train
+from megatron_epp.launch.runs import AS_MEGATRON, tiny_gpt, train
 from megatron_epp.report.text import table
 
 _LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 31, 17, 9, 5)}
@@ -71,7 +71,7 @@ def parity(setting: Setting) -> Outcome:
     """
     # Numbers are compared, and no time: two ranks may share a GPU.
     folder, ranks, iterations = Path(setting.folder, "parity"), 2 if has_room_for(2) else 1, _ITERATIONS[setting.is_reduced]
-    settings = tiny_training(folder, ranks, iterations, setting.is_reduced)
+    settings = tiny_training(folder, ranks, iterations, setting.is_reduced) | AS_MEGATRON
     runs: dict[str, dict[str, Any]] = {"stock": {"epp_schedule": "stock"}, "elastic": {"epp_slices": 3}}
     if settings.get("bf16"):
         runs["stock in fp32"] = {"epp_schedule": "stock", "bf16": False}

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.launch.machine import count_gpus
+from megatron_epp.launch.runs import AS_MEGATRON
 from scripts.bench.gpu.runs import Launches, Settings, Sizes
 
 FP32_ALLOWED = 1e-5
@@ -65,7 +66,7 @@ ROWS = {
 
 def trainings(row: Row, sizes: Sizes) -> dict[str, Settings]:
     """Return the flags of a row's trainings: `sliced`, `whole` and, in bf16, `exact`, Megatron's own in fp32."""
-    base = sizes.settings(max(sizes.short), num_layers=4, bf16=row.is_bf16, **sizes.narrow, **row.both)
+    base = sizes.settings(max(sizes.short), num_layers=4, bf16=row.is_bf16, **sizes.narrow, **AS_MEGATRON, **row.both)
     # Ranks share a GPU, so none may plan with all of it.
     settings_of = {"sliced": base | _SLICED | {"epp_memory_cap_gb": 8} | row.sliced, "whole": base | row.whole}
     if row.is_bf16:

@@ -10,7 +10,7 @@ from megatron_epp.cli.terminal import progress
 from megatron_epp.contrib.demos.fidelity import traces
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.launch.runs import WARM_UP, RecordedRun, learnt_costs, tiny_gpt, train
+from megatron_epp.launch.runs import AS_MEGATRON, WARM_UP, RecordedRun, learnt_costs, tiny_gpt, train
 from megatron_epp.mcore.pinned import RECORD
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.measured import Measured
@@ -53,10 +53,7 @@ class Setting:
             pipeline_model_parallel_size=self.num_ranks,
             seq_length=self.context,
             max_position_embeddings=self.context,
-            # The schedules are compared on the same stages, and learnt costs are of stages.
-            epp_layout="even",
-            epp_vocab_parallel="off",
-            epp_split_weight_gradient="off",
+            **AS_MEGATRON,  # schedules are compared on the same stages, of which learnt costs are
         )
 
     def train(self, name: str, data: str, iterations: int, record: bool = False, **changes: Any) -> RecordedRun:
