@@ -164,7 +164,8 @@ _RUNNING = (
         "Megatron's divide layers).",
         "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention, behind v: or looped: where ranks "
         "have several; a file that `plan --layout-out` wrote; even; balanced: ranks take equally long; or auto: what takes "
-        "least time for batches like these, with several stages on a rank where that is faster (default: balanced)",
+        "least time for batches like these, with several stages on a rank where that is faster (default: auto, and balanced "
+        "with planners of papers)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default=AUTO, alone="on"
