@@ -171,7 +171,7 @@ def test_a_run_without_flags_says_in_a_line_what_was_chosen_and_one_with_them_do
         r"layout: stages of .* layers.*: \d+\.\d% less time than Megatron's layers for batches like the first 8", line
     )
     assert load(tmp_path / "chosen" / "plan.json").num_layers != (4, 4)
-    assert "layout_search" not in trained(*given, tmp_path / "even")
+    assert "layout_search:" not in trained(*given, tmp_path / "even")
     assert load(tmp_path / "even" / "plan.json").num_layers == (4, 4)
 
 
