@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.layouts import layout_choice
 from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import run_ahead
@@ -266,7 +268,9 @@ def chosen(microbatches: int, *, split: bool, placed: bool) -> LayoutChoice:
     asked = on_ranks([1] * microbatches, 2)
     options = Options(split_weight=split, slices=1)
     placements = () if placed else placements_of(2)[:1]
-    return choose(Sample((asked,), uneven, 4, options, halves=False, placements=placements))
+    # The example's gains are of a few units; a run asks for more, since its costs are estimates.
+    with mock.patch.multiple(layout_choice, MIN_GAIN_SHARE=0.005, MIN_GAIN_OF_SEVERAL_SHARE=0.005):
+        return choose(Sample((asked,), uneven, 4, options, halves=False, placements=placements))
 
 
 @pytest.mark.parametrize("m", [4, 8])

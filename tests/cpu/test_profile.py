@@ -87,7 +87,8 @@ def test_the_command_writes_a_profile_that_plans(tmp_path, capsys):
     assert {"machine", "date", "versions", "shape", "residuals", "points"} <= set(origin)
     assert torch.__version__.startswith(origin["versions"]["torch"])
     assert origin["by_formula"] == ["memory"]
-    assert main(["plan", "--lengths", "500,40", "--costs", str(path), "--stages", "2", "-o", str(tmp_path / "plan.json")]) == 0
+    asked = ["--lengths", "500,40", "--stages", "2", "--layout", "even", "--vocab-parallel", "off"]
+    assert main(["plan", *asked, "--costs", str(path), "-o", str(tmp_path / "plan.json")]) == 0
     made = load(tmp_path / "plan.json")
     assert made.num_layers == (2, 2)
     assert made.costs == "measured:cpu"

@@ -96,7 +96,7 @@ def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, conf
     assert args.padded_vocab_size == 128_256, "rows of the embedding in a checkpoint, and not the tokenizer's with padding"
     assert args.tensor_model_parallel_size == config.tensor
     assert args.sequence_parallel == (config.tensor > 1)
-    assert args.epp_placement == config.placement
+    assert (args.epp_placement or "looped") == config.placement
     if args.pipeline_model_parallel_layout is None:
         assert len(set(config.layers)) == 1
         assert (args.num_virtual_stages_per_pipeline_rank or 1) == config.virtual

@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet
@@ -166,8 +167,9 @@ def _learnt_costs(path: Path) -> str:
 def _kept_layout(path: Path) -> str:
     sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": None}
     flags = {"epp_layout": "auto", "epp_placement": "looped", "epp_schedule": "elastic", "load": str(path.parent)}
-    with logged() as warnings:
-        layout._kept(Namespace(**sizes, **flags), LAYOUT_FLAGS)
+    args = Namespace(**sizes, **flags, epp_open_placements=[])
+    with logged() as warnings, mock.patch.object(layout, "_obstacle", return_value=""):  # which asks all of Megatron's flags
+        layout._kept(args, args, LAYOUT_FLAGS)
     return "\n".join(warnings)
 
 
