@@ -26,7 +26,7 @@ from megatron_epp.plan import EppError
         ("on", {}),
         ("memory_cap_gb=60,offload=on", {"memory_cap_gb": 60.0, "offload": "on"}),
         ("memory-cap-gb=0.5 order=given", {"memory_cap_gb": 0.5, "order": "given"}),
-        ("split_weight_gradient", {"split_weight_gradient": True}),
+        ("split_weight_gradient", {"split_weight_gradient": "on"}),
     ],
 )
 def test_settings_are_there_where_the_variable_says_so_and_have_the_types_of_flags(

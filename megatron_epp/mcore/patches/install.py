@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
@@ -83,7 +82,8 @@ def _settle_choices(args: argparse.Namespace) -> None:
         from megatron_epp.mcore.training.auto_choices import settle_latents
 
         settle_latents(args)
-    if args.epp_layout in SEARCHED or AUTO in (args.epp_vocab_parallel, args.epp_split_weight_gradient):
+    choices = (getattr(args, name, None) for name in ("epp_layout", "epp_vocab_parallel", "epp_split_weight_gradient"))
+    if any(choice in SEARCHED for choice in choices):  # "auto" is among them
         from megatron_epp.mcore.training.layout_search import settle_choices
 
         assert _flags is not None  # since the flags were checked
