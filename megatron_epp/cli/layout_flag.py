@@ -15,7 +15,7 @@ from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.cost.library import balanced_layers, even_layers, pattern_of, whole_pattern
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
-from megatron_epp.plan.layout import Layout, layers_text, parse_layers, runs_text, staged_pattern
+from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
@@ -50,10 +50,7 @@ class Chosen:
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks)
         if is_even and self.choice is None and self.kind != BALANCED:
             return []
-        where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
-        where += ", the vocabulary over all ranks" * layout.shards_vocabulary
-        kind = f"{self.kind}, " * bool(self.kind)
-        lines = [f"layout: {kind}stages of {runs_text(layout.halves)} layers, {where}"]
+        lines = [f"layout: {f'{self.kind}, ' * bool(self.kind)}{layout.text()}"]
         if is_even and self.choice is None:
             return lines
         if self.choice is not None:

@@ -129,10 +129,11 @@ class Layout:
         return layout_flag([count // 2 for count in self.halves], predictions)
 
     def text(self) -> str:
-        """Describe the layout: ``stages of 9, 8, 8 (6 times), 7 layers, two on a rank, the output layer over all ranks``."""
-        several = f", {self.placement.num_chunks} on each rank" + ", in a v" * (not self.placement.is_looped)
-        where = several * (self.placement.num_chunks > 1) + ", the output layer over all ranks" * self.shards_vocabulary
-        return f"stages of {runs_text(self.halves)} layers{where}"
+        """Describe the layout: ``stages of 9, 8 (6 times), 7 layers, 2 per rank, v, the vocabulary over all ranks``."""
+        placement = self.placement
+        where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
+        where += ", the vocabulary over all ranks" * self.shards_vocabulary
+        return f"stages of {runs_text(self.halves)} layers, {where}"
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""

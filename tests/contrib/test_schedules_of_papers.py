@@ -263,13 +263,13 @@ def uneven(layout: Layout) -> PipelineCosts:
     return PipelineCosts("uneven", tuple(stages), hidden_bytes_per_token=0.0)
 
 
-def chosen(microbatches: int, *, split: bool, placed: bool) -> LayoutChoice:
+def chosen(microbatches: int, *, split: bool, placed: bool, several: float = 0.005) -> LayoutChoice:
     """Choose the layout of four such layers on two ranks: of one stage on each, unless the placement is open, too."""
     asked = on_ranks([1] * microbatches, 2)
     options = Options(split_weight=split, slices=1)
     placements = () if placed else placements_of(2)[:1]
     # The example's gains are of a few units; a run asks for more, since its costs are estimates.
-    with mock.patch.multiple(layout_choice, MIN_GAIN_SHARE=0.005, MIN_GAIN_OF_SEVERAL_SHARE=0.005):
+    with mock.patch.multiple(layout_choice, MIN_GAIN_SHARE=0.005, MIN_GAIN_OF_SEVERAL_SHARE=several):
         return choose(Sample((asked,), uneven, 4, options, halves=False, placements=placements))
 
 
@@ -289,6 +289,13 @@ def test_partition_placement_and_order_together_wait_less_than_each_alone(m: int
     moved, together = chosen(m, split=False, placed=True), chosen(m, split=True, placed=True)
     assert moved.layout.placement.num_chunks > 1
     assert 9 * m < together.makespan_us < min(both.makespan_us, moved.makespan_us) < layers.makespan_us < layers.even_us
+
+
+def test_a_run_asks_more_of_several_stages_on_a_rank_than_the_example_gains():
+    least = layout_choice.MIN_GAIN_OF_SEVERAL_SHARE
+    several, single = (chosen(4, split=True, placed=True, several=share) for share in (0.005, least))
+    assert several.layout.placement.num_chunks > single.layout.placement.num_chunks == 1
+    assert 0.005 < 1 - several.makespan_us / single.makespan_us < least
 
 
 def test_the_layout_of_the_worked_example_is_as_written():

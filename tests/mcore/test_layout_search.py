@@ -183,7 +183,7 @@ def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(tmp_path: Path,
     trained(*given, *shlex.split(stages), "--epp-report-dir", tmp_path / "whole", begin=CHOOSING)
     trained(*given, *shlex.split(stages), *keeps, tmp_path / "before", "--exit-interval", 2, begin=CHOOSING)
     said = trained(*given, *keeps, tmp_path / "after", "--load", tmp_path / "saved", begin=CHOOSING)
-    assert f", {4 if PER_RANK in stages else 2} on each rank" in said
+    assert f", {4 if PER_RANK in stages else 2} per rank" in said
     whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
     assert before | after == whole
 

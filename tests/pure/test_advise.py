@@ -134,7 +134,7 @@ def test_the_gain_is_over_megatrons_schedule_at_its_best_which_can_be_planned_ag
 
 
 def many_short(vocab_size=8192, **rest):
-    """What Megatron's own schedule may have for two replicas of four ranks."""
+    """Choices of Megatron's own schedule for two replicas of four ranks."""
     asked = question(web_lengths(96, 2, 4096), devices=8, fixed={"pipeline": 4}, **rest)
     asked = replace(asked, context=4096, flags=MODEL | {"vocab_size": vocab_size})
     config = Configuration(1, 1, 4, 2, layers=(2,) * 4)

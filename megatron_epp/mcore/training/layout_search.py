@@ -117,7 +117,7 @@ def _take(args: argparse.Namespace, flags: argparse.Namespace, layout: Layout) -
 
 
 _OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align_param_gather")
-"""What Megatron's validation makes of the number of stages on a rank."""
+"""Arguments that Megatron's validation derives from the number of stages on a rank."""
 
 
 def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
