@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from megatron_epp.launch.lifetime import handed_over, launcher_folder
 from megatron_epp.launch.machine import allocator_environment, version_of
@@ -60,9 +61,11 @@ def _run(arguments: list[str]) -> None:
             sys.stderr.write(log.tail())
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
+        _stopped(error.sigval)
+    except UnboundLocalError as error:  # torch's `prof`, where the signal comes before its first statement
+        if not isinstance(error.__context__, SignalException):
+            raise
+        _stopped(error.__context__.sigval)
     except RendezvousError as error:
         reason = one_line(error.__cause__ or error) or type(error).__name__
         sys.exit(
@@ -74,6 +77,12 @@ def _run(arguments: list[str]) -> None:
         if path is None or log is not None:
             raise
         sys.exit(f"megatron-epp: {path} cannot be written ({error.strerror}): set launch.folder, or launch.full_log=true")
+
+
+def _stopped(by: signal.Signals) -> NoReturn:
+    if by == signal.SIGINT:
+        raise KeyboardInterrupt from None
+    sys.exit(f"megatron-epp: stopped by signal {by.name}")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,28 @@ def test_a_signal_is_named(tmp_path, launch, sent, code):
     assert last_line(running.returncode, said, code) == f"megatron-epp: stopped by signal {sent.name}"
 
 
+def test_a_signal_that_hits_torchs_clock_is_named_too(tmp_path):
+    """`torch.distributed.elastic.metrics.prof` reads a variable in `finally` that a signal has left unset."""
+    strikes = """
+import signal, sys, time
+from torch.distributed.elastic.metrics import api
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from megatron_epp.launch.torchrun import main
+
+def clock():
+    raise SignalException("interrupted", signal.SIGINT)
+
+api.time = type("clock", (), {"time": staticmethod(clock)})
+sys.argv[1:] = ["--standalone", "--nproc-per-node", "1", sys.argv[0]]
+main()
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, script(tmp_path, strikes)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "UnboundLocalError" not in done.stderr
+    assert last_line(done.returncode, done.stderr, 130) == "megatron-epp: stopped by signal SIGINT"
+
+
 def test_ctrl_c_while_the_launcher_starts_is_named_too(tmp_path):
     interrupts = "import _thread\n_thread.interrupt_main()\nimport time\ntime.sleep(60)\n"
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
