@@ -176,6 +176,7 @@ class PuttingOff:
         self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
         weight_gradients.split_weight_gradients(self.model)
         self.gradients = self.model.weight_gradients
+        self.gradients.in_plan = True
         self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
 
     def _accumulate(self, number: int) -> None:

@@ -72,6 +72,7 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
         assert one["names"]
         assert one["chunks"] > len(LENGTHS) // layout.get("replicas", 1)
         assert one["divisor"] == len(LENGTHS)
+        assert one["splits"] == [layout.get("tensor_parallel", 1) == 1]
         assert one["ahead"] == [1, 0]  # the call took its own, and closing dropped the other's
         assert one["losses"] == pytest.approx(3 * [sum(expected) / len(expected) * _scale(layout)], rel=TOLERANCE)
         assert max(one["logprobs"], default=0.0) <= TOLERANCE

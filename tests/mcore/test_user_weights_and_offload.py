@@ -33,9 +33,13 @@ def planned_by(
     return [tuple(map(float, found)) for found in PLANNED.findall(finished.output)]
 
 
-@pytest.mark.parametrize(("stages", "lengths"), [(2, UNEVEN), (4, EVEN)], ids=["one stage per rank", "two stages per rank"])
-def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: tuple[int, ...]) -> None:
-    learning, planned, evaluation = planned_by(2, stages, lengths, {"split_weight_gradient": True})
+@pytest.mark.parametrize(
+    ("stages", "lengths", "settings"),
+    [(2, UNEVEN, {"split_weight_gradient": True}), (4, EVEN, {})],
+    ids=["one stage per rank", "two stages per rank, by default"],
+)
+def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: tuple[int, ...], settings: dict[str, object]) -> None:
+    learning, planned, evaluation = planned_by(2, stages, lengths, settings)
     assert learning[2] == 6 * stages  # each is measured
     assert 0 < planned[2] <= 6 * stages
     assert evaluation[2] == 0

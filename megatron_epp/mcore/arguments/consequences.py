@@ -121,7 +121,7 @@ def _leave_open(args: argparse.Namespace, door: Door) -> None:
     weights = {"on": True, "off": False}
     args.epp_split_weight_gradient = weights.get(args.epp_split_weight_gradient, args.epp_split_weight_gradient)
     if door is not Door.DOCUMENTS:
-        args.epp_vocab_parallel, args.epp_split_weight_gradient = "off", args.epp_split_weight_gradient is True
+        args.epp_vocab_parallel = "off"
         return
     if args.epp_split_weight_gradient == AUTO:
         why = "" if args.pipeline_model_parallel_size > 1 else "there is one stage"

@@ -37,6 +37,7 @@ from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
+from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
@@ -133,6 +134,7 @@ class MicrobatchRun(Run):
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
+        settle_split(args, models)
         self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
         self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.saved_costs is not None)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])

@@ -105,6 +105,8 @@ class MicrobatchStage:
             raise EppError(problem)
         if self._in_fp8:
             forget_casts(self.model)
+        if self.weights is not None:
+            self.weights.in_plan = True
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
@@ -115,6 +117,8 @@ class MicrobatchStage:
     def end(self) -> None:
         """Let go of the iteration's microbatches, and leave layers as they were, should another schedule run them."""
         del self._call, self._microbatches
+        if self.weights is not None:
+            self.weights.in_plan = False
         self._num_recomputed = 0
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:

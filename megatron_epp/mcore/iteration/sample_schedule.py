@@ -27,6 +27,7 @@ from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
+from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.plan import EppError
 from megatron_epp.planner.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
@@ -44,6 +45,7 @@ SETTINGS = (
     "recompute_modes",
     "offload",
     "host_memory_gb",
+    "split_weight_gradient",
     "costs",
     "fp32_kv_gradients",
     "loss_block_tokens",
@@ -223,6 +225,7 @@ class SampleSchedule:
         )
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
+        settle_split(args, models)
         for model in models:
             adopt_built(model, args)
         run = SlicedRun(args)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.parser import add_epp_args
@@ -78,9 +79,8 @@ def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str]
             flags[row.dest] = "on" if switch else "off"
         if row.is_ours and row.choices and (value := flags.get(row.dest)) not in (*row.choices, row.default):
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
-    flags["epp_split_weight_gradient"] = (
-        flags["epp_split_weight_gradient"] == "on"
-    )  # the model is built, and may not delay them
+    split = flags["epp_split_weight_gradient"]
+    flags["epp_split_weight_gradient"] = split if split == AUTO else split == "on"
     features.check_calls()
     if not flags["epp_allow_unknown_megatron"]:
         features.tell_untested()

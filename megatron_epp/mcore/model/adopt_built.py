@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.refusals import problems_of
+from megatron_epp.mcore.arguments.refusals import problems_of, splits_weights
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
@@ -27,6 +27,7 @@ from megatron_epp.mcore.model.kinds.experts import router_problems
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
 from megatron_epp.mcore.model.value_head import outputs_of
+from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
 _ATTENTION = "core_attention"
@@ -81,6 +82,8 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     number_attentions(bare)
     for kind in KINDS:
         kind.adopt(bare, args)
+    if splits_weights(args):
+        split_where_possible(bare)
     bare.has_relay = True
 
 

@@ -229,6 +229,8 @@ class MegatronStage:
         self._inputs = inputs
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
+        if self.weights is not None:
+            self.weights.in_plan = True
         if self._in_fp8:
             forget_casts(self.model)
 
@@ -352,6 +354,8 @@ class MegatronStage:
         They are checked once, since a check of every chunk would make the host wait.
         """
         self._inputs = None
+        if self.weights is not None:
+            self.weights.in_plan = False
         if self.loss is not None:
             self.problem = self.loss.end()
         if self.loss_report is not None:

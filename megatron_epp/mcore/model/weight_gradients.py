@@ -10,8 +10,10 @@ Engine, 2.7 to 2.18.
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +26,19 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+from megatron_epp.runtime.links.objects import from_each_of_job
 
+logger = logging.getLogger(__name__)
+
+_OF_MEGATRON = ColumnParallelLinear, RowParallelLinear
 _OF_A_CHUNK = 2
 """Number of leading items of a store entry that belong to a chunk (input, output's gradient); others belong to the layer."""
 
@@ -53,23 +61,61 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
         the number of these layers, and the others, each with the reason and a remedy, which compute their weight gradients in
         their backward.
     """
-    gradients, obstacles, num_split = WeightGradients(), [], 0
-    model.weight_gradients = gradients
-    for name, module in model.named_modules():
-        if getattr(module, "is_expansion", False):  # core attention computes its gradient (`latents`)
-            continue
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+    model.weight_gradients = gradients = WeightGradients()
+    able, obstacles = _linear_layers(model)
+    for module in able:
+        if isinstance(module, _OF_MEGATRON):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
             own = functools.partial(_forward, module, module._forward_impl, gradients)
             put(module, "_forward_impl", own, wraps=False)
-            num_split += 1
+        else:
+            _take_over(module, gradients)
+    return len(able), obstacles
+
+
+def settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
+    """Settle ``auto`` for a model that a program has built: plans may split weight gradients if all linear layers can.
+
+    A collective call of all ranks.
+    """
+    if args.epp_split_weight_gradient == AUTO:
+        why = next(filter(None, from_each_of_job(next(_whole(args, models), ""))), "")
+        args.epp_split_weight_gradient = not why
+        if why and args.rank == 0 and args.pipeline_model_parallel_size > 1:
+            logger.info("weight gradients are computed with their backwards, since %s", why)
+
+
+def _whole(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """Yield why weight gradients are computed with their backwards where nothing else is asked for."""
+    if args.pipeline_model_parallel_size == 1:
+        yield "there is one stage"
+    if args.epp_order == "given":
+        yield "the order is given"
+    if args.tensor_model_parallel_size > 1:  # which no costs say, and a model that is changed has no way back
+        yield "whole backwards overlap their exchange between tensor-parallel ranks with them"
+    config = get_model_config(models[0])
+    if config.no_sync_func is not None and config.grad_sync_func is None:  # see `Reduction`
+        yield "reductions start by hooks on gradients, which are to come in the last backward"
+    for able, obstacles in map(_linear_layers, models):
+        yield from obstacles
+        if not able:
+            yield "a stage has no linear layer of Megatron's or Transformer Engine's"
+
+
+def _linear_layers(model: torch.nn.Module) -> tuple[list[Any], list[str]]:
+    """Return the linear layers that can delay their weight gradients, and the others, each with the reason and a remedy."""
+    able, obstacles = list[Any](), list[str]()
+    for name, module in model.named_modules():
+        if getattr(module, "is_expansion", False):  # core attention computes its gradient (`latents`)
+            continue
+        if isinstance(module, _OF_MEGATRON):
+            able.append(module)
         elif _delays(module) and next(module.parameters(recurse=False), None) is not None:
             if reason := obstacle(module):
                 obstacles.append(f"{name} ({type(module).__name__}): {reason}")
             else:
-                _take_over(module, gradients)
-                num_split += 1
-    return num_split, obstacles
+                able.append(module)
+    return able, obstacles
 
 
 def _delays(module: torch.nn.Module) -> bool:
@@ -86,8 +132,11 @@ def _forward(
     bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Replace a module's `_forward_impl`. The original runs if no gradient is needed, or with the weight of another module."""
-    if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad and weight is module.weight):
+    """Replace a module's `_forward_impl`. The original runs outside of plans, if no gradient is needed, and with the weight of
+    another module.
+    """
+    needs_gradients = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
+    if not (gradients.in_plan and needs_gradients and weight is module.weight):
         return original(input=input, weight=weight, bias=bias, **options)
     # The backwards of these are the reduce-scatter and the all-reduce of the input's gradient. Megatron's own function overlaps
     # them with the weight's gradient, which is not computed there now.

@@ -44,7 +44,13 @@ after_each: Callable[[], None] | None = None
 
 
 class WeightGradients:
-    """Weight gradients of one stage."""
+    """Weight gradients of one stage.
+
+    Attributes:
+        in_plan: a plan runs the stage. Otherwise its program does, whose own calls keep the edges to the weights.
+    """
+
+    in_plan = False
 
     def __init__(self) -> None:
         self._deferred: dict[int, list[DeferredGradient]] = {}

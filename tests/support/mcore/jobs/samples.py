@@ -101,6 +101,8 @@ def grpo(
     schedule.plan_ahead(model=chunks, samples=samples[:4])  # for a call that does not come
     evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_logprobs=True)
     left = len(schedule._ahead)
+    assert schedule._run is not None
+    splits = {stage.weights is not None for stage in schedule._run.stages.values()}
     schedule.close()
     afterwards, _ = training.whole()
     found = reports[0].logprobs[parallel_state.get_data_parallel_rank() :: replicas]
@@ -118,6 +120,7 @@ def grpo(
         "divisor": reports[0].divisor,
         "ahead": (left, len(schedule._ahead)),
         "chunks": reports[0].num_chunks,
+        "splits": sorted(splits),
         "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
     }
