@@ -18,8 +18,9 @@ from megatron_epp.plan.errors import EppError, InfeasibleError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
+from megatron_epp.planner.defaults import WholeLogits, settle
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, fastest, gain_of_split
+from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us
 
@@ -34,7 +35,7 @@ _STAGES = 4
 class Chosen:
     """The layout of a command, the search that found it (None if there was none), the model's depths of multi-token prediction,
     its layers if it is a hybrid one, the kind of the layout (even, balanced) if it is of one, and whether weight gradients are
-    split off with it.
+    split off and the logits of a chunk are there at once with it.
     """
 
     layout: Layout
@@ -43,6 +44,7 @@ class Chosen:
     pattern: str = ""
     kind: str = ""
     splits_weight: bool = False
+    has_whole_logits: bool = False
 
     def lines(self) -> list[str]:
         """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
@@ -66,6 +68,7 @@ class Chosen:
             words = layers_text(layout.halves).replace(" ", "")
             flags = f"--epp-layout {words}" + " --epp-placement v" * (not placement.is_looped)
         flags += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * self.splits_weight
+        flags += " --epp-loss-block-tokens 0" * self.has_whole_logits
         lines.append(f"in training: {flags}")
         return lines
 
@@ -130,7 +133,8 @@ def chosen_layout(
     Raises:
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
     """
-    source, num_layers = costs_source(args, max(chain.from_iterable(batches), default=0))
+    longest, has_whole_logits = max(chain.from_iterable(batches), default=0), False
+    source, num_layers = costs_source(args, longest)
     text, ranks, flags = args.layout, pipeline_ranks(args), flags_of(args)
     of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=whole_pattern(flags))
     if isinstance(source, PipelineCosts):
@@ -144,18 +148,46 @@ def chosen_layout(
         searches = text == AUTO or (text is None and all(map(begins_with_greedy, planners or [args.planner])))
         try:
             with progress("choosing the layout"):
-                choice = choose(sample) if searches else fastest(layouts, sample) if len(layouts) > 1 else None
-                layout = layouts[0] if choice is None else choice.layout
+                if not searches and len(layouts) == 1:
+                    choice, layout, splits = None, layouts[0], False
+                else:
+                    settled = settle(
+                        sample,
+                        tensor_ranks=flags.get("tensor_model_parallel_size") or 1,
+                        opens_weights=searches and args.split_weight == AUTO,
+                        layouts=() if searches else layouts,
+                        logits=_whole_logits(args, source, longest) if searches else None,
+                    )
+                    has_whole_logits = settled.has_whole_logits
+                    choice, layout, splits = settled.choice, settled.layout, settled.splits_weight
                 if args.split_weight == AUTO:
-                    tensor_ranks = flags.get("tensor_model_parallel_size") or 1
-                    args.split_weight = searches and ranks > 1 and gain_of_split(layout, sample, tensor_ranks) > 0
+                    args.split_weight = splits
+                args.loss_block_tokens = 0 if has_whole_logits else args.loss_block_tokens
         except InfeasibleError:
             if text == AUTO:
                 raise
             # Its plan says what is missing.
             choice, layout, args.split_weight = None, layouts[0], args.split_weight in (True, "on")
     splits = choice is not None and args.split_weight in (True, "on")
-    return replace(of_model, layout=layout, choice=choice, kind="" if choice and text is None else kind, splits_weight=splits)
+    return replace(
+        of_model,
+        layout=layout,
+        choice=choice,
+        kind="" if choice and text is None else kind,
+        splits_weight=splits,
+        has_whole_logits=has_whole_logits,
+    )
+
+
+def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> WholeLogits | None:
+    """Return the costs of a loss without blocks; None if a flag or the costs say what it is, or there are none."""
+    if args.costs is not None or args.loss_block_tokens is not None:
+        return None
+    whole = argparse.Namespace(**vars(args) | {"loss_block_tokens": 0})
+    profile, _ = costs_source(whole, longest)
+    if profile == source or not isinstance(profile, Profile):
+        return None
+    return WholeLogits(lambda layout: costs_by(whole, profile, layout), args.context or longest)
 
 
 def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:

@@ -154,6 +154,12 @@ def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.Bou
     return inspect.signature(function).bind(*rest, **named)
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of a name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
 def pretrain_builds_model() -> bool:
     """True if `pretrain` builds the model from a config: 0.19 and later. Before it takes a function that does."""
     from megatron.training import argument_utils

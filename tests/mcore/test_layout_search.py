@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.costs.shape import for_search
+from megatron_epp.mcore.costs.shape import facts, for_search
+from megatron_epp.mcore.patches import install
 from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
@@ -71,6 +73,32 @@ def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(mo
 
     assert layers("auto") == layers("2048")
     assert layers("auto")[-1] < layers("0")[-1]
+
+
+def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so_in_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000, 2000, 500) * 4]))
+    model = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
+
+    def of(*flags: str) -> tuple[argparse.Namespace, layout_search._Choices]:
+        args = of_run(*model.split(), "--epp-layout", "auto", *flags, processes=2)
+        prepare_epp_args(args)
+        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
+        return args, layout_search._new(args, argparse.Namespace(**vars(args)), None)
+
+    args, choices = of()
+    assert choices.has_whole_logits
+    assert not of("--epp-memory-cap-gb", "5.2")[1].has_whole_logits
+    assert not of("--epp-loss-block-tokens", "1024")[1].has_whole_logits
+    monkeypatch.setattr(layout_search, "_obstacle", lambda flags, layout: "")
+    args.epp_loss_block_tokens = 0
+    kept = replace(choices.layout, chosen_with=facts(args, "layout"))
+    (tmp_path / layout_search.FILE_NAME).write_text(kept.to_json())
+    again = argparse.Namespace(**vars(args) | {"load": str(tmp_path), "epp_loss_block_tokens": "auto"})
+    found = layout_search._kept(again, argparse.Namespace(**vars(again)), facts(again, "layout"))
+    assert found is not None
+    assert found.has_whole_logits
 
 
 def test_a_search_knows_how_much_of_the_model_trains() -> None:
@@ -137,6 +165,30 @@ def test_what_flags_leave_open_is_chosen(
     args = arguments(*flags.split(), **{"pipeline_model_parallel_size": 2} | megatron)
     prepare_epp_args(args)
     assert args.epp_layout == layout
+    assert args.epp_open_placements == placements
+
+
+def _one(pre_process: bool = True, post_process: bool = True) -> None:
+    """Build a model as scripts did before there were several on a rank."""
+
+
+def _each(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> None:
+    """Build the model of any stage."""
+
+
+@pytest.mark.parametrize(
+    ("provider", "flags", "placements"),
+    [(_one, "", EVERY[:1]), (_one, "--epp-placement v", [("v", 2)]), (_each, "", EVERY), (None, "", EVERY)],
+)
+def test_a_script_that_builds_one_model_for_a_rank_gets_no_other_unless_it_asks(
+    provider: object, flags: str, placements: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(*flags.split(), pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None)
+    prepare_epp_args(args)
+    monkeypatch.setattr(install, "_provider", provider)
+    monkeypatch.setattr(install, "document_args", lambda: args)
+    monkeypatch.setattr(install, "_settle_choices", lambda args: None)
+    install._choose_stages(lambda virtual_pipeline_model_parallel_size=None: None)
     assert args.epp_open_placements == placements
 
 

@@ -203,8 +203,8 @@ _RUNNING = (
         "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
     ).described(
         "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never whole. "
-        "0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest sequence has more than 2 GiB on a rank, "
-        "else 0 (default: auto)."
+        "0: as Megatron does; auto: blocks of 1 GiB of fp32 logits where the longest sequence has more than 2 GiB on a rank "
+        "and plans with a searched layout are not faster without, else 0 (default: auto)."
     ),
     Flag("warm_up", "--epp-warm-up", choices=WARM_UPS, default=AUTO, alone="on").described(
         "Before an iteration run attention once for every new class of shapes, so that all ranks build kernel plans at once; "

@@ -96,7 +96,7 @@ _FACTS = (
     _Fact("moe_ffn_hidden_size", "costs"),
     _Fact("transformer_impl", "costs"),
     _Fact("attention_backend", "costs"),
-    _Fact("epp_loss_block_tokens", "costs"),
+    _Fact("epp_loss_block_tokens", "both"),
     _Fact("epp_vocab_parallel", "costs"),
     _Fact("epp_microbatches", "costs"),
     _Fact("virtual_pipeline_model_parallel_size", "costs"),

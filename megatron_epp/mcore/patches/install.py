@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
-from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches
+from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, takes
 from megatron_epp.mcore.patches import patching, routers, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.plan.errors import NothingLeftError
@@ -76,6 +76,10 @@ _flags: argparse.Namespace | None = None
 """The run's flags before Megatron validated them, by which a chosen layout is validated again."""
 
 
+_provider: Callable[..., Any] | None = None
+"""The script's function that builds models, where `pretrain` takes one."""
+
+
 def _settle_choices(args: argparse.Namespace) -> None:
     """Settle what slices of latent attention hand on, the layout, and where the output layer is. A collective call."""
     if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
@@ -94,6 +98,9 @@ def _choose_stages(original: Callable[..., Any], *rest: Any, **named: Any) -> An
     """Settle how layers are divided if --epp is given, before there are groups of ranks that depend on it."""
     if (args := document_args()) is None:
         return original(*rest, **named)
+    if _provider is not None and not takes(_provider, "vp_stage"):  # it builds one model for a rank
+        single = [each for each in args.epp_open_placements if each[1] == 1]
+        args.epp_open_placements = single or args.epp_open_placements  # none: several are asked for
     _settle_choices(args)
     call = bound(original, *rest, **named)
     call.arguments["virtual_pipeline_model_parallel_size"] = args.virtual_pipeline_model_parallel_size
@@ -240,7 +247,9 @@ def _refuse_nothing(args: Any) -> None:
 
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Refuse functions of the script that --epp would not use, and end planning when training ends."""
+    global _provider
     call = bound(original, *rest, **named)
+    _provider = call.arguments.get("model_provider")
     if (args := document_args()) is not None:
         stock_functions.check_call(args, call.arguments)
     if (chosen := call.arguments.get("get_embedding_ranks")) is not None:

@@ -43,6 +43,7 @@ from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, s
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan import InfeasibleError
@@ -50,7 +51,8 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import brief_text, read_text
-from megatron_epp.planner.layouts.layout_choice import Sample, choose, fastest, gain_of_split
+from megatron_epp.planner.defaults import WholeLogits, settle
+from megatron_epp.planner.layouts.layout_choice import Sample
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first
@@ -69,10 +71,12 @@ class _Choices:
     Attributes:
         layout: of the layers, and whether the output layer is divided.
         splits_weights: weight gradients are actions of their own, where plans are faster with them.
+        has_whole_logits: the logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open.
     """
 
     layout: Layout
     splits_weights: bool = False
+    has_whole_logits: bool = False
 
 
 def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
@@ -96,6 +100,8 @@ def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
     if opens_weights:
         args.epp_split_weight_gradient = choices.splits_weights
         args.delay_wgrad_compute = delays_weights(args)
+    if choices.has_whole_logits:
+        args.epp_loss_block_tokens = 0
     chosen_with = facts(args, "layout")
     if args.epp_layout != "balanced":
         settle_vocabulary(args, shards=choices.layout.shards_vocabulary)
@@ -158,36 +164,51 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | P
     if args.skip_train:
         return _Choices(first)
     profile, batches = for_search(args, costs), tuple(first_batches(args))
-    sample = sample_of(args, profile, first, batches)
+    sample, layouts = sample_of(args, profile, first, batches), list[Layout]()
     try:
         if args.epp_layout == "auto":
             others = (other for other in _open_placements(args) if other != first.placement)
             placements = first.placement, *(other for other in others if not _obstacle(flags, _even(args, other)))
-            choice = choose(replace(sample, placements=placements))
+            sample = replace(sample, placements=placements)
         else:
             lengths, ranks = tuple(chain.from_iterable(batches)), first.placement.rank_of
             if args.epp_layout == "balanced":
                 shards = shards_vocabulary(args)
                 layers = balanced_layers(profile, args.num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
                 first = Layout.of_layers(layers, first.placement)
-            choice = fastest([replace(first, shards_vocabulary=shards) for shards in sample.vocabulary], sample)
+            layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
+        is_open = args.epp_split_weight_gradient == AUTO
+        settled = settle(
+            sample,
+            tensor_ranks=args.tensor_model_parallel_size,
+            opens_weights=is_open,
+            layouts=layouts,
+            logits=_whole_logits(args, costs),
+        )
     except InfeasibleError as error:
         if is_asked:
             raise
         logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
         return _Choices(first)
-    is_open = args.epp_split_weight_gradient == AUTO
-    split_gain = gain_of_split(choice.layout, sample, args.tensor_model_parallel_size) if is_open else 0.0
-    saved = 1 - (1 - choice.gain) * (1 - split_gain)
     plain = "Megatron's layers" if args.epp_layout == "auto" else "without the choice"
     logger.info(
-        "layout: %s%s: %s for batches like the first %d",
-        choice.layout.text(),
-        ", weight gradients split off" * (split_gain > 0),
-        f"{saved:.1%} less time than {plain}" if saved > 0 else "no other is clearly faster",
+        "layout: %s%s%s: %s for batches like the first %d",
+        settled.layout.text(),
+        ", weight gradients split off" * settled.splits_weight,
+        ", all logits of a chunk at once" * settled.has_whole_logits,
+        f"{settled.gain:.1%} less time than {plain}" if settled.gain > 0 else "no other is clearly faster",
         len(batches),
     )
-    return _Choices(choice.layout, split_gain > 0)
+    return _Choices(settled.layout, settled.splits_weight, settled.has_whole_logits)
+
+
+def _whole_logits(args: argparse.Namespace, costs: Profile | None) -> WholeLogits | None:
+    """Return the costs of the run without blocks of its loss; None if flags or its costs say which it has, or it has none."""
+    is_open = args.epp_layout == "auto" and args.epp_loss_block_tokens == AUTO and costs is None and args.epp_loss is None
+    if not is_open or args.epp_schedule != "elastic" or not block_tokens_of(args):
+        return None
+    whole = argparse.Namespace(**vars(args) | {"epp_loss_block_tokens": 0})
+    return WholeLogits(partial(_costs, whole, for_search(whole)), args.seq_length)
 
 
 def given_layout(args: argparse.Namespace) -> Layout:
@@ -306,4 +327,5 @@ def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict
     if others:
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
     logger.info("layout of the run before: %s", layout.text())
-    return _Choices(layout, then.get("epp_split_weight_gradient") is True)
+    logits = args.epp_loss_block_tokens == AUTO and then.get("epp_loss_block_tokens") == 0
+    return _Choices(layout, then.get("epp_split_weight_gradient") is True, logits)
