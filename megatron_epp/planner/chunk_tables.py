@@ -8,6 +8,7 @@ from typing import Any
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
+from megatron_epp.planner.chunks.runs import RUN_WIDTHS, cut_in_runs
 from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.orders.patterns import is_looped
 from megatron_epp.planner.problem import Problem
@@ -23,6 +24,7 @@ class ChunkTables:
 
     Attributes:
         chunkers: by the setting `cut`, of every replica.
+        next_cut: value of `cut` for another way from which a search walks, too; 0 for none.
         turns_cut: value of `cut` for slices of equal length that take turns on the stages of looped ranks; -1 for none.
     """
 
@@ -30,8 +32,11 @@ class ChunkTables:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         variants, is_single = replicas.chunkers(), self.problem.has_one_stage_per_rank
         in_turns = [variants[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
-        self.chunkers = [*variants, *in_turns]
-        self.turns_cut = len(variants) if in_turns else -1
+        may_run = replicas.is_lockstep and not (self.options.slices or self.options.chunk_tokens or self.problem.spans)
+        self._widths = RUN_WIDTHS if may_run else ()
+        self.chunkers = [*[variants[0]] * len(self._widths), *variants, *in_turns]
+        self.next_cut = len(self._widths) or len(variants) - 1
+        self.turns_cut = len(self._widths) + len(variants) if in_turns else -1
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
         self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
@@ -54,6 +59,8 @@ class ChunkTables:
 
     def _cut_all(self, recipe: Recipe) -> Aligned | None:
         chunkers = self.chunkers[recipe.cut]
+        if recipe.cut < len(self._widths) and recipe.grain > LONGEST:
+            return cut_in_runs(chunkers, recipe.grain * self.problem.num_ranks, self._widths[recipe.cut])
         if recipe.grain == WHOLE and self.options.slices is None:
             every = zip(self.replicas.problems, chunkers, strict=True)
             whole = [whole_by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]

@@ -143,8 +143,8 @@ def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
     first = settings.first_recipe(free.problem)
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
-    if len(free.values["cut"]) > 1 and free.chunk_tables.turns_cut != 1:
-        others.append(best.recipe._replace(cut=1))
+    if free.chunk_tables.next_cut:
+        others.append(best.recipe._replace(cut=free.chunk_tables.next_cut))
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:

@@ -51,7 +51,8 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
 
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
     batches = problems((3300, *(500,) * 90), (500,) * 96)
-    table = ChunkTables(Replicas(tuple(batches), COSTS, Options())).table(Recipe(grain=4.0))
+    tables = ChunkTables(Replicas(tuple(batches), COSTS, Options()))
+    table = tables.table(Recipe(grain=4.0, cut=tables.next_cut))
     assert len(table) == 8  # four for each of two ranks; 16 if all were as short as half of the longest sequence
     assert sum(part.sequence == 0 for chunk in table.chunks[0] for part in chunk.segments) == 1
 
@@ -88,7 +89,7 @@ MIXED, SMALL, SAME = (3000, 700, 300, *(120,) * 8), (300,) * 10, (500,) * 8
 def test_being_in_step_costs_little_against_the_slowest_alone(batches, most):
     together = plan_lockstep(problems(*batches), COSTS, Options())[0].predicted.makespan_us
     alone = max(plan(asked, COSTS).predicted.makespan_us for asked in problems(*batches))
-    assert alone * (1 - 1e-9) <= together <= most * alone
+    assert 0.98 * alone <= together <= most * alone  # runs cut equal sequences better than one pipeline's grains do
 
 
 @pytest.mark.parametrize("batches", [ROUGH, ((3000,), (40, 30)), ((40, 30), (3000,))])

@@ -213,6 +213,11 @@ class Chunker:
                 ends.append(end)
         return ends
 
+    def cut_near(self, sequence: int, time_us: float) -> int:
+        """Return the multiple of the padding, or the length, at which the prefix of a sequence takes about so long."""
+        multiple = self.problem.token_multiple
+        return min(self.problem.lengths[sequence], (self._prefix(time_us) + multiple // 2) // multiple * multiple)
+
     def _prefix(self, time_us: float) -> int:
         """Tokens of the prefix that takes so long, rounded to the nearest."""
         linear = self.line.per_token_us + self.line.per_pair_us / 2
