@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Op
+from megatron_epp.planner.kernels.table_columns import stacked
 from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, Times, subtract_times
 
@@ -57,14 +59,14 @@ def lower_bound_us(
     else:
         leave = _ways(tables.forward_us[::-1], tables.hops[::-1], last_us)[::-1]
         turn = [sum(parts) for parts in zip(tables.forward_us[-1], tables.turn_us, strict=True)]
-    bound = max(map(sum, zip(arrive[-1], turn, leave[-1] if backward else last_us, strict=True)))
+    ends = arrive[-1].tolist(), turn, leave[-1].tolist() if backward else last_us
+    bound = max(map(sum, zip(*ends, strict=True)))
     per_byte = 2 * tables.host_us_per_byte if options.offload else np.inf
-    groups = slice_groups(chunks) if problem is not None and backward else []
-    starts = np.array([group.start for group in groups])
+    forced = _Forced(tables, chunks, options.offload) if problem is not None and backward else None
+    first_us, left_us = (ways_us.min(axis=1).tolist() for ways_us in (arrive, leave))
     shards = tables.added.get(Op.S)
     for rank, stages in enumerate(tables.stages_of):
-        start_us = min(min(arrive[stage]) for stage in stages)
-        end_us = min(min(leave[stage]) for stage in stages)
+        start_us, end_us = (min(by_stage_us[stage] for stage in stages) for by_stage_us in (first_us, left_us))
         busy_us = tables.busy_us(rank, backward)
         late_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
         if shards is not None and backward:
@@ -72,57 +74,64 @@ def lower_bound_us(
             late_us += sum(tables.added[Op.T].time_us[rank])
         elif shards is not None:
             late_us += sum(shards.time_us[rank])
-        pieces: list[tuple[float, float]] = []
-        if problem is not None and backward:
-            pieces = _forced(tables, chunks, groups, starts, rank, problem.cap_bytes[rank], options.offload)
+        pieces = [] if forced is None or problem is None else forced.pieces(rank, problem.cap_bytes[rank])
         bound = max(bound, _with_copies(start_us + busy_us + max(late_us, end_us), pieces, per_byte))
     return bound
 
 
-def _forced(
-    tables: Tables,
-    chunks: Sequence[Chunk],
-    groups: list[range],
-    starts: NDArray[np.int64],
-    rank: int,
-    cap: int,
-    copies: bool,
-) -> list[tuple[float, float]]:
-    """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``.
+class _Forced:
+    """Recompute that caps force.
 
     Args:
         chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
             be alive together.
-        groups, starts: the chunks of every sequence, and the first of each.
-        cap: bytes.
         copies: keys and values may be in host memory, so they force none.
     """
-    kept_bytes = np.zeros(len(chunks), dtype=np.int64)
-    for stage in tables.stages_of[rank]:
-        stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
-        kept_bytes += np.array(tables.activation[stage]) + (0 if copies else stays)
-    excess = np.add.reduceat(kept_bytes, starts) + tables.static[rank] - tables.shard_room[rank] - cap
-    above = np.flatnonzero(excess > 0).tolist()
-    if not above:
-        return []
-    frontier = [
-        (saved.tolist(), most.tolist(), step.layer_us.tolist())
-        for stage in tables.stages_of[rank]
-        for step, (saved, most) in zip(tables.passes[stage].frontier, tables.passes[stage].savings, strict=True)
-    ]
-    pieces: list[tuple[float, float]] = []
-    for number in above:
-        if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
-            continue
-        need = int(excess[number])
-        offers = [(us[c] / most[c], saved[c]) for c in groups[number] for saved, most, us in frontier if saved[c] > 0]
-        for price, offered in sorted(offers):
-            taken = min(need, offered)
-            pieces.append((price, taken))
-            need -= taken
-            if need <= 0:
-                break
-    return pieces
+
+    def __init__(self, tables: Tables, chunks: Sequence[Chunk], copies: bool) -> None:
+        self.tables, self.groups = tables, slice_groups(chunks)
+        self.is_one = [len({chunks[c].segments[0].sequence for c in group}) == 1 for group in self.groups]
+        self.starts = np.array([group.start for group in self.groups])
+        self.kept_bytes = stacked(tables.activation, np.int64)
+        if not copies:
+            self.kept_bytes = self.kept_bytes + stacked(tables.forward_alloc, np.int64) - stacked(tables.forward_free, np.int64)
+        self._offers: dict[StagePasses, NDArray[np.float64]] = {}
+
+    def pieces(self, rank: int, cap: int) -> list[tuple[float, float]]:
+        """Return the least recompute of a rank, as pieces ``(time per byte, bytes)``.
+
+        Args:
+            cap: bytes.
+        """
+        stages, tables = self.tables.stages_of[rank], self.tables
+        kept_bytes = self.kept_bytes[list(stages)].sum(axis=0)
+        excess = np.add.reduceat(kept_bytes, self.starts) + tables.static[rank] - tables.shard_room[rank] - cap
+        above = [number for number in np.flatnonzero(excess > 0).tolist() if self.is_one[number]]
+        if not above:
+            return []
+        offers = np.concatenate([self._of(tables.passes[stage]) for stage in stages], axis=1)
+        pieces: list[tuple[float, float]] = []
+        for number in above:
+            group = self.groups[number]
+            price, size = offers[:, :, group.start : group.stop].reshape(2, -1)
+            order = np.lexsort((size, price))
+            price, size = price[order], size[order]
+            before = np.cumsum(size) - size
+            count = int(np.searchsorted(before, excess[number]))
+            taken = np.minimum(size, excess[number] - before)[:count]
+            pieces += [each for each in zip(price[:count].tolist(), taken.tolist(), strict=True) if each[1] > 0]
+        return pieces
+
+    def _of(self, passes: StagePasses) -> NDArray[np.float64]:
+        """Return time per byte and bytes that each step of recompute saves, ``[both][step][chunk]``."""
+        if passes not in self._offers:
+            shape = len(passes.frontier), self.tables.num_chunks
+            rows = [
+                (step.layer_us / np.maximum(most, 1), np.maximum(saved, 0))
+                for step, (saved, most) in zip(passes.frontier, passes.savings, strict=True)
+            ]
+            self._offers[passes] = np.array([np.reshape([row[at] for row in rows], shape) for at in (0, 1)], dtype=np.float64)
+        return self._offers[passes]
 
 
 def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_byte: float) -> float:
@@ -146,7 +155,7 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
     return total_us
 
 
-def _ways(times: Times, hops: Times, first: list[float]) -> Times:
+def _ways(times: Times, hops: Times, first: list[float]) -> NDArray[np.float64]:
     """Sum, for every stage and chunk, `first`, the times of all earlier stages, and the times of the messages between.
 
     Args:
@@ -154,7 +163,9 @@ def _ways(times: Times, hops: Times, first: list[float]) -> Times:
         hops: of the messages behind each stage but the last, in microseconds, ``[stage][chunk]``.
         first: what is added at the first stage, in microseconds, by chunk.
     """
-    ways = [first]
-    for row, hop_us in zip(times[:-1], hops, strict=True):
-        ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, hop_us, strict=True)])
+    rows = stacked(times, np.float64)
+    ways = np.empty_like(rows)
+    ways[0] = first
+    for stage, hop_us in enumerate(stacked(hops, np.float64)):
+        ways[stage + 1] = ways[stage] + rows[stage] + hop_us
     return ways

@@ -174,9 +174,11 @@ class Tables:
 
 
 def subtract_times(whole_us: Times, parts_us: Times) -> Times:
-    """Subtract times, entry by entry ``[stage][chunk]``."""
-    rows = zip(whole_us, parts_us, strict=True)
-    return [[whole - part for whole, part in zip(*row, strict=True)] for row in rows]
+    """Subtract times, entry by entry ``[stage][chunk]``. Stages whose rows are shared share the result's."""
+    rows = list(zip(whole_us, parts_us, strict=True))
+    differences = {(id(whole), id(parts)): (whole, parts) for whole, parts in rows}
+    left_us = {key: [whole - part for whole, part in zip(*row, strict=True)] for key, row in differences.items()}
+    return [left_us[id(whole), id(parts)] for whole, parts in rows]
 
 
 def rows_of(passes: Sequence[StagePasses], trains: bool) -> dict[str, Any]:
