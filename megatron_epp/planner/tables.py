@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import sub
@@ -80,6 +80,7 @@ class Tables:
     added: dict[Op, OperationRows] = field(default_factory=dict)
     _columns: dict[Kinds, Columns] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ways: dict[StagePasses, Ways] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _derived: dict[Callable[[Tables], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_passes(self, passes: Sequence[StagePasses]) -> Tables:
         """Return the tables with other passes of the stages."""
@@ -91,6 +92,13 @@ class Tables:
         if passes not in self._ways:
             self._ways[passes] = passes.ways()
         return self._ways[passes]
+
+    def once[T](self, function: Callable[[Tables], T]) -> T:
+        """Return what a function computes from the tables, computed on the first use; it must not be changed."""
+        if function not in self._derived:
+            self._derived[function] = function(self)
+        value: T = self._derived[function]
+        return value
 
     @property
     def columns(self) -> Columns:

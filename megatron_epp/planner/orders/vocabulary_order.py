@@ -65,25 +65,16 @@ def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
     Args:
         most: actions of every rank without the shards' actions.
     """
-    rows, chunks, ranks = tables.added[Op.S], tables.num_chunks, len(most)
+    chunks, ranks = tables.num_chunks, len(most)
     columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]
     more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
     first = [0, *accumulate(map(add, most, more))]
-    kept_bytes = [
-        take - give
-        for takes, gives in zip(rows.takes, rows.gives, strict=True)
-        for take, give in zip(takes, gives, strict=True)
-    ]
     return shard_insertion.Shards(
         line=integer_zeros(chunks),
         position=integer_zeros(chunks),
         split=integer_zeros(len(tables.rank_of) * chunks),
         took_us=floats(columns.action_us),
-        spread_us=floats(rows.collective_us[Op.SPREAD]),
-        gather_us=floats(rows.collective_us[Op.GATHER]),
-        peak_bytes=integers(chain.from_iterable(shard_peaks(tables.added, backward))),
-        kept_bytes=integers(kept_bytes),
-        room_bytes=integers(tables.shard_room),
+        **tables.once(_fixed_columns),
         last_rank=last_rank,
         backward=int(backward),
         came_us=float_zeros(chunks),
@@ -103,6 +94,23 @@ def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
         first=integers(first),
         filled=integer_zeros(ranks),
     )
+
+
+def _fixed_columns(tables: Tables) -> dict[str, Any]:
+    """Return what no order changes. With 80 layers on 16 ranks they took 5 ms, as long as it takes to insert the shards."""
+    rows, backward = tables.added[Op.S], bool(tables.backward_us)
+    kept_bytes = [
+        take - give
+        for takes, gives in zip(rows.takes, rows.gives, strict=True)
+        for take, give in zip(takes, gives, strict=True)
+    ]
+    return {
+        "spread_us": floats(rows.collective_us[Op.SPREAD]),
+        "gather_us": floats(rows.collective_us[Op.GATHER]),
+        "peak_bytes": integers(chain.from_iterable(shard_peaks(tables.added, backward))),
+        "kept_bytes": integers(kept_bytes),
+        "room_bytes": integers(tables.shard_room),
+    }
 
 
 def no_storage() -> shard_insertion.Shards:
