@@ -143,9 +143,10 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
         copy_us_per_byte: time of a copy to the host and back; infinite where copies are not allowed.
     """
     total_us = base_us + sum(price * size for price, size in pieces)
+    if copy_us_per_byte == np.inf:
+        return total_us
     copied_us = 0.0
-    dearest_first = sorted((piece for piece in pieces if piece[0] > 0), reverse=True)
-    for price, size in dearest_first if copy_us_per_byte < np.inf else ():
+    for price, size in sorted((piece for piece in pieces if piece[0] > 0), reverse=True):
         # Copying all of the piece: recompute falls, copies grow; stop where they meet.
         share = min(1.0, max(0.0, total_us - copied_us) / (size * (price + copy_us_per_byte)))
         total_us -= share * size * price
