@@ -21,7 +21,7 @@ from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES
 from tests.pure.test_cli_refusals import INDEX
 
-SMALL = "--model tiny-gpt --cluster this-machine --pipeline-size 2"
+SMALL = "--model tiny-gpt --cluster this-machine --pipeline-size 2 --layout even"
 BATCH = "--lengths 9000,4000,4000,2000,1000,700"
 MOONLIGHT = "--lengths 65536,9000,2000,500 --model moonlight-16b-a3b --cluster h100x8 --stages 4 --layers 8 --data-parallel 8"
 Planned = Callable[[str], Plan]
@@ -51,12 +51,13 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         [f"{source} {SMALL}" for source in ("--lengths 4000,300,200,100", "--lengths lengths.txt", "--lengths-file -")],
         [
-            "--lengths 4096,88 --stages 4 --layers 8 --kv-heads 2 --chunk-tokens 512",
-            "--lengths 4096,88 --pipeline-model-parallel-size 4 --num-layers 8 --num-query-groups 2 --epp-chunk-tokens 512",
+            "--lengths 4096,88 --stages 4 --layers 8 --kv-heads 2 --chunk-tokens 512 --layout even",
+            "--lengths 4096,88 --pipeline-model-parallel-size 4 --num-layers 8 --num-query-groups 2 --epp-chunk-tokens 512 "
+            "--layout even",
         ],
         *(
             [f"--lengths 9000,300 --stages {stages} {of}" for of in ("--costs llama.json", "--model llama3-8b")]
-            for stages in (2, 5)
+            for stages in ("2", "5 --layout even")
         ),
         [f"{BATCH} --layout v.json", f"{BATCH} --layout v.json --stages 2"],
     ],
@@ -71,12 +72,12 @@ def test_a_choice_that_plans_make_is_told_and_one_that_is_given_is_not(
     planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for cap_gb, faster in ((80, "off"), (18, "on")):
-        made = planned(f"{MOONLIGHT} --memory-cap-gb {cap_gb}")
+        made = planned(f"{MOONLIGHT} --layout even --memory-cap-gb {cap_gb}")
         assert f"--latents {faster}" in capsys.readouterr().err
-    assert planned(f"{MOONLIGHT} --memory-cap-gb {cap_gb} --latents {faster}") == made
+    assert planned(f"{MOONLIGHT} --layout even --memory-cap-gb {cap_gb} --latents {faster}") == made
     assert "--latents" not in capsys.readouterr().err
     for flags, is_told in (("", True), (" --tensor-parallel 4", False)):
-        planned(f"--lengths 1000 --model llama3-70b --cluster h100x8 --stages 8{flags}")
+        planned(f"--lengths 1000 --model llama3-70b --cluster h100x8 --stages 8 --layout even{flags}")
         assert ("tensor parallelism over 8 ranks" in capsys.readouterr().err) == is_told
 
 
@@ -102,8 +103,8 @@ def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(planned: Planned) 
 def test_flags_given_beside_a_model_win_and_without_a_cluster_there_is_no_cap(planned: Planned) -> None:
     made = planned("--lengths 300 --model llama3-8b --layers 6 --stages 4 --memory-gb 900 --layout 1,2,2,1")
     assert (made.num_layers, made.cap_bytes) == ((1, 2, 2, 1), (900 * 2**30,) * 4)
-    assert planned("--lengths 300 --stages 2").cap_bytes == (UNLIMITED_BYTES,) * 2
-    assert planned("--lengths 300 --costs llama3-70b-h100 --stages 8").num_layers == (10,) * 8
+    assert planned("--lengths 300 --stages 2 --layout even").cap_bytes == (UNLIMITED_BYTES,) * 2
+    assert planned("--lengths 300 --costs llama3-70b-h100 --stages 8 --layout even").num_layers == (10,) * 8
 
 
 def test_replicas_share_the_optimizers_state(planned: Planned) -> None:
@@ -114,7 +115,7 @@ def test_replicas_share_the_optimizers_state(planned: Planned) -> None:
 
 
 def test_weight_gradients_are_split_and_activations_offloaded_where_asked(planned: Planned) -> None:
-    argv = "--lengths 60000,9000 --stages 4 --data-parallel 8 --memory-gb 54"
+    argv = "--lengths 60000,9000 --stages 4 --data-parallel 8 --memory-gb 54 --layout balanced"
     choices = "", "--split-weight", "--offload --recompute-modes full", "--split-weight --offload"
     plain, split, copied, both = (planned(f"{argv} {flags}") for flags in choices)
     assert not any(step.action.op is Op.W for steps in plain.ranks for step in steps)
@@ -131,7 +132,7 @@ def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_m
         assert main([*command, "--model", "tiny-gpt", "--by-formula", "this-machine", "-o", f"{number}.json"]) == 0
         assert "nothing was measured" in capsys.readouterr().out
     assert Path("0.json").read_text() == Path("1.json").read_text()
-    assert planned("--lengths 300,20 --costs 0.json --stages 2") == planned(f"--lengths 300,20 {SMALL}")
+    assert planned("--lengths 300,20 --costs 0.json --stages 2 --layout even") == planned(f"--lengths 300,20 {SMALL}")
 
 
 # ---- layers of stages ------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_layers_and_ranks_of_stages_are_as_given(
     ],
 )
 def test_chunks_are_padded_as_a_training_pads_them_unless_said_otherwise(flags: str, multiple: int, planned: Planned) -> None:
-    assert planned(f"--lengths 900,300 --stages 2 --model llama3-8b {flags}").token_multiple == multiple
+    assert planned(f"--lengths 900,300 --stages 2 --model llama3-8b --layout even {flags}").token_multiple == multiple
 
 
 def test_commands_search_the_same_layout_where_none_is_given_and_say_so(
@@ -253,7 +254,19 @@ def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(
 def test_planners_and_advice_are_compared_with_the_latents_that_plan_faster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ["compare", *MOONLIGHT.split(), "--memory-cap-gb", "18", "--planner", "greedy", "--planner", "1f1b", "--json"]
+    argv = [
+        "compare",
+        *MOONLIGHT.split(),
+        "--layout",
+        "balanced",
+        "--memory-cap-gb",
+        "18",
+        "--planner",
+        "greedy",
+        "--planner",
+        "1f1b",
+        "--json",
+    ]
     assert main(argv) == 0
     printed = capsys.readouterr()
     assert all(row["latents"] for row in json.loads(printed.out))
