@@ -21,7 +21,6 @@ from megatron_epp.planner.layouts.layout_choice import (
     steady,
 )
 from megatron_epp.planner.layouts.rank_work import CostsOf
-from megatron_epp.planner.problem import OF_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ def _gain_of_logits(settled: Settled, sample: Sample, logits: WholeLogits) -> fl
     batch, costs, options = settled.choice.batch, logits.costs_of(settled.layout), steady(sample.options)
     options = replace(options, split_weight=options.split_weight or settled.splits_weight)
     try:
-        plan(replace(batch, **dict.fromkeys(OF_SEQUENCES, ()), lengths=(logits.longest,)), costs, options)
+        alone = replace(batch, lengths=(logits.longest,), trained=(), loss_groups=(), microbatches=(), spans=())
+        plan(alone, costs, options)
         took_us = plan(batch, costs, options).predicted.makespan_us
     except InfeasibleError:
         return 0.0

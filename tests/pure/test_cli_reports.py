@@ -116,7 +116,7 @@ def test_sizes_that_are_tried_go_from_the_longest_sequence_to_the_context_and_ar
     ("flags", "why"), [("--chunk-tokens 300", "more than 16 chunks"), ("--forward-only", "it does not know evaluations")]
 )
 def test_plan_and_compare_say_why_the_exact_planner_leaves_a_plan_as_it_is(flags, why, capsys):
-    batch = ["--lengths", "2000,1500,1000,800", "--stages", "2", *flags.split(), "--planner", "milp"]
+    batch = ["--lengths", "2000,1500,1000,800", "--stages", "2", "--layout", "even", *flags.split(), "--planner", "milp"]
     assert main(["plan", *batch]) == 0
     assert why in capsys.readouterr().err
     assert main(["compare", *batch, "--planner", "greedy", "--json"]) == 0
@@ -133,7 +133,10 @@ def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(cap
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-HELD = "--lengths 8192,700,300 --stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3"
+HELD = (
+    "--lengths 8192,700,300 --stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 "
+    "--layout even"
+)
 
 
 def row_of(text: str, name: str) -> list[float]:

@@ -55,7 +55,8 @@ def test_a_layout_and_a_context_that_are_said_to_fit_do(capsys):
 
 
 def test_a_cap_that_is_said_to_do_does_and_looks_larger_than_the_one_before(capsys):
-    small = shlex.split("plan --layers 2 --hidden 64 --ffn 128 --heads 2 --kv-heads 2 --vocab 128 --lengths 100 --stages 2")
+    model = "--layers 2 --hidden 64 --ffn 128 --heads 2 --kv-heads 2 --vocab 128"
+    small = shlex.split(f"plan {model} --lengths 100 --stages 2 --layout even --vocab-parallel off")
     assert float(told(capsys, [*small, "--memory-gb", "0.001"], "would do is ")) > 0.001
     raised = told(capsys, [*small, "--memory-gb", "0.001"], "Raise --memory-cap-gb to ")
     assert exit_code([*small, "--memory-gb", raised]) == 0
