@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_epp.planner.registry import PLANNERS
+from scripts.bench import defaults
 from scripts.bench.frame import Bench
-from scripts.bench.layouts import LAYOUTS
 from scripts.bench.long import VARIANTS as LEVERS
 from scripts.bench.memory import BASE
 from scripts.bench.memory import VARIANTS as FEATURES
@@ -47,18 +47,14 @@ def check_groups(rows: Rows) -> None:
     assert row["makespans_us"][0] <= row["makespans_us"][1]
 
 
-def check_layouts(rows: Rows) -> None:
-    assert len(rows) == 2
+def check_defaults(rows: Rows) -> None:
     for row in rows:
-        layouts = row["layouts"]
-        assert tuple(layouts) == LAYOUTS
-        assert layouts["auto"]["makespan_us"] <= 1.005 * min(
-            one["makespan_us"] for one in layouts.values() if not one["shards_vocabulary"]
-        )
-        assert layouts["vocabulary"]["makespan_us"] <= 1.005 * layouts["auto"]["makespan_us"]
-        for one in layouts.values():
-            assert one["bound_us"] <= one["makespan_us"]
-            assert 0.7 < one["efficiency"] <= one["best_efficiency"] <= 1
+        assert row["best"]["makespan_us"] <= row["defaults"]["makespan_us"] <= row["even"]["makespan_us"]
+        assert 0.97 < defaults.ratio(row) <= 1
+        assert bool(defaults.cause(row)) == (defaults.ratio(row) < 0.985 or row["defaults"]["efficiency"] < 0.88)
+        for name in ("even", "balanced", "defaults", "best"):
+            assert row[name]["bound_us"] <= row[name]["makespan_us"]
+            assert 0.5 < row[name]["efficiency"] <= 1
 
 
 def check_long(rows: Rows) -> None:
@@ -117,7 +113,7 @@ BENCHES: dict[str, tuple[str, Callable[[Rows], None]]] = {
     "rl.__main__": ("--reduced", check_rl),
     "exact": ("--ranks 3 --limit-s 20", check_exact),
     "orders.groups": ("--reduced", check_groups),
-    "layouts": ("--reduced", check_layouts),
+    "defaults": ("--reduced", check_defaults),
     "long": ("--stages 4 --cap-gb 20 --contexts 32 64", check_long),
     "memory": ("--reduced", check_memory),
     "planner.__main__": ("--reduced --jobs 1", check_planner),

@@ -52,6 +52,7 @@ DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
     "wikipedia": sequence_lengths.wikipedia,
     "code": sequence_lengths.code,
     "agents": sequence_lengths.agents,
+    "chat": sequence_lengths.chat,
     "equal": equal,
     "whale": whale,
 }
@@ -95,7 +96,17 @@ class Case:
         return tuple(length for batch in range(1, OTHER_BATCHES + 1) for length in self._batch(self.seed + 10_000 * batch))
 
     def _batch(self, seed: int) -> tuple[int, ...]:
-        return tuple(np.minimum(DRAWS[self.lengths_like](SEQUENCES[self.lengths_like], seed), self.context).tolist())
+        return tuple(np.minimum(DRAWS[self.lengths_like](self.sequences, seed), self.context).tolist())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a batch."""
+        return SEQUENCES[self.lengths_like]
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Megatron's flags of the model."""
+        return load_flags(self.model)
 
     @property
     def seed(self) -> int:
@@ -114,7 +125,7 @@ class Case:
         gradient and the layers' inputs stay whatever recomputes, and the logits unless the loss is computed by blocks. The
         ranks must share the heads evenly.
         """
-        plain = replace(shape_of(load_flags(self.model)), tensor_parallel=1, sequence_parallel=False)
+        plain = replace(shape_of(self.flags), tensor_parallel=1, sequence_parallel=False)
         heads = plain.num_attention_heads
         cap = self.cap_gb << 30
         for tensor in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
