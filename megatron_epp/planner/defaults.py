@@ -1,4 +1,4 @@
-"""Choices of a run where no flag says them: layout, divided output layer, split weight gradients, and logits at once.
+"""The defaults of a run where no flag says them: layout, output layer over the ranks, split weight gradients, logits at once.
 
 A training, the commands and the benchmarks of public figures all choose by `settle`, so that what these say is what a run gets.
 """

@@ -1,5 +1,8 @@
-"""Recipes as they ship and with all that Megatron's flags can say, next to plans at their sizes, and at those that suit both.
+"""Recipes as they ship and with all that Megatron's flags can say, next to what `--epp` alone makes of them, and to plans at
+the sizes that suit them best.
 
+Plans have the defaults of a training: what flags leave open of layers, output layer and weight gradients is chosen for other
+batches (`megatron_epp.planner.defaults`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
 Megatron's own schedule has virtual stages, layers, rows and recompute at their best (`megatron_epp.advice.causes`), with the
 recipe's parallel sizes, and with any. Times are by formula, for the same devices and memory. Nothing is fitted to what was
 measured.
@@ -10,26 +13,34 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import product, zip_longest
+from typing import Any
 
 from megatron_epp.advice.causes import CAUSES, PLANNER, Stock, gain_of
 from megatron_epp.advice.configuration_search import Advice, NothingFitsError, advise
-from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work
+from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.planning_flags import cap_of
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
+from megatron_epp.plan.placement import placements_of
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner.defaults import settle
+from megatron_epp.planner.layouts.layout_choice import Sample, gain_of_split
 from megatron_epp.planner.microbatches import plan_as_given
+from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.recipes import RECIPES, Recipe
 from scripts.bench.public.steps import sizes_of
-from scripts.bench.rl.rules import Rows, Rule, balanced, padded, work
+from scripts.bench.rl.rules import Rows, Rule, balanced, decreasing, padded, verl, work
 
-TIMES = "shipped", "stock", "same", "stock_anywhere", "advised"
+BATCHES = 8
+"""Number of a run's batches for which its defaults are chosen, as in training."""
+TIMES = "shipped", "repacked", "stock", "same", "stock_anywhere", "advised"
 """Times of a `Compared`."""
 
 
@@ -57,11 +68,12 @@ class Compared:
         tokens: of a step of the optimizer.
         cap_bytes: that plans, and Megatron's schedule at its best, keep to.
         shipped: as it ships, with its schedule, recompute and microbatches, without a cap.
-        stock: Megatron's schedule at its best at the recipe's sizes, or as the recipe ships if that is faster.
-        same: our plans at its sizes and layers, or at those of `stock`.
+        repacked: the same with the rows that suit it best.
+        stock: Megatron's schedule at its best at the recipe's sizes, or `repacked` if that is faster.
+        same: our plans at its sizes, with the defaults.
         causes: how much faster each of `CAUSES` makes `same`, over even layers on one stage per rank.
         stock_anywhere: Megatron's schedule at its best at any sizes.
-        advised: our plans at the sizes that `advise` finds.
+        advised: our plans at the sizes that `advise` finds, weight gradients split where a run chooses so.
         causes_advised: the same of `advised`.
     """
 
@@ -69,6 +81,7 @@ class Compared:
     tokens: int
     cap_bytes: int
     shipped: Time
+    repacked: Time
     stock: Time | None
     same: Time | None
     causes: tuple[float, ...]
@@ -89,7 +102,7 @@ class Compared:
 
 def question_of(recipe: Recipe) -> Question:
     """Return the question of which sizes are best for one step of the recipe's optimizer on its devices."""
-    cluster = load_cluster(recipe.cluster)
+    cluster, trains_all = load_cluster(recipe.cluster), recipe.trained_share == 1
     lengths = recipe.lengths.batch(recipe.sequences)
     options = Options(context=recipe.lengths.longest, offload=recipe.offload)
     return Question(
@@ -101,7 +114,50 @@ def question_of(recipe: Recipe) -> Question:
         recipe.lengths.longest,
         fixed=dict(recipe.fixed),
         options=options,
+        vocabulary=(False, True) if trains_all else (False,),
     )
+
+
+def settled(recipe: Recipe, asked: Question) -> Judged | None:
+    """Return the plans of the recipe's batch with what `--epp` alone chooses for other batches; None where nothing fits."""
+    config, flags = recipe.config, asked.flags
+    stages, num_layers = config.stages, int(flags["num_layers"])
+    sample = replace(_sample(recipe, asked, config), placements=(stages.placement,))
+    layouts = [replace(stages, shards_vocabulary=shards) for shards in sample.vocabulary]
+    if num_layers % config.num_stages == 0:  # else a flag of the recipe says the layers, which stay
+        layouts = []
+        if config.virtual == 1:
+            open_too = (each for each in placements_of(config.pipeline) if each.num_stages <= num_layers)
+            sample = replace(sample, placements=tuple(open_too))
+    try:
+        chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=_opens_weights(flags), layouts=layouts)
+        options = replace(asked.options, split_weight=chosen.splits_weight)
+        return exactly(replace(asked, options=options), config.with_layout(chosen.layout))
+    except InfeasibleError:
+        return None
+
+
+def with_weights(recipe: Recipe, asked: Question, judged: Judged) -> Judged:
+    """Return the plans of a configuration that `advise` found, with split weight gradients if a run chooses them."""
+    config = judged.config
+    if config.pipeline > 1 and _opens_weights(asked.flags):
+        with suppress(InfeasibleError):
+            if gain_of_split(config.stages, _sample(recipe, asked, config), config.tensor) > 0:
+                return exactly(replace(asked, options=replace(asked.options, split_weight=True)), config)
+    return judged
+
+
+def _sample(recipe: Recipe, asked: Question, config: Configuration) -> Sample:
+    """Return a replica's shares of other batches of the run, dealt by count."""
+    batches = (recipe.lengths.batch(recipe.sequences, seed) for seed in range(1, BATCHES + 1))
+    dealt = ([batch[at] for at in by_count(len(batch), 0, config.data)] for batch in batches)
+    problems = dict.fromkeys(asked.problem(config, tuple(lengths)) for lengths in dealt)
+    return replace(asked.sample(config, range(1)), problems=tuple(problems))
+
+
+def _opens_weights(flags: dict[str, Any]) -> bool:
+    """True unless Transformer Engine's layers have biases, with which a training computes weight gradients in backwards."""
+    return bool(flags.get("disable_bias_linear")) and not flags.get("add_qkv_bias")
 
 
 def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
@@ -112,32 +168,39 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
     """
     asked = question_of(recipe)
     shipped = as_shipped(recipe, recipe.rule, recipe.budget)
+    repacked = best_packed(recipe, shipped, asked.cap_bytes)
     choices = choices_of(asked, recipe.config, shares_by_work(asked, recipe.config), [recipe.config.stages])
     steps = choices.steps()
     best = steps[-1]
-    at = dict.fromkeys((recipe.config, *([recipe.config.with_layout(best.layout)] if best else [])))
-    judged = min(filter(None, (_judged(asked, config) for config in at)), key=lambda each: each.parts.step_us, default=None)
+    judged = settled(recipe, asked)
     gain = None
     if judged is not None:
-        gain = gain_of((*steps, choices.by_chunk(best)), judged.parts.step_us, judged.parts.step_us)
+        whole_us = step_without_shards_us(asked, judged)
+        gain = gain_of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
     times = [_time_of_stock(recipe, recipe.config, best)] if best else []
-    times.append(shipped)  # it has run, whatever its memory by formula
+    times.append(repacked)  # it has run, whatever its memory by formula
     advice = _advice(asked) if advises else None
     plain = None if advice is None else advice.plain
     anywhere = [] if advice is None else [min(times, key=lambda time: time.seconds)]
     anywhere += [] if plain is None else [_time_of_stock(recipe, plain.config, plain.stock)]
-    fastest = None if advice is None else min(advice.best, key=lambda each: each.parts.step_us)
+    fastest, causes_advised = None, tuple[float, ...]()
+    if advice is not None:
+        whole = min(advice.best, key=lambda each: each.parts.step_us)
+        fastest = with_weights(recipe, asked, whole)
+        *before, last = advice.gain.factors
+        causes_advised = *before, last * whole.parts.step_us / fastest.parts.step_us
     return Compared(
         recipe=recipe,
         tokens=sum(asked.lengths),
         cap_bytes=asked.cap_bytes,
         shipped=shipped,
+        repacked=repacked,
         stock=min(times, key=lambda time: time.seconds),
         same=None if judged is None else _time_of(recipe, judged),
         causes=() if gain is None else gain.factors,
         stock_anywhere=min(anywhere, key=lambda time: time.seconds, default=None),
         advised=None if fastest is None else _time_of(recipe, fastest),
-        causes_advised=() if advice is None else advice.gain.factors,
+        causes_advised=causes_advised,
     )
 
 
@@ -152,6 +215,18 @@ def as_shipped(recipe: Recipe, rule: Rule, budget: int) -> Time:
     planned = _in_its_schedule(recipe, asked, max(groups, key=_work), most)
     seconds = recipe.steps * (planned.predicted.makespan_us + asked.reduction_us(config)) / MICROSECONDS
     return Time(seconds=seconds, peak_bytes=max(planned.predicted.peak_bytes), sizes=sizes_of(config))
+
+
+def best_packed(recipe: Recipe, shipped: Time, cap_bytes: int) -> Time:
+    """Return the time in the recipe's schedule with rows of whole sequences by any rule, of one to four budgets, that need no
+    more memory than the recipe's own or the cap.
+    """
+    times = [shipped]
+    for rule, contexts in product(dict.fromkeys((recipe.rule, decreasing, verl)), (1, 2, 4)):
+        time = as_shipped(recipe, rule, contexts * recipe.budget)
+        if time.peak_bytes <= max(shipped.peak_bytes, cap_bytes):
+            times.append(time)
+    return min(times, key=lambda time: time.seconds)
 
 
 def _work(rows: Rows) -> int:
@@ -171,13 +246,6 @@ def _in_its_schedule(recipe: Recipe, asked: Question, rows: Rows, budget: int) -
         return plan_as_given(tuple(map(tuple, rows)), asked.problem(config, ()), asked.costs(config), options).plan
     problem = asked.problem(config, tuple(length for row in rows for length in row))
     return plan(problem, asked.costs(config), replace(options, planner=PLANNER))
-
-
-def _judged(asked: Question, config: Configuration) -> Judged | None:
-    try:
-        return exactly(asked, config)
-    except InfeasibleError:
-        return None
 
 
 def _advice(asked: Question) -> Advice | None:
@@ -204,6 +272,7 @@ def rows_of(compared_recipes: Sequence[Compared]) -> Iterator[str]:
         "recipe",
         "measured",
         "as shipped",
+        "best rows",
         "Megatron's",
         "plans",
         "faster",
@@ -217,14 +286,14 @@ def rows_of(compared_recipes: Sequence[Compared]) -> Iterator[str]:
         recipe = item.recipe
         measured = "" if recipe.measured_s is None else f"{recipe.measured_s:.4g} s"
         cells = [recipe.name, f"{recipe.title}, {sizes_of(recipe.config) or 'one device'}", measured]
-        cells.append(f"{item.shipped.seconds:.4g} s")
+        cells += [f"{time.seconds:.4g} s" for time in (item.shipped, item.repacked)]
         pairs = (item.stock, item.same, item.times_same), (item.stock_anywhere, item.advised, item.times_advised)
         for theirs, ours, times in pairs:
             cells += [f"{time.seconds:.4g} s" if time else "-" for time in (theirs, ours)]
             cells.append(f"{times:.2f}x" if times else "")
-        sizes = [time.sizes for time in (item.stock_anywhere, item.advised) if time]
+        sizes = [time.sizes for time in (item.same, item.stock_anywhere, item.advised) if time]
         lines.append([*cells, "; ".join(sizes)])
-    yield from table(header, lines, left=(0, 1, 10))
+    yield from table(header, lines, left=(0, 1, 11))
     for item in compared_recipes:
         recipe, times = item.recipe, [getattr(item, name) for name in TIMES]
         peaks = ", ".join(f"{time.peak_bytes / 2**30:.0f}" if time else "-" for time in times)
@@ -280,5 +349,6 @@ BENCH = Bench(
     row=row,
     text=text,
     flags={"no-advice": {"action": "store_true", "help": "do not search sizes for recipes"}},
+    resumes=True,
     takes_jobs=True,
 )

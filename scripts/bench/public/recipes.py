@@ -31,11 +31,11 @@ class Drawn:
     longest: int
     remark: str
 
-    def batch(self, sequences: int) -> tuple[int, ...]:
-        """Draw as many lengths."""
+    def batch(self, sequences: int, seed: int = 0) -> tuple[int, ...]:
+        """Draw as many lengths; each seed has another batch of the run."""
         if self.median is None:
             return (self.longest,) * sequences
-        lengths = np.random.RandomState(0).lognormal(math.log(self.median), self.spread, sequences)
+        lengths = np.random.RandomState(seed).lognormal(math.log(self.median), self.spread, sequences)
         return tuple(int(length) for length in lengths.clip(16, self.longest))
 
 
