@@ -221,8 +221,6 @@ RUNS = (
     Run("chat", 32768, 4, "llama3-70b", 80),
     Run("code", 131072, 8, "llama3-70b", 80),
     Run("agents", 131072, 8, "llama3-70b", 141),
-    Run("code", 32768, 16, "llama3-70b", 40),
-    Run("agents", 196608, 16, "llama3-70b", 80),
     Run("code", 32768, 4, "qwen3-8b", 80),
     Run("chat", 32768, 4, "qwen3-8b", 40),
     Run("agents", 131072, 8, "qwen3-8b", 80),
