@@ -23,7 +23,7 @@ from megatron_epp.advice.judge import (
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner.layouts.layout_choice import choose
+from megatron_epp.planner.layouts.layout_choice import choose, least_gain_of_split
 from megatron_epp.planner.service.replica_balance import Share
 
 SEARCHED = 6
@@ -92,6 +92,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     search.plan_best(question)
     if not search.exact:
         raise _nothing_fits(search.question, [*refused, *search.refused])
+    question = search.with_weights(question)
     ranked = _simplest_first(search.exact)
     plain, gain = search.compare(question, ranked)
     planned = {entry.config for entry in search.exact}
@@ -159,6 +160,22 @@ class _Search:
             except InfeasibleError as error:
                 self.entries.remove(entry)
                 self._refuse(entry.config, error)
+
+    def with_weights(self, question: Question) -> Question:
+        """Split weight gradients off in the best, if a run would; return the question with the options of its plan."""
+        best = _simplest_first(self.exact)[0]
+        if not question.may_split_weights or question.options.split_weight or best.config.pipeline == 1:
+            return question
+        asked = replace(question, options=replace(question.options, split_weight=True))
+        with suppress(InfeasibleError):
+            split = exactly(asked, best.config)
+            if (
+                split.plan.predicted.makespan_us
+                < (1 - least_gain_of_split(best.config.tensor)) * best.plan.predicted.makespan_us
+            ):
+                self.exact = [split if entry is best else entry for entry in self.exact]
+                return asked
+        return question
 
     def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
         """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.

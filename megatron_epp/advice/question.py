@@ -162,6 +162,7 @@ class Question:
         measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
         costs_files: path of each of them.
         vocabulary: whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`.
+        opens_weights: weight gradients are split where plans are faster with it, if the options do not split them anyway.
         documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
     """
 
@@ -177,6 +178,13 @@ class Question:
     costs_files: dict[Sharing, str] = field(default_factory=dict)
     documents: str = "split"
     vocabulary: tuple[bool, ...] = (False,)
+    opens_weights: bool = False
+
+    @property
+    def may_split_weights(self) -> bool:
+        """True unless Transformer Engine's layers have biases, with which a training computes weight gradients in backwards."""
+        has_biases = not self.flags.get("disable_bias_linear") or self.flags.get("add_qkv_bias")
+        return self.opens_weights and not has_biases
 
     @property
     def tokens(self) -> int:

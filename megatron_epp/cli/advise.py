@@ -226,6 +226,7 @@ def question_of(args: argparse.Namespace) -> Question:
         context=context,
         fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
         documents=args.documents,
+        opens_weights=args.split_weight == AUTO,
         vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
         options=Options(context=context, offload=may_offload, split_weight=args.split_weight == "on", seed=args.seed),
     )

@@ -68,7 +68,7 @@ def tight():
 
 
 def test_what_is_advised_fits_memory_and_uses_all_devices(tight):
-    assert len(tight.best) > 3
+    assert len(tight.best) > 2
     for entry in tight.best:
         config = entry.config
         assert entry.peak_bytes <= 5 << 30

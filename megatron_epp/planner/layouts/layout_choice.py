@@ -35,7 +35,7 @@ from megatron_epp.planner.registry import begins_with_greedy
 logger = logging.getLogger(__name__)
 
 PLANNED_BATCHES = 3
-"""Number of batches that are planned; the bounds are of all. With eight, in 18 runs of `scripts.bench.layouts`, plans of other
+"""Number of batches that are planned; the bounds are of all. With eight, in 18 runs of `scripts.bench.defaults`, plans of other
 batches were up to 4 % slower and up to 3 % faster, and no faster in the mean.
 """
 MIN_GAIN_SHARE = 0.01
@@ -191,12 +191,11 @@ class _Search:
         if not planned:
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
-        single_us = min((self._planned_us(each) for each in planned if each.placement.num_chunks == 1), default=math.inf)
-        if self._least_us > single_us * (1 - MIN_GAIN_OF_SEVERAL_SHARE):
-            planned = [layout for layout in planned if layout.placement.num_chunks == 1]
-        least_us = min(map(self._planned_us, planned))
-        close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= least_us]
-        best = min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
+        best = self._plainest(planned)
+        if single := [layout for layout in planned if layout.placement.num_chunks == 1]:
+            plainer = self._plainest(single)
+            if self._planned_us(best) > self._planned_us(plainer) * (1 - MIN_GAIN_OF_SEVERAL_SHARE):
+                best = plainer
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
         middle_us = self.plans[best][self._middle].predicted.makespan_us
         batch = replace(self.batches[self._middle], placement=best.placement.rank_of)
@@ -210,6 +209,12 @@ class _Search:
             choice.bound_us / 1e3,
         )
         return choice
+
+    def _plainest(self, planned: Sequence[Layout]) -> Layout:
+        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest."""
+        least_us = min(map(self._planned_us, planned))
+        close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= least_us]
+        return min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
 
     def _seeds(self) -> tuple[list[Layout], list[Layout]]:
         """Layouts of levelled work in whole and half layers: with the placement of even layers, and with others."""
@@ -259,19 +264,19 @@ class _Search:
 
     def _nearest(self, others: list[Layout]) -> list[Layout]:
         """Return layouts of other placements to plan: estimated for one batch, and the better half for all."""
-        hopeful = [layout for layout in others if self.floors.floor_us(layout) <= self._enough_us(layout, self._least_us)]
+        rival = self._rival
+        rival_us = math.inf if rival is None else self._planned_us(rival)
+        hopeful = [layout for layout in others if self.floors.floor_us(layout) <= self._enough_us(layout, rival_us)]
         hopeful.sort(key=lambda layout: (self.estimates.batch_us(layout, self._middle), _plainness(layout)))
         better = hopeful[: -(-len(hopeful) // 2)]
         better.sort(key=lambda layout: (self.estimates.mean_us(layout), _plainness(layout)))
         excess = 1 + _ESTIMATE_EXCESS_SHARE
-        return [
-            layout for layout in better if self.estimates.mean_us(layout) <= self._enough_us(layout, self._least_us) * excess
-        ][:MOST_LAYOUTS_PLANNED]
+        near = [layout for layout in better if self.estimates.mean_us(layout) <= self._enough_us(layout, rival_us) * excess]
+        return near[:MOST_LAYOUTS_PLANNED]
 
     def _race(self, layouts: list[Layout]) -> None:
-        """Plan one batch with every layout, and others with the fastest while it saves enough over the fastest so far."""
-        before = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
-        rival = min(before, key=self._planned_us, default=None)
+        """Plan one batch with every layout, and others with the fastest while it saves enough over the best so far."""
+        rival = self._rival
         first = min(layouts, key=lambda layout: self._plan_us(layout, self._middle), default=None)
         if first is None:
             return
@@ -286,7 +291,7 @@ class _Search:
         """Return the makespan at which a layout of another placement than even layers' is taken.
 
         Args:
-            least_us: makespan of the fastest layout so far, for the same batches.
+            least_us: makespan of the best layout so far, for the same batches.
         """
         over_one = layout.placement.num_chunks > 1 == self.even.placement.num_chunks
         return least_us * (1 - (MIN_GAIN_OF_SEVERAL_SHARE if over_one else MIN_GAIN_SHARE))
@@ -297,9 +302,10 @@ class _Search:
         return len(self.batches) // 2
 
     @property
-    def _least_us(self) -> float:
-        """Least makespan of all plans so far; infinite if nothing fits yet."""
-        return min(map(self._planned_us, self.plans), default=math.inf)
+    def _rival(self) -> Layout | None:
+        """The layout that is the best so far; None if nothing fits yet."""
+        planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
+        return self._plainest(planned) if planned else None
 
     def _planned_us(self, layout: Layout) -> float:
         """Mean makespan of a layout's plans; infinite until all batches have one."""
@@ -344,13 +350,19 @@ def gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> fl
     Args:
         choice: has the plan with whole backwards of the batch that decides.
         sample: the one for which the layout was chosen; what its options say of weight gradients does not matter.
-        tensor_ranks: that share every layer. Whole backwards overlap their exchange with the weight's gradient, which no cost
-            says, so that more must be saved.
+        tensor_ranks: see `least_gain_of_split`.
     """
-    least = MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
     options = replace(steady(sample.options), split_weight=True)
     gain = 1 - plan(choice.batch, sample.costs_of(choice.layout), options).predicted.makespan_us / choice.batch_us
-    return gain if gain > least else 0.0
+    return gain if gain > least_gain_of_split(tensor_ranks) else 0.0
+
+
+def least_gain_of_split(tensor_ranks: int) -> float:
+    """Return the share of time that split weight gradients must save, with so many ranks that share every layer.
+
+    Whole backwards overlap the exchange of these with the weight's gradient, which no cost says, so that more must be saved.
+    """
+    return MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
 
 
 def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:

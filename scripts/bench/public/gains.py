@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product, zip_longest
-from typing import Any
 
 from megatron_epp.advice.causes import CAUSES, PLANNER, Stock, gain_of
 from megatron_epp.advice.configuration_search import Advice, NothingFitsError, advise
@@ -29,7 +27,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import placements_of
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.defaults import settle
-from megatron_epp.planner.layouts.layout_choice import Sample, gain_of_split
+from megatron_epp.planner.layouts.layout_choice import Sample
 from megatron_epp.planner.microbatches import plan_as_given
 from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.report.text import table
@@ -114,6 +112,7 @@ def question_of(recipe: Recipe) -> Question:
         recipe.lengths.longest,
         fixed=dict(recipe.fixed),
         options=options,
+        opens_weights=True,
         vocabulary=(False, True) if trains_all else (False,),
     )
 
@@ -130,21 +129,11 @@ def settled(recipe: Recipe, asked: Question) -> Judged | None:
             open_too = (each for each in placements_of(config.pipeline) if each.num_stages <= num_layers)
             sample = replace(sample, placements=tuple(open_too))
     try:
-        chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=_opens_weights(flags), layouts=layouts)
+        chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=asked.may_split_weights, layouts=layouts)
         options = replace(asked.options, split_weight=chosen.splits_weight)
         return exactly(replace(asked, options=options), config.with_layout(chosen.layout))
     except InfeasibleError:
         return None
-
-
-def with_weights(recipe: Recipe, asked: Question, judged: Judged) -> Judged:
-    """Return the plans of a configuration that `advise` found, with split weight gradients if a run chooses them."""
-    config = judged.config
-    if config.pipeline > 1 and _opens_weights(asked.flags):
-        with suppress(InfeasibleError):
-            if gain_of_split(config.stages, _sample(recipe, asked, config), config.tensor) > 0:
-                return exactly(replace(asked, options=replace(asked.options, split_weight=True)), config)
-    return judged
 
 
 def _sample(recipe: Recipe, asked: Question, config: Configuration) -> Sample:
@@ -153,11 +142,6 @@ def _sample(recipe: Recipe, asked: Question, config: Configuration) -> Sample:
     dealt = ([batch[at] for at in by_count(len(batch), 0, config.data)] for batch in batches)
     problems = dict.fromkeys(asked.problem(config, tuple(lengths)) for lengths in dealt)
     return replace(asked.sample(config, range(1)), problems=tuple(problems))
-
-
-def _opens_weights(flags: dict[str, Any]) -> bool:
-    """True unless Transformer Engine's layers have biases, with which a training computes weight gradients in backwards."""
-    return bool(flags.get("disable_bias_linear")) and not flags.get("add_qkv_bias")
 
 
 def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
@@ -185,10 +169,9 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
     anywhere += [] if plain is None else [_time_of_stock(recipe, plain.config, plain.stock)]
     fastest, causes_advised = None, tuple[float, ...]()
     if advice is not None:
-        whole = min(advice.best, key=lambda each: each.parts.step_us)
-        fastest = with_weights(recipe, asked, whole)
+        fastest = min(advice.best, key=lambda each: each.parts.step_us)
         *before, last = advice.gain.factors
-        causes_advised = *before, last * whole.parts.step_us / fastest.parts.step_us
+        causes_advised = *before, last * advice.best[0].parts.step_us / fastest.parts.step_us
     return Compared(
         recipe=recipe,
         tokens=sum(asked.lengths),
