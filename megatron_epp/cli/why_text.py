@@ -13,9 +13,6 @@ from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
 from megatron_epp.planner.why import Explanation, Walk, changes
 from megatron_epp.report.text import format_cap, format_us, recompute_share, table
 
-CUTS = ("even time", "equal length", "equal length in turns")
-"""Words for the values of the setting `cut` (`ChunkTables.chunkers`)."""
-
 
 def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     """Lines on how the search came to a plan, of at most so many characters; None for any number."""
@@ -85,8 +82,6 @@ def _described(recipe: Recipe) -> str:
 def _value(name: str, value: object) -> str:
     if name == "grain" and value in (WHOLE, LONGEST):
         return "whole sequences" if value == WHOLE else "longest sequence"
-    if name == "cut" and isinstance(value, int):
-        return CUTS[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -93,7 +93,7 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.chunk_tables: ChunkTables = ChunkTables(replicas, chunks) if free is None else free.chunk_tables
-        self.values = settings.values_of(self.problem, self.options, len(self.chunk_tables.chunkers), self.splits)
+        self.values = settings.values_of(self.problem, self.options, self.chunk_tables.cuts, self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
         self.free = free

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
-from megatron_epp.planner.chunks.runs import RUN_WIDTHS, cut_in_runs
-from megatron_epp.planner.order import arranged, slice_groups
+from megatron_epp.planner.chunks.runs import LOCKSTEP_WIDTHS, cut_in_runs
+from megatron_epp.planner.order import arranged, has_groups, slice_groups
 from megatron_epp.planner.orders.patterns import is_looped
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, WHOLE, Recipe
+from megatron_epp.planner.settings import (
+    EQUAL_LENGTH,
+    EVEN_TIME,
+    IN_TURNS,
+    LONGEST,
+    MICROBATCH_STARTS,
+    RUNS,
+    STARTS,
+    WHOLE,
+    Recipe,
+)
+
+
+class Cut(NamedTuple):
+    """A way to cut a batch.
+
+    Attributes:
+        chunkers: of every replica.
+        widest: width of runs; 0 for grains.
+    """
+
+    chunkers: tuple[Chunker, ...]
+    widest: int = 0
 
 
 class ChunkTables:
@@ -23,20 +45,22 @@ class ChunkTables:
         chunks: the only table, of one replica, whatever the recipe; None to cut the batch, or to run its microbatches.
 
     Attributes:
-        chunkers: by the setting `cut`, of every replica.
-        next_cut: value of `cut` for another way from which a search walks, too; 0 for none.
-        turns_cut: value of `cut` for slices of equal length that take turns on the stages of looped ranks; -1 for none.
+        cuts: by the setting `cut`.
+        next_cut: another of them from which a search walks, too; empty for none.
     """
 
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         variants, is_single = replicas.chunkers(), self.problem.has_one_stage_per_rank
-        in_turns = [variants[0]] if is_looped(self.problem) and not is_single and self.options.slices is None else []
-        may_run = replicas.is_lockstep and not (self.options.slices or self.options.chunk_tokens or self.problem.spans)
-        self._widths = RUN_WIDTHS if may_run else ()
-        self.chunkers = [*[variants[0]] * len(self._widths), *variants, *in_turns]
-        self.next_cut = len(self._widths) or len(variants) - 1
-        self.turns_cut = len(self._widths) + len(variants) if in_turns else -1
+        grains = {name: Cut(chunkers) for name, chunkers in zip((EVEN_TIME, EQUAL_LENGTH), variants, strict=False)}
+        in_turns = is_looped(self.problem) and not is_single and self.options.slices is None
+        turns = {IN_TURNS: Cut(variants[0])} if in_turns else {}
+        is_free = not (self.options.slices or self.options.chunk_tokens or self.problem.spans)
+        is_free &= not any(has_groups(problem.loss_groups) for problem in replicas.problems)
+        widths: tuple[int, ...] = LOCKSTEP_WIDTHS if replicas.is_lockstep else (1,)
+        in_runs = {RUNS.format(width): Cut(variants[0], width) for width in widths if is_free}
+        self.cuts = in_runs | grains if replicas.is_lockstep else grains | turns | in_runs
+        self.next_cut = next((name for name in self.cuts if name not in (*[*self.cuts][:1], IN_TURNS)), "")
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
         self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
@@ -58,9 +82,9 @@ class ChunkTables:
         return self._tables[key]
 
     def _cut_all(self, recipe: Recipe) -> Aligned | None:
-        chunkers = self.chunkers[recipe.cut]
-        if recipe.cut < len(self._widths) and recipe.grain > LONGEST:
-            return cut_in_runs(chunkers, recipe.grain * self.problem.num_ranks, self._widths[recipe.cut])
+        chunkers, widest = self.cuts[recipe.cut]
+        if widest and recipe.grain > LONGEST:
+            return cut_in_runs(chunkers, recipe.grain * self.problem.num_ranks, widest)
         if recipe.grain == WHOLE and self.options.slices is None:
             every = zip(self.replicas.problems, chunkers, strict=True)
             whole = [whole_by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
@@ -89,7 +113,7 @@ class ChunkTables:
         grain = chunker.lockstep_grain(count) if in_lockstep else chunker.grain(chunks=count)
         if streams:  # keys and values of equal pieces: short ones do not hide the copies
             return chunker.capped_at_twice_mean(grain).table(grain)
-        return self._equal_lengths(chunker, grain.slices) if recipe.cut == self.turns_cut else chunker.table(grain)
+        return self._equal_lengths(chunker, grain.slices) if recipe.cut == IN_TURNS else chunker.table(grain)
 
     def _equal_lengths(self, chunker: Chunker, slices: int) -> tuple[Chunk, ...] | None:
         """Cut slices of equal length, as many as take turns on the stages of the ranks without a gap."""

@@ -114,7 +114,7 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tu
     """
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
-    values = values_of(problem, options, len(chunk_tables.chunkers), splits=False)
+    values = values_of(problem, options, (name for name, cut in chunk_tables.cuts.items() if not cut.widest), splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
     tables = dict.fromkeys(table for recipe in recipes if (table := chunk_tables.table(recipe)) is not None)
     may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches

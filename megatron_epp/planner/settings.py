@@ -6,7 +6,7 @@ row in `SETTINGS`, its values in `values_of`, and what reads it (`chunk_tables.C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,13 +31,18 @@ WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 """With several stages per rank: chunks alive on a rank's first stage, in multiples of the ranks."""
 
 
+EVEN_TIME, EQUAL_LENGTH, IN_TURNS, RUNS = "even time", "equal length", "equal length in turns", "runs of {}"
+"""Ways to cut a batch: slices of equal time; of equal length where a token cap binds, or as many as take turns on the stages of
+looped ranks; runs of some width (`chunks.runs`).
+"""
+
+
 class Recipe(NamedTuple):
     """Values of all settings.
 
     Attributes:
         grain: one of `GRAINS`.
-        cut: position in `ChunkTables.chunkers`: slices of equal time; of equal length where a token cap binds, or as many as
-            take turns on the stages of looped ranks.
+        cut: key of `ChunkTables.cuts`.
         start: one of `STARTS`.
         lead: one of `LEADS`, or of `WIDTHS`.
         reach: key of `REACHES`: how far forwards run ahead of backwards.
@@ -45,7 +50,7 @@ class Recipe(NamedTuple):
     """
 
     grain: float = 12.0
-    cut: int = 0
+    cut: str = EVEN_TIME
     start: str = "longest"
     lead: float = 2.0
     reach: str = "need"
@@ -159,7 +164,8 @@ class Opening(NamedTuple):
 
 
 WHOLE_OPENINGS = tuple(
-    Opening({"grain": WHOLE, "cut": 0, "start": start, "lead": 1.0, "reach": "slices"}) for start in ("longest", "shortest")
+    Opening({"grain": WHOLE, "cut": EVEN_TIME, "start": start, "lead": 1.0, "reach": "slices"})
+    for start in ("longest", "shortest")
 )
 """Chunks of whole sequences in 1F1B."""
 OPENINGS = {
@@ -184,7 +190,7 @@ def first_recipe(problem: Problem) -> Recipe:
     return Recipe(grain, reach="need" if problem.has_one_stage_per_rank else "turns")
 
 
-def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -> dict[str, tuple[Any, ...]]:
+def values_of(problem: Problem, options: Options, cuts: Iterable[str], splits: bool) -> dict[str, tuple[Any, ...]]:
     """Return the values of every setting that a search may try.
 
     Args:
@@ -194,7 +200,7 @@ def values_of(problem: Problem, options: Options, num_cuts: int, splits: bool) -
     starts = MICROBATCH_STARTS if is_whole else STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1]
     return {
         "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem).grain,),
-        "cut": tuple(range(num_cuts)) if not is_whole else (0,),
+        "cut": (EVEN_TIME,) if is_whole else tuple(cuts),
         "start": starts,
         "lead": LEADS if placement == SINGLE else WIDTHS,
         "reach": tuple(name for name, kind in REACHES.items() if placement in kind.placements and (splits or not kind.splits)),

@@ -108,12 +108,21 @@ def check_planner(rows: Rows) -> None:
     assert [row["sequences"] for row in speed] == [64, 128]
 
 
+def check_lockstep(rows: Rows) -> None:
+    assert len(rows) == 2
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["together_us"] / row["alone_us"] - 1)
+        assert -0.05 < row["loss"] < 0.2
+        assert row["is_fair"]
+
+
 BENCHES: dict[str, tuple[str, Callable[[Rows], None]]] = {
     "orders.orders": ("--reduced", check_orders),
     "rl.__main__": ("--reduced", check_rl),
     "exact": ("--ranks 3 --limit-s 20", check_exact),
     "orders.groups": ("--reduced", check_groups),
     "defaults": ("--reduced", check_defaults),
+    "lockstep": ("--reduced", check_lockstep),
     "long": ("--stages 4 --cap-gb 20 --contexts 32 64", check_long),
     "memory": ("--reduced", check_memory),
     "planner.__main__": ("--reduced --jobs 1", check_planner),

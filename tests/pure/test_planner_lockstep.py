@@ -17,7 +17,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.settings import Recipe
+from megatron_epp.planner.settings import EVEN_TIME, Recipe
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 
@@ -52,7 +52,7 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
     batches = problems((3300, *(500,) * 90), (500,) * 96)
     tables = ChunkTables(Replicas(tuple(batches), COSTS, Options()))
-    table = tables.table(Recipe(grain=4.0, cut=tables.next_cut))
+    table = tables.table(Recipe(grain=4.0, cut=EVEN_TIME))
     assert len(table) == 8  # four for each of two ranks; 16 if all were as short as half of the longest sequence
     assert sum(part.sequence == 0 for chunk in table.chunks[0] for part in chunk.segments) == 1
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.chunks.runs import RUN_WIDTHS, cut_in_runs
+from megatron_epp.planner.chunks.runs import LOCKSTEP_WIDTHS, cut_in_runs
 from megatron_epp.planner.order import slice_groups
 
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
@@ -34,7 +34,7 @@ def times_us(chunker, table):
     return [sum(chunker.part_us(part.sequence, part.start, part.end) for part in chunk.segments) for chunk in table]
 
 
-@pytest.mark.parametrize("widest", RUN_WIDTHS)
+@pytest.mark.parametrize("widest", LOCKSTEP_WIDTHS)
 @pytest.mark.parametrize("seed", range(6))
 def test_all_replicas_have_runs_of_the_same_widths_with_whole_sequences_and_every_token_once(seed, widest):
     multiple = 1 + 3 * (seed % 2)
@@ -69,19 +69,6 @@ def test_a_sequence_that_is_longer_than_the_widest_run_has_one_of_its_own_in_all
     assert aligned.runs[0] > 2
     first = aligned.chunks[0][: aligned.runs[0]]
     assert [chunk.segments[0].sequence for chunk in first] == [0] * aligned.runs[0]
-
-
-def test_sequences_with_one_loss_are_in_one_run():
-    lengths, groups = [400, 90, 80, 300, 200, 70, 60, 500], (0, 0, 1, 1, 2, 2, 3, 3)
-    aligned = cut_in_runs(chunkers_of(lengths, lengths, loss_groups=groups), 8, 2)
-    assert aligned is not None
-    stops = [*accumulate(aligned.runs)]
-    for table in aligned.chunks:
-        runs_of = {group: set() for group in groups}
-        for number, chunk in enumerate(table):
-            for part in chunk.segments:
-                runs_of[groups[part.sequence]].add(next(run for run, stop in enumerate(stops) if number < stop))
-        assert all(len(runs) == 1 for runs in runs_of.values())
 
 
 @pytest.mark.parametrize("batches", [([500] * 20, [3]), ([500] * 20, [40, 2])])

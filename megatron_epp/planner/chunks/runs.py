@@ -17,19 +17,12 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
 
-RUN_WIDTHS = (4, 2, 3, 1, 6, 8)
+LOCKSTEP_WIDTHS = (4, 2, 3, 1, 6, 8)
 """Widths of the runs of sequences that take less than those. Wide runs fill better, and keep keys and values of more chunks."""
 _SPARE_SHARE = 0.15
 """Share of a chunk's time by which all chunks of a long sequence together may exceed theirs before it gets one more."""
 _LONG_SHARE = 0.05
 """Share by which a sequence must take longer than the widest run to get a run of its own."""
-
-
-class _Unit(NamedTuple):
-    """Sequences with one loss, or one sequence, which are in one run, and their time."""
-
-    time_us: float
-    sequences: tuple[int, ...]
 
 
 def cut_in_runs(chunkers: Sequence[Chunker], num_chunks: float, widest: int) -> Aligned | None:
@@ -41,50 +34,44 @@ def cut_in_runs(chunkers: Sequence[Chunker], num_chunks: float, widest: int) -> 
     Returns:
         None where a replica has too few sequences or tokens for as many runs and chunks.
     """
-    units = [_units(chunker) for chunker in chunkers]
-    chunk_us = max(sum(unit.time_us for unit in own) for own in units) / num_chunks
+    falling = [_falling(chunker) for chunker in chunkers]
+    chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
     long_us = (1 + _LONG_SHARE) * widest * chunk_us
-    long = [[unit for unit in own if unit.time_us > long_us] for own in units]
-    widths = [
-        max(math.ceil(unit.time_us / chunk_us - _SPARE_SHARE) for unit in side_by_side if unit is not None)
-        for side_by_side in zip_longest(*long)
-    ]
+    long = [[time_us for time_us, _ in own if time_us > long_us] for own in falling]
+    widths = [math.ceil(max(side_by_side) / chunk_us - _SPARE_SHARE) for side_by_side in zip_longest(*long, fillvalue=chunk_us)]
     full, rest = divmod(max(0 if widths else 1, round(num_chunks) - sum(widths)), widest)
     widths += [widest] * full + [rest] * (rest > 0)
     if sum(widths) > MOST_CHUNKS:
         return None
-    tables = [tuple(_table(*of)) for of in zip(chunkers, units, map(len, long), [widths] * len(units), strict=True)]
+    tables = [tuple(_table(*of)) for of in zip(chunkers, falling, map(len, long), [widths] * len(falling), strict=True)]
     return Aligned(tuple(tables), tuple(widths)) if all(len(table) == sum(widths) for table in tables) else None
 
 
-def _units(chunker: Chunker) -> list[_Unit]:
-    """Return the units of a batch, the one that takes longest first."""
-    lengths, groups = chunker.problem.lengths, chunker.problem.loss_groups
-    members: dict[int, list[int]] = {}
-    for q in range(len(lengths)):
-        members.setdefault(groups[q] if groups else q, []).append(q)
-    units = (_Unit(sum(chunker.part_us(q, 0, lengths[q]) for q in own), tuple(own)) for own in members.values())
-    return sorted(units, key=lambda unit: (-unit.time_us, unit.sequences))
+def _falling(chunker: Chunker) -> list[tuple[float, int]]:
+    """Return the time and number of every sequence, the one that takes longest first."""
+    times_us = (chunker.part_us(q, 0, length) for q, length in enumerate(chunker.problem.lengths))
+    return sorted(((time_us, q) for q, time_us in enumerate(times_us)), key=lambda each: (-each[0], each[1]))
 
 
-def _table(chunker: Chunker, units: Sequence[_Unit], num_long: int, widths: Sequence[int]) -> Iterator[Chunk]:
+def _table(chunker: Chunker, falling: Sequence[tuple[float, int]], num_long: int, widths: Sequence[int]) -> Iterator[Chunk]:
     """Yield the chunks of one replica, up to the first run that cannot be cut.
 
-    Long units have the first runs. Each other one, the longest first, goes into the run that takes least time per chunk then.
+    Long sequences have the first runs. Each other one, the longest first, goes into the run that takes least time per chunk
+    then.
     """
-    runs: list[list[_Unit]] = [[] for _ in widths]
-    for run, unit in zip(runs, units[:num_long], strict=False):
-        run.append(unit)
+    runs: list[list[int]] = [[] for _ in widths]
     loads: dict[int, list[tuple[float, int]]] = {}
-    for number, (run, width) in enumerate(zip(runs, widths, strict=True)):
-        heapq.heappush(loads.setdefault(width, []), (sum(unit.time_us for unit in run), number))
-    for unit in units[num_long:]:
-        width = min(loads, key=lambda width: ((loads[width][0][0] + unit.time_us) / width, loads[width][0][1]))
+    for number, width in enumerate(widths):
+        own = falling[number : number + 1] if number < num_long else []
+        runs[number] += [q for _, q in own]
+        heapq.heappush(loads.setdefault(width, []), (sum(time_us for time_us, _ in own), number))
+    for time_us, q in falling[num_long:]:
+        width = min(loads, key=lambda width: ((loads[width][0][0] + time_us) / width, loads[width][0][1]))
         load_us, number = loads[width][0]
-        runs[number].append(unit)
-        heapq.heapreplace(loads[width], (load_us + unit.time_us, number))
+        runs[number].append(q)
+        heapq.heapreplace(loads[width], (load_us + time_us, number))
     for run, width in zip(runs, widths, strict=True):
-        chunks = _cut(chunker, [q for unit in run for q in unit.sequences], width)
+        chunks = _cut(chunker, run, width)
         if len(chunks) < width:
             return
         yield from chunks
