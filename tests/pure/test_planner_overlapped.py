@@ -65,7 +65,7 @@ def test_weight_gradients_are_joined_with_forwards_where_these_have_no_backward_
 
 def test_slices_of_one_sequence_are_no_step():
     asked = problem(SKEWED, RANKS, 40 * GIB)
-    made = plan(asked, costs_of(8), ASKED)
+    made = plan(asked, costs_of(8), replace(ASKED, chunk_tokens=30000))
     steps = [step.actions for step in joined(made)]
     assert (Op.F, Op.F) in [(one.op, two.op) for one, two in steps]
     group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
@@ -96,7 +96,7 @@ def test_plans_under_caps_are_no_slower_and_within_them(kind: str, share: float,
 def test_backwards_that_would_wait_for_a_forwards_input_stay_alone():
     asked = Problem(web_lengths(40, 2, longest=20000), Placement("v", RANKS, 2).rank_of, (80 * GIB,) * RANKS)
     costs = costs_of(4, 8)
-    made = greedy(asked, costs, ASKED)
+    made = greedy(asked, costs, replace(ASKED, chunk_tokens=20000))  # chunks of one grain, unlike runs, differ in their times
     every = frozenset(pair for row in made.order for pair in pairwise(row) if (pair[0].op, pair[1].op) == (Op.B, Op.F))
     assert isinstance(made, JoinedDecisions)
     assert made.joined < every
