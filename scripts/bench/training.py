@@ -1,8 +1,9 @@
 """Measures training speed against Megatron's own 1F1B schedule on this machine, and prints ratios.
 
-Two questions. On sequences of one length: do elastic plans cost anything? On skewed lengths, with the same bound on activation
-memory: what do they win over whole sequences, padded and packed? All runs use the same attention kernel, model, documents and
-token-weighted loss; every schedule is launched several times in turn, and medians over all its iterations are compared.
+Three questions. On sequences of one length: do elastic plans cost anything? On skewed lengths, with the same bound on
+activation memory: what do they win over whole sequences, padded and packed? And are plans by learnt costs faster than those by
+formulas, and nearer to what is measured? All runs use the same attention kernel, model, documents and token-weighted loss;
+every schedule is launched several times in turn, and medians over all its iterations are compared.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, turns
-from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.launch.runs import RecordedRun, learnt_costs, tiny_gpt, train
+from megatron_epp.data.sequence_lengths import code, wikipedia
+from megatron_epp.launch.runs import AS_MEGATRON, RecordedRun, learnt_costs, tiny_gpt, train
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.random_documents import write_documents
 from scripts.tables import table
 
 FOLDER = RUNS / "bench_training"
 RANKS, ITERATIONS = 2, 8
+LONGER, UNLEARNT = 26, 10
+"""Iterations where costs are learnt, and those that are not counted there: plans made ahead do not know them yet."""
 UNIFORM_TOKENS, CONTEXT, DOCUMENTS, CAP_SHARE = 1024, 8192, 16, 0.5
 """Tokens of every document of one length; context and documents of a batch of skewed ones, and the cap there, as a share of
 packed 1F1B's peak."""
@@ -35,18 +38,20 @@ def write_corpus(name: str, lengths: np.ndarray) -> str:
 
 
 def speeds(name: str, variants: dict[str, dict[str, Any]], rounds: int) -> tuple[dict[str, float], Occupancy]:
-    """Launch every variant once per round, in turn, so that drift of the machine's speed hits all alike.
+    """Return milliseconds per real token of each variant, and what other programs took of the cores meanwhile."""
+    runs, others = launches(name, variants, rounds)
+    return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}, others
 
-    Returns:
-        Milliseconds per real token of each variant, and what other programs took of the cores meanwhile.
-    """
+
+def launches(name: str, variants: dict[str, dict[str, Any]], rounds: int) -> tuple[dict[str, list[RecordedRun]], Occupancy]:
+    """Launch every variant once per round, in turn, so that drift of the machine's speed hits all alike."""
     runs: dict[str, list[RecordedRun]] = {variant: [] for variant in variants}
     others = OthersMeter()
     for order in turns(tuple(variants), rounds):
         for variant in order:
             with others.measured():
                 runs[variant].append(train(FOLDER / name / variant, RANKS, variants[variant]))
-    return {variant: median_ms_per_token(of_variant) for variant, of_variant in runs.items()}, others.occupancy(RANKS)
+    return runs, others.occupancy(RANKS)
 
 
 def median_ms_per_token(runs: list[RecordedRun]) -> float:
@@ -116,6 +121,26 @@ def skewed(args: Namespace) -> Figures:
     }
 
 
+def costs(args: Namespace) -> Figures:
+    """Plans of long documents by formulas and by what the first iterations have learnt."""
+    prefix = write_corpus("costs", np.minimum(code(4096, seed=2), CONTEXT))
+    base = settings_of(prefix, CONTEXT, global_batch_size=DOCUMENTS) | AS_MEGATRON | {"train_iters": LONGER}
+    variants = {"formulas": base, "elastic": base | {"epp_costs": "learn"}}
+    runs, others = launches("costs", variants, args.rounds)
+    ratios = {
+        variant: [
+            line["makespan_us"]["planned"] / line["makespan_us"]["measured"] for run in every for line in run.lines[UNLEARNT:]
+        ]
+        for variant, every in runs.items()
+    }
+    return figures_of({variant: median_ms_per_token(every) for variant, every in runs.items()}, others) | {
+        "planned_over_measured": {variant: statistics.median(each) for variant, each in ratios.items()},
+        "within_15_percent": {
+            variant: sum(abs(ratio - 1) <= 0.15 for ratio in each) / len(each) for variant, each in ratios.items()
+        },
+    }
+
+
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
     lines = []
     for row in rows:
@@ -128,11 +153,17 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
         for row in rows
         if "activation_cap_mib" in row
     ]
+    notes += [
+        f"{row['case']}, {name}: planned over measured {ratio:.3f} at the median from iteration {UNLEARNT + 1} on, within 15 % "
+        f"in {row['within_15_percent'][name]:.0%} of them"
+        for row in rows
+        for name, ratio in row.get("planned_over_measured", {}).items()
+    ]
     notes += [f"{row['case']}: ratios are worth little: {row['others']}" for row in rows if row["is_busy"]]
     return "\n".join([table(["documents", "schedule", "tokens/s", "elastic / this", "layers recomputed"], lines), *notes])
 
 
-CASES: dict[str, Callable[[Namespace], Figures]] = {"uniform": uniform, "skewed": skewed}
+CASES: dict[str, Callable[[Namespace], Figures]] = {"uniform": uniform, "skewed": skewed, "costs": costs}
 BENCH = Bench(
     about=__doc__,
     cases=lambda args: CASES,

@@ -1,7 +1,7 @@
 """Chunk tables of runs: whole sequences in a number of neighbouring chunks that take equally long.
 
-That number is the run's width. Width 1 is a packed chunk, and a long sequence by itself is its slices. Of several sequences those
-that take longer than a chunk are cut, each over chunks of its own, so that they level what the others fill.
+That number is the run's width. Width 1 is a packed chunk, and a long sequence by itself is its slices. Of several sequences
+those that take longer than a chunk are cut, each over chunks of its own, so that they level what the others fill.
 
 Widths are common to all replicas of a lockstep group, so that the k-th chunks of all take equally long, and one order serves
 them all. With tables cut for each replica by itself and laid side by side the group took 8.6 % longer than its slowest replica
