@@ -23,7 +23,7 @@ from megatron_epp.planner.least import least_decisions, one_order_decides
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
-from megatron_epp.report.text import busy_us
+from megatron_epp.report.plan_figures import busy_us
 
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""

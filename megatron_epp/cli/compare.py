@@ -51,7 +51,8 @@ from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.report.gantt import save_picture, side_by_side
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.text import comparison, recompute_share
+from megatron_epp.report.plan_figures import recompute_share
+from megatron_epp.report.text import comparison
 
 _EXAMPLE = """\
 example: 512 documents like Wikipedia's on eight stages, and a picture of all plans

@@ -11,7 +11,8 @@ from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner.candidates import Candidate
 from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
 from megatron_epp.planner.why import Explanation, Walk, changes
-from megatron_epp.report.text import format_cap, format_us, recompute_share, table
+from megatron_epp.report.plan_figures import recompute_share
+from megatron_epp.report.text import format_cap, format_us, table
 
 
 def why(explanation: Explanation, width: int | None = 120) -> list[str]:

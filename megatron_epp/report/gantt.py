@@ -21,15 +21,8 @@ from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.plan.writing import replacing
 from megatron_epp.report.measured import COMPUTE, COPY, Box, Measured, far_from, measured_boxes, planned_boxes
-from megatron_epp.report.text import (
-    batch_text,
-    calibration,
-    format_cap,
-    format_us,
-    is_calibrated,
-    recompute_in_backward,
-    recompute_share,
-)
+from megatron_epp.report.plan_figures import is_calibrated, recompute_in_backward, recompute_share
+from megatron_epp.report.text import batch_text, calibration, format_cap, format_us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from megatron_epp.cost import OptimizerBytes, PipelineCosts, analytic_profile, o
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem
-from megatron_epp.report.text import host_peak_bytes
+from megatron_epp.report.plan_figures import host_peak_bytes
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import fitting
 from scripts.tables import table

@@ -21,7 +21,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
-from megatron_epp.report.text import main_items
+from megatron_epp.report.plan_figures import main_items
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 

@@ -19,7 +19,7 @@ from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.report.gantt import memory_picture, side_by_side
 from megatron_epp.report.page.data import Shown, item_columns, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
-from megatron_epp.report.text import recompute_in_backward
+from megatron_epp.report.plan_figures import recompute_in_backward
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 

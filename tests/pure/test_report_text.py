@@ -12,16 +12,8 @@ from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.report.measured import Event, Measured
-from megatron_epp.report.text import (
-    bubble_fraction,
-    clip,
-    format_cap,
-    format_us,
-    main_items,
-    recompute_in_backward,
-    recompute_share,
-    summary,
-)
+from megatron_epp.report.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
+from megatron_epp.report.text import clip, format_cap, format_us, summary
 from megatron_epp.report.trace import trace
 from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, v_shaped_plan, with_offload
 

@@ -53,7 +53,7 @@ from megatron_epp.planner.microbatches import (
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import MicrobatchPlanner
 from megatron_epp.planner.service.packed import PackedPlan
-from megatron_epp.report.text import offload_share
+from megatron_epp.report.plan_figures import offload_share
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.side_thread import SideThread

@@ -27,7 +27,7 @@ from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.service.replica_balance import imbalance
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.text import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
+from megatron_epp.report.plan_figures import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.out_of_memory import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark

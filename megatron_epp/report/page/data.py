@@ -27,7 +27,8 @@ from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report.gantt import Shades, item_colours
 from megatron_epp.report.measured import COMPUTE, COPY, LINK, Measured, measured_boxes
-from megatron_epp.report.text import headline, is_calibrated, recompute_in_backward, recompute_share
+from megatron_epp.report.plan_figures import is_calibrated, recompute_in_backward, recompute_share
+from megatron_epp.report.text import headline
 
 PageColumns = dict[str, Any]
 
