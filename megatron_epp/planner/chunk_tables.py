@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
-from megatron_epp.planner.chunks.runs import LOCKSTEP_WIDTHS, cut_in_runs
+from megatron_epp.planner.chunks.in_runs import LOCKSTEP_WIDTHS, cut_in_runs
 from megatron_epp.planner.order import arranged, has_groups, slice_groups
 from megatron_epp.planner.orders.patterns import is_looped
 from megatron_epp.planner.problem import Problem

@@ -33,7 +33,7 @@ WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 
 EVEN_TIME, EQUAL_LENGTH, IN_TURNS, RUNS = "even time", "equal length", "equal length in turns", "runs of {}"
 """Ways to cut a batch: slices of equal time; of equal length where a token cap binds, or as many as take turns on the stages of
-looped ranks; runs of some width (`chunks.runs`).
+looped ranks; runs of some width (`chunks.in_runs`).
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.chunks.runs import LOCKSTEP_WIDTHS, cut_in_runs
+from megatron_epp.planner.chunks.in_runs import LOCKSTEP_WIDTHS, cut_in_runs
 from megatron_epp.planner.order import slice_groups
 
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
