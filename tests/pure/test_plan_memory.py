@@ -104,7 +104,7 @@ def test_where_messages_need_more_room_the_candidates_of_the_table_are_made_agai
         Candidates, "set_room", lambda self, table, needed: rooms.append(needed) or set_room(self, table, needed)
     )
     placement, costs = Placement("looped", 4, 2), costs_of(8)
-    lengths = web_lengths(30, 1, longest=16384)
+    lengths = web_lengths(30, 2, longest=16384)
     free = plan(problem(placement, lengths), costs)
     cap = int(0.7 * max(free.static_bytes) + 0.3 * max(free.predicted.peak_bytes))
     made = plan(problem(placement, lengths, cap), costs)

@@ -166,7 +166,13 @@ def _learnt_costs(path: Path) -> str:
 
 def _kept_layout(path: Path) -> str:
     sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": None}
-    flags = {"epp_layout": "auto", "epp_placement": "looped", "epp_schedule": "elastic", "load": str(path.parent)}
+    flags = {
+        "epp_layout": "auto",
+        "epp_placement": "looped",
+        "epp_schedule": "elastic",
+        "load": str(path.parent),
+        "epp_loss_block_tokens": "auto",
+    }
     args = Namespace(**sizes, **flags, epp_open_placements=[])
     with logged() as warnings, mock.patch.object(layout, "_obstacle", return_value=""):  # which asks all of Megatron's flags
         layout._kept(args, args, LAYOUT_FLAGS)
