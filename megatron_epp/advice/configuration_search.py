@@ -169,10 +169,8 @@ class _Search:
         asked = replace(question, options=replace(question.options, split_weight=True))
         with suppress(InfeasibleError):
             split = exactly(asked, best.config)
-            if (
-                split.plan.predicted.makespan_us
-                < (1 - least_gain_of_split(best.config.tensor)) * best.plan.predicted.makespan_us
-            ):
+            whole_us, split_us = (judged.plan.predicted.makespan_us for judged in (best, split))
+            if split_us < (1 - least_gain_of_split(best.config.tensor)) * whole_us:
                 self.exact = [split if entry is best else entry for entry in self.exact]
                 return asked
         return question

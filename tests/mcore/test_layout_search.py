@@ -96,9 +96,9 @@ def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so
     kept = replace(choices.layout, chosen_with=facts(args, "layout"))
     (tmp_path / layout_search.FILE_NAME).write_text(kept.to_json())
     again = argparse.Namespace(**vars(args) | {"load": str(tmp_path), "epp_loss_block_tokens": "auto"})
-    found = layout_search._kept(again, argparse.Namespace(**vars(again)), facts(again, "layout"))
-    assert found is not None
-    assert found.has_whole_logits
+    choices_then = layout_search._kept(again, argparse.Namespace(**vars(again)), facts(again, "layout"))
+    assert choices_then is not None
+    assert choices_then.has_whole_logits
 
 
 def test_a_search_knows_how_much_of_the_model_trains() -> None:

@@ -162,6 +162,24 @@ def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says:
         weight_gradients.split_weight_gradients(nn.Sequential(nn.LayerNorm(4), layer))
 
 
+@pytest.mark.parametrize("in_plan", [False, True])
+def test_a_layer_has_an_edge_to_its_weight_in_a_programs_own_calls_alone(in_plan: bool) -> None:
+    gradients, weight = weight_gradients.WeightGradients(), nn.Parameter(torch.eye(2))
+    gradients.in_plan = in_plan
+    options = {"sequence_parallel": False, "allreduce_dgrad": False, "gradient_accumulation_fusion": False, "tp_group": None}
+    output = weight_gradients._forward(
+        types.SimpleNamespace(weight=weight),  # type: ignore[arg-type]
+        lambda input, weight, bias, **options: input @ weight.t(),
+        gradients,
+        torch.ones(3, 2, requires_grad=True),
+        weight,
+        None,
+        **options,
+    )
+    (gradient,) = torch.autograd.grad(output.sum(), weight, allow_unused=True)
+    assert (gradient is None) == in_plan
+
+
 class PuttingOff:
     """Two layers that put off their gradients, and hooks as Megatron's data parallelism has them."""
 

@@ -63,16 +63,16 @@ def _table(chunker: Chunker, falling: Sequence[tuple[float, int]], num_long: int
     Long sequences have the first runs. Each other one, the longest first, goes into the run that takes least time per chunk
     then.
     """
-    runs: list[list[int]] = [[] for _ in widths]
+    runs: list[list[tuple[float, int]]] = [[] for _ in widths]
     loads: dict[int, list[tuple[float, int]]] = {}
     for number, width in enumerate(widths):
         own = falling[number : number + 1] if number < num_long else []
-        runs[number] += [q for _, q in own]
+        runs[number] += own
         heapq.heappush(loads.setdefault(width, []), (sum(time_us for time_us, _ in own), number))
     for time_us, q in falling[num_long:]:
         width = min(loads, key=lambda width: ((loads[width][0][0] + time_us) / width, loads[width][0][1]))
         load_us, number = loads[width][0]
-        runs[number].append(q)
+        runs[number].append((time_us, q))
         heapq.heapreplace(loads[width], (load_us + time_us, number))
     for run, width in zip(runs, widths, strict=True):
         chunks = _cut(chunker, run, width)
@@ -95,11 +95,14 @@ class _Split(NamedTuple):
     whole: list[list[int]]
 
 
-def _cut(chunker: Chunker, sequences: Sequence[int], width: int) -> list[Chunk]:
-    """Return the chunks of a run; fewer than its width where there is too little to cut."""
-    lengths = chunker.problem.lengths
-    times_us = {q: chunker.part_us(q, 0, lengths[q]) for q in sequences}
-    falling = sorted(sequences, key=lambda q: (-times_us[q], q))
+def _cut(chunker: Chunker, run: Sequence[tuple[float, int]], width: int) -> list[Chunk]:
+    """Return the chunks of a run; fewer than its width where there is too little to cut.
+
+    Args:
+        run: time and number of its sequences, the one that takes longest first.
+    """
+    lengths, times_us = chunker.problem.lengths, {q: time_us for time_us, q in run}
+    falling = [*times_us]
     if not falling or width == 1:
         return [Chunk(tuple(Segment(q, 0, lengths[q]) for q in falling))] * bool(falling)
     chunk_us = sum(times_us.values()) / width
