@@ -145,21 +145,24 @@ def chosen_layout(
         lengths = tuple(chain.from_iterable(batches))
         layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
         kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
-        searches = text == AUTO or (text is None and all(map(begins_with_greedy, planners or [args.planner])))
+        is_greedy = all(map(begins_with_greedy, planners or [args.planner]))
+        searches = text == AUTO or (text is None and is_greedy)
+        opens_weights = args.split_weight == AUTO and (searches or is_greedy)
         try:
-            with progress("choosing the layout"):
-                if not searches and len(layouts) == 1:
+            with progress("choosing about weight gradients" if not searches and len(layouts) == 1 else "choosing the layout"):
+                if not searches and not opens_weights and len(layouts) == 1:
                     choice, layout, splits = None, layouts[0], False
                 else:
                     settled = settle(
                         sample,
                         tensor_ranks=flags.get("tensor_model_parallel_size") or 1,
-                        opens_weights=searches and args.split_weight == AUTO,
+                        opens_weights=opens_weights,
                         layouts=() if searches else layouts,
                         logits=_whole_logits(args, source, longest) if searches else None,
                     )
                     has_whole_logits = settled.has_whole_logits
-                    choice, layout, splits = settled.choice, settled.layout, settled.splits_weight
+                    layout, splits = settled.layout, settled.splits_weight
+                    choice = settled.choice if searches or len(layouts) > 1 else None
                 if args.split_weight == AUTO:
                     args.split_weight = splits
                 args.loss_block_tokens = 0 if has_whole_logits else args.loss_block_tokens
@@ -168,13 +171,12 @@ def chosen_layout(
                 raise
             # Its plan says what is missing.
             choice, layout, args.split_weight = None, layouts[0], args.split_weight in (True, "on")
-    splits = choice is not None and args.split_weight in (True, "on")
     return replace(
         of_model,
         layout=layout,
         choice=choice,
         kind="" if choice and text is None else kind,
-        splits_weight=splits,
+        splits_weight=args.split_weight in (True, "on"),
         has_whole_logits=has_whole_logits,
     )
 
