@@ -181,9 +181,12 @@ def test_commands_search_the_same_layout_where_none_is_given_and_say_so(
     assert len(set(lines)) == 1
     assert lines[0].startswith("layout: stages of ")
     made, auto, balanced, even = (planned(f"{batch}{layout}") for layout in ("", *map(" --layout {}".format, KINDS)))
+    whole_us = [planned(f"{batch} --layout {kind} --split-weight off").predicted.makespan_us for kind in KINDS[1:]]
     assert made == auto
-    assert made.predicted.makespan_us < balanced.predicted.makespan_us < even.predicted.makespan_us
     assert balanced.num_layers[-1] < even.num_layers[-1]
+    assert whole_us[0] < whole_us[1]
+    for each, without_us in zip((balanced, even), whole_us, strict=True):
+        assert made.predicted.makespan_us < each.predicted.makespan_us < without_us, "weight gradients are chosen for all"
 
 
 KINDS = ("auto", "balanced", "even")
