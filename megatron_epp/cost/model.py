@@ -247,6 +247,14 @@ class PipelineCosts:
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_caches * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
 
+    def opened_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
+        """Bytes of keys and values that a chunk's forward makes room for, and bytes of their gradient, which its backward frees
+        with them.
+        """
+        first = self.cache_bytes(stage, work) * work.first, self.gradient_bytes(stage, work) * work.first
+        begun = (0 * first[0],) * 2 if work.begun is None else self.opened_bytes(stage, work.begun)
+        return first[0] + begun[0], first[1] + begun[1]
+
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.plan import Chunk
-from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan import Chunk, Segment
 
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
@@ -167,6 +166,8 @@ class ChunkWork:
         cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, including the short
             sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         num_slices: of that sequence; zero without a slice.
+        begun: `first`, `cache_tokens` and `num_slices` of a sequence that begins behind the slice's and goes on, whose keys and
+            values are copied to a cache of their own; None without any.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
         span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any.
     """
@@ -179,6 +180,7 @@ class ChunkWork:
     prefix_tokens: IntColumn
     cache_tokens: IntColumn
     num_slices: IntColumn
+    begun: ChunkWork | None = None
     trained: TimeColumn | None = None
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
@@ -223,22 +225,29 @@ def work_of(
     """
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
-    slices = [chunk.slice_of(lengths) for chunk in chunks]
-    neighbours = slice_neighbours(chunks)
-    slices_of = Counter(part.sequence for part in slices if part is not None)
-    cache_of: dict[int, int] = {}
-    for own, part in zip(tokens, slices, strict=True):
-        if part is not None:
-            cache_of[part.sequence] = cache_of.get(part.sequence, 0) + own
+    slices, begun = ([getattr(chunk, name)(lengths) for chunk in chunks] for name in ("slice_of", "begun_of"))
+    slices_of = Counter(part.sequence for part in (*slices, *begun) if part is not None)
+    cache_of = Counter[int]()
+    for own, part, starts in zip(tokens, slices, begun, strict=True):
+        cache_of.update({} if part is None else {part.sequence: own})
+        cache_of.update({} if starts is None else {starts.sequence: starts.num_tokens})
+
+    def columns(parts: Sequence[Segment | None]) -> dict[str, Any]:
+        return {
+            "sliced": np.array([part is not None for part in parts], dtype=np.bool_),
+            "first": np.array([part is not None and part.start == 0 for part in parts], dtype=np.bool_),
+            "last": np.array([part is not None and part.end == lengths[part.sequence] for part in parts], dtype=np.bool_),
+            "prefix_tokens": np.array([0 if part is None else part.start for part in parts], dtype=np.int64),
+            "cache_tokens": np.array([0 if part is None else cache_of[part.sequence] for part in parts], dtype=np.int64),
+            "num_slices": np.array([0 if part is None else slices_of[part.sequence] for part in parts], dtype=np.int64),
+        }
+
+    none = np.zeros(len(chunks), dtype=np.int64)
     return ChunkWork(
+        **columns(slices),
+        begun=ChunkWork(tokens=none, pairs=none, **columns(begun)) if any(begun) else None,
         tokens=np.array(tokens, dtype=np.int64),
         pairs=np.array(pairs, dtype=np.int64),
-        sliced=np.array([part is not None for part in slices], dtype=np.bool_),
-        first=np.array([s is not None and p is None for s, p in zip(slices, neighbours.previous, strict=True)], dtype=np.bool_),
-        last=np.array([s is not None and f is None for s, f in zip(slices, neighbours.following, strict=True)], dtype=np.bool_),
-        prefix_tokens=np.array([0 if part is None else part.start for part in slices], dtype=np.int64),
-        cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
-        num_slices=np.array([0 if part is None else slices_of[part.sequence] for part in slices], dtype=np.int64),
         trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
         span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
         span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,

@@ -24,8 +24,9 @@ class Chunk:
     """An ordered list of segments that run together.
 
     Three kinds occur (InfiniPipe, section III): *batched*, whole short sequences; *split*, one slice of a long sequence;
-    *hybrid*, a slice of a long sequence plus whole short ones. A slice is always the first segment, and at most one per chunk,
-    so that its keys and values lie in front of the rest in one buffer.
+    *hybrid*, a slice of a long sequence plus whole short ones. A slice is the first segment, so that the keys and values of its
+    prefix lie in front of the rest in one buffer. Behind the end of a long sequence another one may begin: it goes on in the
+    next chunk.
     """
 
     segments: tuple[Segment, ...]
@@ -39,7 +40,7 @@ class Chunk:
         return -(-self.num_tokens // multiple) * multiple
 
     def slice_of(self, lengths: Sequence[int]) -> Segment | None:
-        """The segment that is part of a longer sequence, or None when every sequence is whole.
+        """The first segment that is part of a longer sequence, or None when every sequence is whole.
 
         Args:
             lengths: tokens of every sequence of the batch.
@@ -48,6 +49,21 @@ class Chunk:
             if segment.start > 0 or segment.end < lengths[segment.sequence]:
                 return segment
         return None
+
+    def begun_of(self, lengths: Sequence[int]) -> Segment | None:
+        """The last segment, if it begins a longer sequence behind the end of another one; else None.
+
+        Args:
+            lengths: tokens of every sequence of the batch.
+        """
+        for last in self.segments[1:][-1:]:
+            if self.segments[0].start > 0 == last.start and last.end < lengths[last.sequence]:
+                return last
+        return None
+
+    def slices_of(self, lengths: Sequence[int]) -> tuple[Segment, ...]:
+        """The segments that are parts of longer sequences: `slice_of` and `begun_of`."""
+        return tuple(part for part in (self.slice_of(lengths), self.begun_of(lengths)) if part is not None)
 
     def kind(self, lengths: Sequence[int]) -> str:
         """Kind of the chunk: ``batched``, ``split`` or ``hybrid``."""
@@ -58,7 +74,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Chunks that hold the slices just before and just after each chunk's slice; None if there is none."""
+    """Chunks that hold what is just before each chunk's first segment, and what is just after the segment that goes on, in
+    their sequences; None if there is none.
+    """
 
     previous: tuple[int | None, ...]
     following: tuple[int | None, ...]

@@ -87,6 +87,6 @@ def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list
     """Chunks of every sliced sequence of a chunk table, in the order of its slices."""
     starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
-        if (part := chunk.slice_of(lengths)) is not None:
+        for part in chunk.slices_of(lengths):
             starts.setdefault(part.sequence, []).append((part.start, c))
     return {sequence: [c for _, c in sorted(parts)] for sequence, parts in starts.items()}

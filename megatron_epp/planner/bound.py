@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner.kernels.table_columns import stacked
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.passes import StagePasses
@@ -90,7 +91,8 @@ class _Forced:
 
     def __init__(self, tables: Tables, chunks: Sequence[Chunk], copies: bool) -> None:
         self.tables, self.groups = tables, slice_groups(chunks)
-        self.is_one = [len({chunks[c].segments[0].sequence for c in group}) == 1 for group in self.groups]
+        before = slice_neighbours(chunks).previous
+        self.is_one = [all(before[c] == c - 1 for c in group[1:]) for group in self.groups]
         self.starts = np.array([group.start for group in self.groups])
         self.kept_bytes = stacked(tables.activation, np.int64)
         if not copies:

@@ -196,8 +196,8 @@ def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
     """Slices that do not stand behind the slice before them: planners number chunks in the order of their forwards."""
     for c, chunk in enumerate(chunks):
         sequence, start, _ = chunk.segments[0]
-        before = chunks[c - 1].segments[0] if c else None
-        if start and (before is None or (before.sequence, before.end) != (sequence, start)):
+        ends = [(part.sequence, part.end) for part in chunks[c - 1].segments] if c else []
+        if start and (sequence, start) not in ends:
             yield _fault(f"chunk {c} goes on with sequence {sequence} at token {start}, where chunk {c - 1} does not end")
 
 

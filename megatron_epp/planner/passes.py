@@ -183,8 +183,7 @@ def backward_items(
         layer: number of that layer, where layers are unlike; None for their mean.
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
     """
-    cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
-    opened, goes, comes = cache * work.first, gradient * work.first, gradient * work.last
+    (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
     (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
     of_cache, together, net = (caches * sizes // cached for sizes in (opened, opened + goes, opened + goes - comes))
     peak, activations = costs.layer_peak_bytes(stage, work, mode, layer), costs.layer_bytes(stage, work, mode, layer)
@@ -193,7 +192,7 @@ def backward_items(
         constant=costs.half_layer_items(stage, work),
         at_half={
             items.LAYERS: costs.half_peak_bytes(stage, work),
-            items.CACHE_GRADIENT: 0 * cache if split else -costs.gradients_not_yet_bytes(stage, work),
+            items.CACHE_GRADIENT: 0 * opened if split else -costs.gradients_not_yet_bytes(stage, work),
         },
         reached={
             items.HEAD: -costs.head_bytes(stage, work),
@@ -418,8 +417,7 @@ def passes_of(
         modes, in_order: as `recompute_frontier` takes them.
     """
     none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
-    cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
-    opened, closed = cache * work.first, cache * work.last
+    (opened, goes), closed = costs.opened_bytes(stage, work), costs.cache_bytes(stage, work) * work.last
     passes = StagePasses(
         num_layers=costs.num_layers[stage],
         forward_us=costs.forward_us(stage, work),
@@ -447,7 +445,7 @@ def passes_of(
         weight_us=costs.weight_us(stage, work),
         saved_by_split_us=costs.saved_by_split_us(stage, work),
         activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
-        backward_residual=gradient * work.last - gradient * work.first - opened,
+        backward_residual=costs.gradient_bytes(stage, work) * work.last - goes - opened,
         weight_bytes=costs.weight_bytes(stage, work),
         frontier=frontier,
         backward=partial(_backward, stage, work, costs),

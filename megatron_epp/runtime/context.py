@@ -30,6 +30,7 @@ class ChunkContext:
         table: layout of its segments.
         kv_cache: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
+        begun: the beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None.
         recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
         forward_only: no backward follows.
         attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
@@ -44,6 +45,13 @@ class ChunkContext:
     forward_only: bool = False
     attention_output: CachedAttentionOutput | None = None
     loss_group: tuple[int, ...] = ()
+    begun: SliceView | None = None
+
+    @property
+    def begun_rows(self) -> slice:
+        """The tokens of `begun` in the chunk."""
+        assert self.begun is not None
+        return slice(self.table.num_real - self.begun.end, self.table.num_real)
 
 
 class ChunkLayout(NamedTuple):
@@ -52,17 +60,20 @@ class ChunkLayout(NamedTuple):
     table: SegmentTable
     view: SliceView | None
     loss_group: tuple[int, ...] = ()
+    begun: SliceView | None = None
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
-    slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
-    num_slices = Counter(part.sequence for part in slices if part is not None)
-    room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits after the start of its slice
-    for c, part in enumerate(slices):
+    slices, begun = ([getattr(chunk, name)(plan.lengths) for chunk in plan.chunks] for name in ("slice_of", "begun_of"))
+    num_slices = Counter(part.sequence for part in (*slices, *begun) if part is not None)
+    room = {part.sequence: part.end for part in begun if part is not None}  # of which no others are in the buffer
+    for c, part in enumerate(slices):  # in the buffer of a sequence, so that every chunk fits after the start of its slice
         if part is not None:
             room[part.sequence] = max(part.start + plan.padded_tokens(c), room.get(part.sequence, 0))
 
-    def view(c: int, part: Segment) -> SliceView:
+    def view(c: int, part: Segment | None) -> SliceView | None:
+        if part is None:
+            return None
         length, tokens = plan.lengths[part.sequence], plan.padded_tokens(c)
         # A tail's chunk is stored whole, so its room is exact; earlier chunks share the room of the widest.
         capacity = part.start + tokens if part.end == length else room[part.sequence]
@@ -70,10 +81,8 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
     loss_group = {c: group for group in plan.loss_groups for c in group}
     return tuple(
-        ChunkLayout(
-            SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part), loss_group.get(c, ())
-        )
-        for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
+        ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), view(c, part), loss_group.get(c, ()), view(c, starts))
+        for c, (chunk, part, starts) in enumerate(zip(plan.chunks, slices, begun, strict=True))
     )
 
 

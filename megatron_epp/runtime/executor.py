@@ -211,8 +211,9 @@ class Executor:
         if hidden is not None and not forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view, group), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
-        context = ChunkContext(chunk, table, self.stages[stage].kv_cache, view, recompute, forward_only, loss_group=group)
+        (table, view, group, begun), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        kv_cache = self.stages[stage].kv_cache
+        context = ChunkContext(chunk, table, kv_cache, view, recompute, forward_only, loss_group=group, begun=begun)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         running = context.kv_cache.running(context.view, False)
         with self.recorder.action(action), saving, running, torch.set_grad_enabled(not forward_only):

@@ -7,7 +7,7 @@ value channels]`` in fp32, and of the convolution ahead of it the last rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -66,7 +66,7 @@ class DeltaLayer:
         state = () if view is None else handover.enter(self.number, view, forward_only=context.forward_only)
         tail, memory = state or (None, None)
         rows = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
-        mixed, own_rows = self._convolved(rows, tail, context)
+        mixed, tails = self._convolved(rows, tail, context)
         widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
         q, k, v = (part.unflatten(1, x.shape[1:]) for part, x in zip(mixed.split(widths, dim=1), (q, k, v), strict=True))
         if self.normalise is not None:
@@ -74,14 +74,16 @@ class DeltaLayer:
         copies = v.shape[1] // q.shape[1]  # groups of value heads share a key head
         q, k = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (q, k))
         log_decay = -self.decay.exp() * functional.softplus(_wide(decay[..., 0]) + self.step)
-        out, memory = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memory, context)
-        if view is None or view.is_last_slice:
-            return out
-        assert memory is not None  # of a slice that another one follows
-        return handover.leave(self.number, view, out, (own_rows, memory), forward_only=context.forward_only)
+        out, memories = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memory, context)
+        for left, of in ((view, 0), (context.begun, context.table.num_sequences - 1)):
+            if left is not None and not left.is_last_slice:
+                state = tails(of), memories[of]
+                out = handover.leave(self.number, left, out, state, forward_only=context.forward_only)
+        return out
 
-    def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Tensor]:
-        """Return the convolution of a chunk's rows, and the last rows of its slice, which stand ahead of the next one's.
+    def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Callable[[int], Tensor]]:
+        """Return the convolution of a chunk's rows, and what returns the last rows of one of its segments, which stand ahead of
+        the next slice's.
 
         `tail` are the last rows of the slice before.
         """
@@ -90,9 +92,11 @@ class DeltaLayer:
         held = 0 if tail is None else ahead
         rows = rows if tail is None else torch.cat([tail, rows])
         ends = [0, *(end + held for end in starts[1:])]
-        slice_rows = rows[: ends[1]]
-        own_rows = functional.pad(slice_rows, (0, 0, max(0, ahead - ends[1]), 0))
-        own_rows = own_rows[len(own_rows) - ahead :]
+
+        def tail_of(number: int) -> Tensor:
+            own = rows[max(ends[number], ends[number + 1] - ahead) : ends[number + 1]]
+            return functional.pad(own, (0, 0, ahead - len(own), 0))
+
         if self.convolve is not None:
             offsets = context.table.cu_seqlens(rows.device)[0]  # no copy from the host in every layer
             if held:
@@ -100,7 +104,7 @@ class DeltaLayer:
             mixed = self.convolve(rows[None], self.filters[:, 0], self.bias, offsets)[0]
         else:
             mixed = torch.cat([self._one(rows[start:end], ahead) for start, end in pairwise(ends)])
-        return mixed[held:], own_rows
+        return mixed[held:], tail_of
 
     def _one(self, rows: Tensor, ahead: int) -> Tensor:
         """Convolve one sequence, ``[tokens, channels]``."""
@@ -110,31 +114,36 @@ class DeltaLayer:
 
     def _recurred(
         self, heads: Tensors, log_decay: Tensor, strength: Tensor, memory: Tensor | None, context: ChunkContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the recurrence, and the state behind the chunk's slice if another one follows."""
-        starts, is_followed = context.table.query_starts, context.view is not None and not context.view.is_last_slice
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the output of the recurrence, and the states behind the chunk's segments whose sequences go on."""
+        table, view, begun = context.table, context.view, context.begun
+        starts, takes_offsets = table.query_starts, self.convolve is not None
         columns = [x[None].contiguous() for x in (*heads, log_decay, strength)]
 
         def run(start: int, end: int, **options: Any) -> tuple[Tensor, Tensor | None]:
             q, k, v, g, beta = (x[:, start:end] for x in columns)
             return self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
 
-        takes_offsets = self.convolve is not None
-        if context.view is None and takes_offsets:
-            offsets = context.table.cu_seqlens(log_decay.device)[0]
-            return run(0, starts[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0], None
-        outs, last = [], None
-        begin = 0
-        if context.view is not None:  # alone, since a state of every sequence would be in memory otherwise
-            own, last = run(0, starts[1], initial_state=memory, output_final_state=is_followed)
-            outs, begin = [own[0]], 1
-        rest = starts[begin:]
-        if len(rest) > 2 and takes_offsets:
-            offsets = context.table.cu_seqlens(log_decay.device)[0][begin:] - rest[0]
-            outs.append(run(rest[0], rest[-1], initial_state=None, output_final_state=False, cu_seqlens=offsets)[0][0])
-        else:
-            outs += [run(*ends, initial_state=None, output_final_state=False)[0][0] for ends in pairwise(rest)]
-        return torch.cat(outs), last
+        def whole(first: int, stop: int) -> Iterator[Tensor]:
+            """Yield the output of segments that neither continue nor go on."""
+            packs = takes_offsets and (stop - first > 1 or view is None)
+            offsets = table.cu_seqlens(log_decay.device)[0][first : stop + 1] - starts[first] if packs else None
+            for ends in [(starts[first], starts[stop])] if packs else pairwise(starts[first : stop + 1]):
+                yield run(*ends, initial_state=None, output_final_state=False, **({"cu_seqlens": offsets} if packs else {}))[0][
+                    0
+                ]
+
+        # Alone, since a state of every sequence would be in memory otherwise.
+        alone = [(0, view, memory)] * (view is not None) + [(table.num_sequences - 1, begun, None)] * (begun is not None)
+        outs, memories, done = list[Tensor](), dict[int, Tensor](), 0
+        for number, own_view, state in alone:
+            outs += whole(done, number)
+            out, last = run(*starts[number : number + 2], initial_state=state, output_final_state=not own_view.is_last_slice)
+            outs.append(out[0])
+            memories |= {} if last is None else {number: last}
+            done = number + 1
+        outs += whole(done, len(table.segments))
+        return torch.cat(outs), memories
 
 
 def _wide(x: Tensor) -> Tensor:

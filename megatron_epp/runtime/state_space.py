@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_epp.runtime.attention.segments import SliceView, Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 _NO_STEP = -1e4
@@ -50,23 +51,29 @@ class StateSpaceLayer:
         """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""
         view, handover, starts = context.view, context.kv_cache.handover, context.table.query_starts
         if view is None:
-            return self._packed(rows, context)
+            return self._packed(rows, context, 0, len(context.table.segments))
         tail, state = handover.enter(self.number, view, forward_only=context.forward_only) or (None, None)
         held = 0 if tail is None else len(tail)
         # Kernels have no state of the convolution, so the rows that it looks back to stand in front; their output is dropped.
         rows = rows if tail is None else torch.cat([self._without_step(tail, rows), rows])
-        end = starts[1] + held
-        own = rows[:end]
-        out, state = self._alone(own, state, is_followed=not view.is_last_slice)
-        out = out[held:]
-        if len(starts) > 2:  # company has no state that enters or leaves
-            out = torch.cat([out, self._packed(rows[end:], context, first=1)])
-        if view.is_last_slice:
-            return out
-        assert state is not None  # of a slice that another one follows
-        mixed, ahead = own[:, self.gate_width : self.gate_width + self.mixed_width], self.filter_width - 1
-        own_tail = functional.pad(mixed, (0, 0, max(0, ahead - end), 0))[-ahead:]
-        return handover.leave(self.number, view, out, (own_tail, state), forward_only=context.forward_only)
+        outs, left, done, table = list[Tensor](), list[tuple[SliceView, Tensors]](), 0, context.table
+        begun = [] if context.begun is None else [(table.num_sequences - 1, context.begun)]
+        for number, own_view in ((0, view), *begun):
+            if number > done:  # company has no state that enters or leaves
+                outs.append(self._packed(rows[starts[done] + held : starts[number] + held], context, done, number))
+            own = rows[starts[number] + held * (number > 0) : starts[number + 1] + held]
+            out, last = self._alone(own, None if number else state, is_followed=not own_view.is_last_slice)
+            outs.append(out if number else out[held:])
+            if last is not None:  # another slice follows
+                mixed, ahead = own[:, self.gate_width : self.gate_width + self.mixed_width], self.filter_width - 1
+                left.append((own_view, (functional.pad(mixed, (0, 0, max(0, ahead - len(own)), 0))[-ahead:], last)))
+            done = number + 1
+        if len(table.segments) > done:
+            outs.append(self._packed(rows[starts[done] + held :], context, done, len(table.segments)))
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+        for own_view, handed in left:
+            out = handover.leave(self.number, own_view, out, handed, forward_only=context.forward_only)
+        return out
 
     def _without_step(self, tail: Tensor, rows: Tensor) -> Tensor:
         """Return rows that only the convolution sees."""
@@ -78,9 +85,9 @@ class StateSpaceLayer:
         out = self.scan(rows[None], initial_states=state, return_final_states=is_followed)
         return (out[0][0], out[1]) if is_followed else (out[0], None)
 
-    def _packed(self, rows: Tensor, context: ChunkContext, first: int = 0) -> Tensor:
-        """Return the output of the sequences from the chunk's `first`."""
-        several = len(context.table.segments) - first > 1
-        named = {"seq_idx": context.table.numbers(rows.device, first)[None]} if several else {}
+    def _packed(self, rows: Tensor, context: ChunkContext, first: int, stop: int) -> Tensor:
+        """Return the output of the chunk's segments ``[first, stop)``, of which `rows` are."""
+        several = stop - first > 1
+        named = {"seq_idx": context.table.numbers(rows.device, first)[None, : len(rows)]} if several else {}
         out: Tensor = self.scan(rows[None], **named)
         return out[0]

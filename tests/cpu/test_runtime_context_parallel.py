@@ -19,9 +19,9 @@ def differences(rank, links, lengths, chunks, token_multiple, mode, offloads=Fal
     `offloads`: caches of sliced sequences are in host memory between uses. `options`: as `ChunkedLayer` takes them.
     """
     layer = ChunkedLayer(lengths, chunks, token_multiple, layers=2, group=links.activations, **options)
-    layer.kv_cache.begin(
-        range(len(lengths)) if offloads else (), HostMemory(torch.device("cpu"), 1 << 30) if offloads else None
-    )
+    begun = {context.begun.sequence for context in layer.contexts if context.begun is not None}  # these stay on the device
+    host = HostMemory(torch.device("cpu"), 1 << 30) if offloads else None
+    layer.kv_cache.begin(set(range(len(lengths))) - begun if offloads else (), host)
     num_whole = 0 if mode == "kept" else layer.layers
     whole = layer.whole()
     worst = []
@@ -65,6 +65,7 @@ CASES = {
     "split": ((23,), slices(0, 0, 9, 16, 22, 23)),
     "hybrid tail": ((13, 4, 1), [[(0, 0, 7)], [(0, 7, 13), (1, 0, 4), (2, 0, 1)]]),
     "hybrid middle": ((13, 4, 2), [[(0, 0, 5), (1, 0, 4)], [(0, 5, 9), (2, 0, 2)], [(0, 9, 13)]]),
+    "begun behind an end": ((13, 12, 3), [[(0, 0, 8)], [(0, 8, 13), (2, 0, 3), (1, 0, 4)], [(1, 4, 12)]]),
     "a rank with nothing but padding": ((1,), [[(0, 0, 1)]]),
 }
 

@@ -38,6 +38,7 @@ CASES = {
     "one": ((33, 4), CHUNKS, 1),
     "two": ((9, 12, 3), TWO, 1),
     "padded": ((13, 4), [[(0, 0, 8)], [(0, 8, 13), (1, 0, 4)]], 4),
+    "begun behind an end": ((13, 12, 3), [[(0, 0, 8)], [(0, 8, 13), (2, 0, 3), (1, 0, 4)], [(1, 4, 8)], [(1, 8, 12)]], 4),
 }
 
 
@@ -48,7 +49,8 @@ def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False)
     """Every chunk forward, then backward, with the caches resident or at a host. Device bytes in every action."""
     kv_cache, seen = layer.kv_cache, []
     kv_cache.fp32_gradients = fp32_gradients
-    kv_cache.begin(range(len(layer.sequences)) if host else (), host)
+    begun = {context.begun.sequence for context in layer.contexts if context.begun is not None}  # these stay on the device
+    kv_cache.begin(set(range(len(layer.sequences))) - begun if host else (), host)
     num_whole = 0 if mode == "kept" else layer.layers
     for c, context in enumerate(layer.contexts):
         with kv_cache.running(context.view, False):

@@ -26,21 +26,24 @@ from megatron_epp.runtime.gated_delta import DeltaLayer
 from megatron_epp.runtime.handover import Handover
 from megatron_epp.runtime.state_space import StateSpaceLayer
 
-LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9}
-"""Tokens of sequences by number; the first is cut."""
-CUTS = ((0, 8), (8, 9), (9, 11), (11, 23))
+LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9, 4: 12, 5: 7}
+"""Tokens of sequences by number."""
+CUTS = ((0, 0, 8), (0, 8, 9), (0, 9, 11), (0, 11, 23), (4, 5, 12), (5, 2, 7))
 PADDING = 2
-COMPANY = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9))}
-"""Segments of packed sequences behind each slice."""
+COMPANY = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9), (4, 0, 5)), 4: ((5, 0, 2),), 5: ()}
+"""Segments behind each slice: whole sequences, and perhaps the beginning of another one that is cut."""
 
 
 def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
-    part, length = chunk.slice_of(tuple(LENGTHS.values())), LENGTHS[0]
-    view = None if part is None else SliceView(*part, length, 2 * length, len(CUTS))
+    lengths = tuple(LENGTHS.values())
+    view, begun = (
+        None if part is None else SliceView(*part, lengths[part.sequence], 2 * lengths[part.sequence], len(CUTS))
+        for part in (chunk.slice_of(lengths), chunk.begun_of(lengths))
+    )
     if view is not None and view.is_last_slice:
         view = replace(view, capacity=view.start + chunk.num_tokens + PADDING)
     table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
-    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only)
+    return ChunkContext(0, table, kv_cache, view, forward_only=forward_only, begun=begun)
 
 
 def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
@@ -72,7 +75,7 @@ def check_slices(
     tensors = [*inputs.values(), *weights.values()]
     expected = gradients_of(tensors)
 
-    chunks = [Chunk((Segment(0, *ends), *(Segment(*part) for part in COMPANY[at]))) for at, ends in enumerate(CUTS)]
+    chunks = [Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at]))) for at, part in enumerate(CUTS)]
     kv_cache, outputs = SlicedKVCache(), []
     for chunk in chunks:
         outputs.append(run(chunk, tokens_of(chunk, inputs), kv_cache))
@@ -245,8 +248,8 @@ def test_an_evaluation_leaves_nothing(kind: str) -> None:
     net, kv_cache = NETS[kind](), SlicedKVCache()
     sequences = {q: torch.randn(n, net.width, dtype=torch.float64) for q, n in LENGTHS.items()}
     with torch.no_grad():
-        for ends in CUTS:
-            chunk = Chunk((Segment(0, *ends),))
+        for at, part in enumerate(CUTS):
+            chunk = Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at])))
             net(0, tokens_of(chunk, sequences), context_of(chunk, kv_cache, forward_only=True))
     kv_cache.assert_empty()
 

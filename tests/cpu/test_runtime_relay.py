@@ -1,15 +1,19 @@
 """Attention over slices equals attention over whole sequences; the relay holds what it must, no longer than it must."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
+from tests.support.plan.small_plans import chunk
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.relay_chunks import ALL_BUT_ATTENTION, CHANNELS, KV_HEADS, QUERY_HEADS, ChunkedLayer, slices
 
@@ -43,18 +47,38 @@ def segmentations(draw):
 
 
 @st.composite
+def streams(draw):
+    """Lengths, chunks and a token multiple: sequences one after the other, cut anywhere, so that where one ends another may
+    begin that goes on.
+    """
+    lengths = draw(st.lists(st.integers(1, 24), min_size=2, max_size=5))
+    cuts = draw(st.sets(st.integers(1, sum(lengths) - 1), min_size=1, max_size=8))
+    starts = [0, *itertools.accumulate(lengths)]
+    chunks = []
+    for low, high in itertools.pairwise([0, *sorted(cuts), sum(lengths)]):
+        parts = [(q, max(low - at, 0), min(high - at, n)) for q, (at, n) in enumerate(zip(starts, lengths, strict=False))]
+        inside = [part for part in parts if part[1] < part[2]]
+        if inside[0][1] == 0 and inside[-1][2] < lengths[inside[-1][0]]:
+            inside.insert(0, inside.pop())
+        chunks.append(inside)
+    return lengths, chunks, draw(st.sampled_from([1, 2, 8]))
+
+
+@st.composite
 def backward_orders(draw, chunks):
     """Any order in which the slices of a sequence go last to first."""
     order = draw(st.permutations(range(len(chunks))))
-    sequences = [chunk[0][0] for chunk in chunks]
-    later_first = {q: [c for c in reversed(range(len(chunks))) if sequences[c] == q] for q in sequences}
-    return [later_first[sequences[c]].pop(0) for c in order]
+    roots = list(range(len(chunks)))
+    for c, before in enumerate(slice_neighbours([chunk(*segments) for segments in chunks]).previous):
+        roots[c] = c if before is None else roots[before]
+    later_first = {root: [c for c in reversed(range(len(chunks))) if roots[c] == root] for root in roots}
+    return [later_first[roots[c]].pop(0) for c in order]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_segmentation_gives_the_outputs_and_gradients_of_whole_sequences(data):
-    lengths, chunks, multiple = data.draw(segmentations())
+    lengths, chunks, multiple = data.draw(st.one_of(segmentations(), streams()))
     window, has_sinks = data.draw(st.sampled_from([None, 1, 4, 11])), data.draw(st.booleans())
     layer = ChunkedLayer(lengths, chunks, multiple, layers=2, window=window, has_sinks=has_sinks)
     outputs = [whole[0] for whole in layer.whole()]

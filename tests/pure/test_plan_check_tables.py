@@ -20,8 +20,12 @@ from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, onl
         ([chunk((0, 0, 4)), chunk((1, 2, 2), (1, 0, 4))], "chunk 1 holds tokens 2 to 2 of sequence 1, which has 4"),
         ([chunk((0, 0, 4)), chunk((1, 0, 4), (2, 0, 1))], "chunk 1 holds sequence 2; there are 2"),
         ([chunk((0, 0, 4), (1, 0, 4)), Chunk(())], "chunk 1 is empty"),
-        ([chunk((0, 0, 2), (0, 2, 4)), chunk((1, 0, 4))], "chunk 0 holds 2 slices of longer sequences; at most one can run"),
+        (
+            [chunk((0, 0, 2), (0, 2, 4)), chunk((1, 0, 4))],
+            "chunk 0 holds 2 slices of longer sequences; two can run in a chunk if",
+        ),
         ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 1 holds 2 slices"),
+        ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 0 holds 2 slices"),
         (
             [chunk((0, 0, 2)), chunk((1, 0, 4), (0, 2, 4))],
             "chunk 1 has its slice at position 1; a slice comes first in its chunk",
@@ -31,6 +35,17 @@ from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, onl
 def test_every_token_is_in_exactly_one_chunk_and_slices_come_first(chunks, reason):
     plan = replace(make_plan(["0F0 0F1 0B1 0B0"], whole(4, 4)), chunks=tuple(chunks))
     assert any(reason in fault for fault in faults(plan)), faults(plan)
+
+
+def test_a_sequence_may_begin_behind_the_end_of_another_one_and_last_in_its_chunk():
+    rows = ["0F0 0F1 0F2 0B2 0B1 0B0"]
+    table = [chunk((0, 0, 2)), chunk((0, 2, 4), (2, 0, 1), (1, 0, 2)), chunk((1, 2, 4))]
+    assert not faults(make_plan(rows, table))
+    assert not faults(make_plan(rows, [table[0], chunk((0, 2, 4), (1, 0, 2)), chunk((1, 2, 4), (2, 0, 1))]))
+    early = only_fault(make_plan(["0F0 0F1 0F2 0B1 0B2 0B0"], table))
+    assert "runs before 0B2 (position 4), which it needs: the slice in chunk 2 comes later" in early
+    behind = [table[0], chunk((0, 2, 4), (1, 0, 2), (2, 0, 1)), table[2]]
+    assert any("chunk 1 holds 2 slices" in fault for fault in faults(make_plan(rows, behind)))
 
 
 def test_a_part_that_is_there_twice_does_not_hide_or_invent_others():

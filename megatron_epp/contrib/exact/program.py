@@ -15,6 +15,7 @@ from megatron_epp.contrib.exact.added import add_actions, profile_of, rank_of
 from megatron_epp.contrib.exact.choices import Choice, Clock
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Remedy
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables
 
 Choices = list[list[list[Choice]]]
@@ -222,8 +223,8 @@ class Program:
         Args:
             leg: stages with messages from each to the next, which never overtake each other.
         """
-        root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
-        whole = [root.count(sequence) == 1 for sequence in root]
+        root = [number for number, group in enumerate(slice_groups(self.chunks)) for _ in group]
+        whole = [root.count(number) == 1 for number in root]
         for u, v in combinations(range(len(self.chunks)), 2):
             if root[u] == root[v]:
                 continue  # slices are in order anyway

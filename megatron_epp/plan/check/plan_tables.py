@@ -42,8 +42,9 @@ def _is_time(time_us: Floats) -> Booleans:
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless every token is in exactly one chunk and every chunk has at most one slice, at its beginning,
-    whose end is a multiple of the padding.
+    """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning,
+    whose end is a multiple of the padding, or two: the end of a sequence at its beginning, and at its end another one's
+    beginning.
 
     A sequence's last slice ends with the sequence. All others fill whole multiples, so that no padding is between two slices of
     a sequence.
@@ -63,16 +64,19 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
                 continue
             held[sequence].append((start, end, c))
             if start > 0 or end < length:
-                slices.append(position)
+                slices.append((position, start > 0, end < length))
             if end < length and end % plan.token_multiple:
                 yield _fault(
                     f"chunk {c} ends a slice of sequence {sequence} at token {end}, which is no multiple of "
                     f"{plan.token_multiple} (token_multiple); only the last slice of a sequence may"
                 )
-        if len(slices) > 1:
-            yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; at most one can run in a chunk")
-        elif slices and slices[0] > 0:
-            yield _fault(f"chunk {c} has its slice at position {slices[0]}; a slice comes first in its chunk")
+        if slices and slices[0][0] > 0:
+            yield _fault(f"chunk {c} has its slice at position {slices[0][0]}; a slice comes first in its chunk")
+        elif len(slices) > 1 and slices != [(0, True, False), (len(chunk.segments) - 1, False, True)]:
+            yield _fault(
+                f"chunk {c} holds {len(slices)} slices of longer sequences; two can run in a chunk if the first segment ends one "
+                "and the last begins one"
+            )
     for sequence, parts in enumerate(held):
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
@@ -86,12 +90,15 @@ def check_extensions(plan: Plan) -> Iterator[Violation]:
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:
     """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence."""
     slices, seen = slices_of(plan), set()
+    begun = {part.sequence: c for c, chunk in enumerate(plan.chunks) if (part := chunk.begun_of(plan.lengths)) is not None}
     for stage, sequence, *sizes in plan.kv_offload:
         name = f"keys and values of sequence {sequence} in host memory of stage {stage}"
         if not 0 <= stage < plan.num_stages:
             yield _fault(f"{name}: there are {plan.num_stages} stages")
         elif sequence not in slices:
             yield _fault(f"{name}: the sequence is not cut into slices")
+        elif sequence in begun:
+            yield _fault(f"{name}: the sequence begins behind the end of another one in chunk {begun[sequence]}")
         elif (stage, sequence) in seen:
             yield _fault(f"{name} are there twice")
         elif min(sizes) < 0:

@@ -74,9 +74,9 @@ class _Stage:
         kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
         self.streamed = _streamed(costs, stage, work, kv_offload)
         work = without_caches(work, kv_offload)
+        self.opened, self.gone = (column.tolist() for column in costs.opened_bytes(stage, work))
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
-        self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
-        self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
+        self.closed, self.comes = (cache * work.last).tolist(), (gradient * work.last).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
         steps = {action: step for step in plan.ranks[plan.placement[stage]] for action in step.actions}

@@ -55,6 +55,7 @@ class _ChunkAttention(torch.autograd.Function):
                     add_sinks(out, kernel.log_sums(more), sinks.chunk(parts)[part])
                 outs.append(out)
                 saved += more
+            keep_begun(context, layer, cached)
             return _joined(outs), tuple(saved)
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
@@ -87,6 +88,7 @@ class _ChunkAttention(torch.autograd.Function):
             inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
             grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
+        add_begun_gradient(context, layer, (dk, dv))
         return dq, None, None, None, None, torch.cat(of_sinks) if of_sinks else None, dk, dv
 
 
@@ -97,6 +99,22 @@ def _heads(part: int, parts: int, tensors: Iterable[Tensor]) -> Tensors:
 
 def _joined(groups: Sequence[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(tuple(groups), 1)
+
+
+def keep_begun(context: ChunkContext, layer: int, cached: Tensors) -> None:
+    """Copy what a chunk caches of a sequence that it begins behind another one's end, for that sequence's next slice."""
+    if context.begun is not None:
+        context.kv_cache.append(layer, context.begun, tuple(x[context.begun_rows] for x in cached))
+
+
+def add_begun_gradient(context: ChunkContext, layer: int, grads: Tensors) -> None:
+    """Add the gradients of the later slices of such a sequence to those of the chunk's tokens, and free its cache."""
+    if context.begun is not None:
+        rows, kv_cache = context.begun_rows, context.kv_cache
+        kv_cache.fetch(layer, context.begun, tuple(x[:0] for x in grads))
+        complete = kv_cache.take_gradient(layer, context.begun, tuple(x[rows] for x in grads))
+        for grad, own in zip(grads, complete, strict=True):
+            grad[rows] = own
 
 
 def compact(x: Tensor) -> Tensor:
@@ -167,10 +185,15 @@ def _within(
     view, handover, key = context.view, context.kv_cache.handover, -1 - layer  # other layers hand on by numbers from 0
     tail = () if view is None else handover.enter(key, view, forward_only=context.forward_only)
     rows = tuple(torch.cat(pair) for pair in zip(tail, cached, strict=True)) if tail else cached
-    alone = replace(context, table=context.table.within(window), view=None)
+    alone = replace(context, table=context.table.within(window), view=None, begun=None)
     out: Tensor = _ChunkAttention.apply(q, alone, layer, scale, preference, sinks, *rows)
     if view is None:
         return out
     end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
     state = tuple(x[max(0, end - window) : end] for x in rows)
-    return handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
+    out = handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
+    if context.begun is None:
+        return out
+    begin, end = context.begun_rows.start, context.begun_rows.stop
+    state = tuple(x[max(begin, end - window) : end] for x in cached)
+    return handover.leave(key, context.begun, out, state, forward_only=context.forward_only, most_rows=window)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
-from megatron_epp.runtime.attention.core import compact
+from megatron_epp.runtime.attention.core import add_begun_gradient, compact, keep_begun
 from megatron_epp.runtime.attention.kernels.base import Saved
 from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
@@ -57,6 +57,7 @@ class _LatentAttention(torch.autograd.Function):
                 inputs = _heads(group, q), *keys_and_values(seen, expansion[group], unrotated)
                 out[:, group], more = kernel.forward(*inputs, table, scale)
                 saved += more
+            keep_begun(context, layer, cached)
             return out, tuple(saved)
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
@@ -94,6 +95,7 @@ class _LatentAttention(torch.autograd.Function):
         for at, group in enumerate(groups):
             run(at, group)
         grads: Tensors = sums if view is None else kv_cache.take_gradient(ctx.layer, view, sums)
+        add_begun_gradient(context, ctx.layer, grads)
         d_latent, d_rotated = (x.to(q.dtype) for x in grads)
         return dq, d_latent, d_rotated, d_expansion, None, None, None, None
 

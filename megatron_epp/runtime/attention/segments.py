@@ -98,6 +98,11 @@ class SegmentTable:
         """Number of tokens without the padding."""
         return self.query_starts[-2] if self.segments[-1].sequence < 0 else self.query_starts[-1]
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of segments without the padding."""
+        return len(self.segments) - (self.segments[-1].sequence < 0)
+
     @cached_property
     def max_query(self) -> int:
         return max(s.num_tokens for s in self.segments)

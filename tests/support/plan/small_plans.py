@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Copy, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
-from megatron_epp.plan.chunk import slice_neighbours
 
 BIG = 10**9
 TIMES = {Op.F: 10.0, Op.B: 20.0, Op.W: 10.0, Op.R: 10.0, Op.O: 5.0, Op.L: 5.0}
@@ -105,16 +104,15 @@ def _step(
     forward_only: bool,
 ) -> Step:
     op, stage, c = action
-    links = slice_neighbours(chunks)
-    first = links.previous[c] is None and links.following[c] is not None
-    last = links.previous[c] is not None and links.following[c] is None
-    cache = 5 * lengths[chunks[c].segments[0].sequence]
+    slices = chunks[c].slices_of(lengths)
+    opened = 5 * sum(lengths[part.sequence] for part in slices if part.start == 0)
+    closed = 5 * sum(lengths[part.sequence] for part in slices if part.end == lengths[part.sequence])
     kept = 0 if forward_only else 10 * chunks[c].num_tokens
     for_w = 4 * chunks[c].num_tokens if has_w else 0
     away = int(kept * shares[stage][c])
     alloc, free = {
-        Op.F: (kept + cache * first, cache * (last and forward_only)),
-        Op.B: (cache * last, kept - for_w + 2 * cache * first),
+        Op.F: (kept + opened, closed * forward_only),
+        Op.B: (closed, kept - for_w + 2 * opened),
         Op.W: (0, 4 * chunks[c].num_tokens),
         Op.O: (0, away),
         Op.L: (away, 0),

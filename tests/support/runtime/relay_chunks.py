@@ -71,9 +71,10 @@ class ChunkedLayer:
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.kv_cache = SlicedKVCache()
         self.layers, self.window = layers, window
-        self.contexts = [ChunkContext(c, *_of(layout, self.kv_cache)) for c, layout in enumerate(chunk_layouts(self.plan))]
-        if forward_only:
-            self.contexts = [ChunkContext(x.chunk, x.table, x.kv_cache, x.view, forward_only=True) for x in self.contexts]
+        self.contexts = [
+            ChunkContext(c, layout.table, self.kv_cache, layout.view, forward_only=forward_only, begun=layout.begun)
+            for c, layout in enumerate(chunk_layouts(self.plan))
+        ]
         self.outputs = {}
 
     def forward(self, chunk, mode="kept"):
@@ -138,12 +139,9 @@ class ChunkedLayer:
 
     def cache_bytes(self):
         """Cached tensors of every sliced sequence and of what shares the chunk of its tail."""
-        firsts = [x.view for x in self.contexts if x.view is not None and x.view.start == 0]
+        views = [view for x in self.contexts for view in (x.view, x.begun)]
+        firsts = [view for view in views if view is not None and view.start == 0]
         return sum(self.layers * size_class(view.capacity) * self.cached_width * 8 for view in firsts)
-
-
-def _of(layout, kv_cache):
-    return layout.table, kv_cache, layout.view
 
 
 def slices(sequence, *cuts):
