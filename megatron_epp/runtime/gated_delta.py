@@ -120,30 +120,32 @@ class DeltaLayer:
         starts, takes_offsets = table.query_starts, self.convolve is not None
         columns = [x[None].contiguous() for x in (*heads, log_decay, strength)]
 
-        def run(start: int, end: int, **options: Any) -> tuple[Tensor, Tensor | None]:
+        def run(start: int, end: int, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:
             q, k, v, g, beta = (x[:, start:end] for x in columns)
-            return self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
+            options = {"initial_state": state, "output_final_state": False} | options
+            out, last = self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
+            return out[0], last
 
         def whole(first: int, stop: int) -> Iterator[Tensor]:
             """Yield the output of segments that neither continue nor go on."""
-            packs = takes_offsets and (stop - first > 1 or view is None)
-            offsets = table.cu_seqlens(log_decay.device)[0][first : stop + 1] - starts[first] if packs else None
-            for ends in [(starts[first], starts[stop])] if packs else pairwise(starts[first : stop + 1]):
-                yield run(*ends, initial_state=None, output_final_state=False, **({"cu_seqlens": offsets} if packs else {}))[0][
-                    0
-                ]
+            if takes_offsets and (stop - first > 1 or view is None):
+                offsets = table.cu_seqlens(log_decay.device)[0][first : stop + 1]
+                yield run(starts[first], starts[stop], cu_seqlens=offsets - starts[first] if first else offsets)[0]
+            else:
+                yield from (run(*ends)[0] for ends in pairwise(starts[first : stop + 1]))
 
         # Alone, since a state of every sequence would be in memory otherwise.
-        alone = [(0, view, memory)] * (view is not None) + [(table.num_sequences - 1, begun, None)] * (begun is not None)
+        alone = ((0, view, memory), (table.num_sequences - 1, begun, None))
         outs, memories, done = list[Tensor](), dict[int, Tensor](), 0
-        for number, own_view, state in alone:
-            outs += whole(done, number)
-            out, last = run(*starts[number : number + 2], initial_state=state, output_final_state=not own_view.is_last_slice)
-            outs.append(out[0])
-            memories |= {} if last is None else {number: last}
-            done = number + 1
+        for number, part, state in alone:
+            if part is not None:
+                outs += whole(done, number)
+                out, last = run(*starts[number : number + 2], state, output_final_state=not part.is_last_slice)
+                outs.append(out)
+                memories |= {} if last is None else {number: last}
+                done = number + 1
         outs += whole(done, len(table.segments))
-        return torch.cat(outs), memories
+        return torch.cat(outs) if len(outs) > 1 else outs[0], memories
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -73,10 +73,8 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         if slices and slices[0][0] > 0:
             yield _fault(f"chunk {c} has its slice at position {slices[0][0]}; a slice comes first in its chunk")
         elif len(slices) > 1 and slices != [(0, True, False), (len(chunk.segments) - 1, False, True)]:
-            yield _fault(
-                f"chunk {c} holds {len(slices)} slices of longer sequences; two can run in a chunk if the first segment ends one "
-                "and the last begins one"
-            )
+            reason = "two can run in a chunk if the first segment ends one and the last begins one"
+            yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; {reason}")
     for sequence, parts in enumerate(held):
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
