@@ -140,7 +140,7 @@ class DeltaLayer:
         for number, part, state in alone:
             if part is not None:
                 outs += whole(done, number)
-                out, last = run(*starts[number : number + 2], state, output_final_state=not part.is_last_slice)
+                out, last = run(starts[number], starts[number + 1], state, output_final_state=not part.is_last_slice)
                 outs.append(out)
                 memories |= {} if last is None else {number: last}
                 done = number + 1
