@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned
@@ -27,6 +26,8 @@ _SPARE_SHARE = 0.15
 """Share of a chunk's time by which all chunks of a long sequence together may exceed theirs before it gets one more."""
 _LONG_SHARE = 0.05
 """Share by which a sequence must take longer than the widest run to get a run of its own."""
+_NEAR_SHARE, _LEAST_TOKENS = 0.02, 32
+"""Share of a chunk's time by which a cut moves to the end of a sequence, and least tokens of a sequence on a side of a cut."""
 
 
 def cut_in_runs(chunkers: Sequence[Chunker], num_chunks: float, widest: int) -> Aligned | None:
@@ -81,83 +82,40 @@ def _table(chunker: Chunker, falling: Sequence[tuple[float, int]], num_long: int
         yield from chunks
 
 
-class _Split(NamedTuple):
-    """Division of a run over its columns, which will be chunks.
-
-    Attributes:
-        longest_us: time of the column that takes longest.
-        pieces: of every sequence that is cut, the time in each of its columns, which no other's are in.
-        whole: sequences that every column has besides.
-    """
-
-    longest_us: float
-    pieces: dict[int, dict[int, float]]
-    whole: list[list[int]]
-
-
 def _cut(chunker: Chunker, run: Sequence[tuple[float, int]], width: int) -> list[Chunk]:
     """Return the chunks of a run; fewer than its width where there is too little to cut.
+
+    Its sequences are one stream, cut where a chunk has taken its share of the time: where one ends inside of a chunk the next
+    one begins there.
 
     Args:
         run: time and number of its sequences, the one that takes longest first.
     """
-    lengths, times_us = chunker.problem.lengths, {q: time_us for time_us, q in run}
-    falling = [*times_us]
-    if not falling or width == 1:
-        return [Chunk(tuple(Segment(q, 0, lengths[q]) for q in falling))] * bool(falling)
-    chunk_us = sum(times_us.values()) / width
-    most = min(width - 1, max(1, sum(time_us > chunk_us for time_us in times_us.values())))
-    splits = (_split(falling, times_us, width, num_cut) for num_cut in range(1, most + 1))
-    split = min(splits, key=lambda split: split.longest_us)
-    chunks, used = list[Chunk](), set[int]()
-    for q, pieces in split.pieces.items():
-        begin, until_us = 0, 0.0
-        for number in sorted(pieces):
-            until_us += pieces[number]
-            end = lengths[q] if number == max(pieces) else chunker.cut_near(q, until_us)
+    lengths, chunk_us = chunker.problem.lengths, sum(time_us for time_us, _ in run) / width
+    least = chunker.problem.token_multiple * -(-_LEAST_TOKENS // chunker.problem.token_multiple)
+    chunks, parts, room_us = list[Chunk](), list[Segment](), chunk_us
+    for time_us, q in run:
+        begin = 0
+        while begin < lengths[q]:
+            rest_us = chunker.part_us(q, begin, lengths[q]) if begin else time_us
+            end = lengths[q]
+            if len(chunks) < width - 1 and rest_us > (1 + _NEAR_SHARE) * room_us:
+                end = chunker.cut_near(q, time_us - rest_us + max(0.0, room_us))
+                if min(end - begin, lengths[q] - end) < least:  # too little of the sequence on one side of the cut
+                    end = begin if parts else min(begin + least, lengths[q])
             if end > begin:
-                chunks.append(Chunk((Segment(q, begin, end), *(Segment(w, 0, lengths[w]) for w in split.whole[number]))))
-                used.add(number)
+                parts.append(Segment(q, begin, end))
+                room_us -= rest_us if end == lengths[q] else room_us
                 begin = end
-    rest = (split.whole[number] for number in range(width) if number not in used)
-    return chunks + [Chunk(tuple(Segment(q, 0, lengths[q]) for q in whole)) for whole in rest if whole]
+            if len(chunks) < width - 1 and (begin < lengths[q] or room_us <= _NEAR_SHARE * chunk_us):
+                chunks.append(_chunk_of(parts, lengths))
+                parts, room_us = [], chunk_us
+    return [*chunks, _chunk_of(parts, lengths)] if parts else chunks
 
 
-def _split(falling: Sequence[int], times_us: Mapping[int, float], width: int, num_cut: int) -> _Split:
-    """Divide a run, cutting so many of its sequences: each over as many columns as it fills, the last over all that are left.
-
-    Whole sequences fill up the columns, and then every cut one levels its own.
-    """
-    chunk_us, start = sum(times_us.values()) / width, 0
-    columns, own = list[tuple[float, int]](), dict[int, range]()
-    for number, q in enumerate(falling[:num_cut]):
-        is_last = number == num_cut - 1
-        fills = width if is_last else max(1, math.ceil(times_us[q] / chunk_us - _SPARE_SHARE))
-        own[q] = range(start, min(width, start + fills))
-        columns += [(0.0 if is_last else times_us[q] / len(own[q]), at) for at in own[q]]
-        start = own[q].stop
-    heapq.heapify(columns)
-    whole: list[list[int]] = [[] for _ in range(width)]
-    loads_us = [0.0] * width
-    for q in (*falling[num_cut:], *(q for q, of in own.items() if not of)):
-        load_us, number = columns[0]
-        whole[number].append(q)
-        loads_us[number] += times_us[q]
-        heapq.heapreplace(columns, (load_us + times_us[q], number))
-    pieces = {q: _level(sorted((loads_us[at], at) for at in of), times_us[q]) for q, of in own.items() if of}
-    levels = (loads_us[at] + time_us for of in pieces.values() for at, time_us in of.items())
-    return _Split(max(*levels, *loads_us), pieces, whole)
-
-
-def _level(columns: Sequence[tuple[float, int]], time_us: float) -> dict[int, float]:
-    """Return the parts of a time that level the columns that have least, by their numbers.
-
-    Args:
-        columns: time and number of each, the least first.
-    """
-    total_us = time_us
-    for count, (load_us, _) in enumerate(columns, start=1):
-        total_us += load_us
-        if count == len(columns) or total_us / count <= columns[count][0]:
-            break
-    return {number: total_us / count - load_us for load_us, number in columns[:count]}
+def _chunk_of(parts: Sequence[Segment], lengths: Sequence[int]) -> Chunk:
+    """Return a chunk of neighbouring parts of a stream; one that goes on comes first if no sequence ends in front of it."""
+    *others, last = parts
+    if last.end < lengths[last.sequence] and parts[0].start == 0:
+        return Chunk((last, *others))
+    return Chunk(tuple(parts))
