@@ -61,10 +61,6 @@ class Chunk:
                 return last
         return None
 
-    def slices_of(self, lengths: Sequence[int]) -> tuple[Segment, ...]:
-        """The segments that are parts of longer sequences: `slice_of` and `begun_of`."""
-        return tuple(part for part in (self.slice_of(lengths), self.begun_of(lengths)) if part is not None)
-
     def kind(self, lengths: Sequence[int]) -> str:
         """Kind of the chunk: ``batched``, ``split`` or ``hybrid``."""
         if self.slice_of(lengths) is None:

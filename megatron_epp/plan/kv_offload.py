@@ -79,14 +79,19 @@ def host_peaks(timeline: Timeline) -> tuple[int, ...]:
 
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:
-    """Chunks of every sliced sequence of a plan, in the order of its slices."""
+    """Chunks of every sequence of a plan that `slices_in` lists."""
     return slices_in(plan.chunks, plan.lengths)
 
 
 def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
-    """Chunks of every sliced sequence of a chunk table, in the order of its slices."""
+    """Chunks of every sequence whose slices all come first in their chunks, in the order of its slices.
+
+    KV offload is for these: one slice at a time is attended to from the host, so what begins behind another sequence stays on
+    the device.
+    """
+    begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
-        for part in chunk.slices_of(lengths):
+        if (part := chunk.slice_of(lengths)) is not None and part.sequence not in begun:
             starts.setdefault(part.sequence, []).append((part.start, c))
     return {sequence: [c for _, c in sorted(parts)] for sequence, parts in starts.items()}

@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
-from megatron_epp.planner.chunks.in_runs import LOCKSTEP_WIDTHS, cut_in_runs
-from megatron_epp.planner.order import arranged, has_groups, slice_groups
-from megatron_epp.planner.orders.patterns import is_looped
+from megatron_epp.planner.chunks.in_runs import LOCKSTEP_SHAPES, SHAPES, SHAPES_OF_SEVERAL, Shape, cut_in_runs, falling_times
+from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import (
     EQUAL_LENGTH,
     EVEN_TIME,
-    IN_TURNS,
     LONGEST,
     MICROBATCH_STARTS,
-    RUNS,
     STARTS,
     WHOLE,
     Recipe,
@@ -31,11 +28,11 @@ class Cut(NamedTuple):
 
     Attributes:
         chunkers: of every replica.
-        widest: width of runs; 0 for grains.
+        shape: of runs; None for slices that all sequences have in common.
     """
 
     chunkers: tuple[Chunker, ...]
-    widest: int = 0
+    shape: Shape | None = None
 
 
 class ChunkTables:
@@ -52,15 +49,14 @@ class ChunkTables:
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         variants, is_single = replicas.chunkers(), self.problem.has_one_stage_per_rank
-        grains = {name: Cut(chunkers) for name, chunkers in zip((EVEN_TIME, EQUAL_LENGTH), variants, strict=False)}
-        in_turns = is_looped(self.problem) and not is_single and self.options.slices is None
-        turns = {IN_TURNS: Cut(variants[0])} if in_turns else {}
         is_free = not (self.options.slices or self.options.chunk_tokens or self.problem.spans)
-        is_free &= not any(has_groups(problem.loss_groups) for problem in replicas.problems)
-        widths: tuple[int, ...] = LOCKSTEP_WIDTHS if replicas.is_lockstep else (1,)
-        in_runs = {RUNS.format(width): Cut(variants[0], width) for width in widths if is_free}
-        self.cuts = in_runs | grains if replicas.is_lockstep else grains | turns | in_runs
-        self.next_cut = next((name for name in self.cuts if name not in (*[*self.cuts][:1], IN_TURNS)), "")
+        shapes = LOCKSTEP_SHAPES if replicas.is_lockstep else SHAPES if is_single else SHAPES_OF_SEVERAL
+        grains = {name: Cut(chunkers) for name, chunkers in zip((EVEN_TIME, EQUAL_LENGTH), variants, strict=False)}
+        in_runs = {str(shape): Cut(variants[0], shape) for shape in shapes}
+        # Of replicas in lockstep, one may have too few sequences for runs.
+        self.cuts = grains if not is_free else in_runs | grains if replicas.is_lockstep else in_runs
+        self._falling = [falling_times(chunker) for chunker in variants[0]]
+        self.next_cut = next(iter([*self.cuts][1:]), "")
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
         self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
@@ -82,9 +78,9 @@ class ChunkTables:
         return self._tables[key]
 
     def _cut_all(self, recipe: Recipe) -> Aligned | None:
-        chunkers, widest = self.cuts[recipe.cut]
-        if widest and recipe.grain > LONGEST:
-            return cut_in_runs(chunkers, recipe.grain * self.problem.num_ranks, widest)
+        chunkers, shape = self.cuts[recipe.cut]
+        if shape is not None and recipe.grain > LONGEST:
+            return cut_in_runs(chunkers, self._falling, recipe.grain * self.problem.num_ranks, shape)
         if recipe.grain == WHOLE and self.options.slices is None:
             every = zip(self.replicas.problems, chunkers, strict=True)
             whole = [whole_by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
@@ -113,14 +109,7 @@ class ChunkTables:
         grain = chunker.lockstep_grain(count) if in_lockstep else chunker.grain(chunks=count)
         if streams:  # keys and values of equal pieces: short ones do not hide the copies
             return chunker.capped_at_twice_mean(grain).table(grain)
-        return self._equal_lengths(chunker, grain.slices) if recipe.cut == IN_TURNS else chunker.table(grain)
-
-    def _equal_lengths(self, chunker: Chunker, slices: int) -> tuple[Chunk, ...] | None:
-        """Cut slices of equal length, as many as take turns on the stages of the ranks without a gap."""
-        longest, ranks = max(chunker.problem.lengths), self.problem.num_ranks
-        slices = max(1, round(slices / ranks)) * ranks
-        least, most = -(-longest // chunker.token_cap), min(-(-longest // self.problem.token_multiple), MOST_CHUNKS)
-        return chunker.equal_length_table(slices) if least <= slices <= most else None
+        return chunker.table(grain)
 
     def _with_start(self, recipe: Recipe) -> Aligned | None:
         """Move other sequences to the front of a table of one replica."""

@@ -17,6 +17,7 @@ from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.chunks.in_runs import Shape
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
@@ -114,7 +115,8 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tu
     """
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
-    values = values_of(problem, options, (name for name, cut in chunk_tables.cuts.items() if not cut.widest), splits=False)
+    cuts = [name for name, cut in chunk_tables.cuts.items() if cut.shape in (None, Shape(1))]
+    values = values_of(problem, options, cuts, splits=False)
     recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
     tables = dict.fromkeys(table for recipe in recipes if (table := chunk_tables.table(recipe)) is not None)
     may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches

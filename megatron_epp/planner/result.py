@@ -189,7 +189,7 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
 def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
     free = Candidates(replicas.without_caps, chunks=chunks)
-    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem), free.values
+    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem, free.values["cut"][0]), free.values
     for reach, lead in product(values["reach"], values["lead"]):
         free.of(first._replace(reach=reach, lead=lead))
         candidates.of(first._replace(reach=reach, lead=lead))

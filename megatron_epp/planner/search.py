@@ -141,7 +141,7 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    first = settings.first_recipe(free.problem)._replace(cut=free.values["cut"][0])
+    first = settings.first_recipe(free.problem, free.values["cut"][0])
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
     if free.chunk_tables.next_cut:
         others.append(best.recipe._replace(cut=free.chunk_tables.next_cut))

@@ -31,9 +31,9 @@ WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 """With several stages per rank: chunks alive on a rank's first stage, in multiples of the ranks."""
 
 
-EVEN_TIME, EQUAL_LENGTH, IN_TURNS, RUNS = "even time", "equal length", "equal length in turns", "runs of {}"
-"""Ways to cut a batch: slices of equal time; of equal length where a token cap binds, or as many as take turns on the stages of
-looped ranks; runs of some width (`chunks.in_runs`).
+EVEN_TIME, EQUAL_LENGTH = "even time", "equal length"
+"""Ways to cut a batch where it cannot be in runs (`chunks.in_runs`): slices of equal time; of equal length where a token cap
+binds.
 """
 
 
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
     """
 
     grain: float = 12.0
-    cut: str = EVEN_TIME
+    cut: str = ""
     start: str = "longest"
     lead: float = 2.0
     reach: str = "need"
@@ -164,14 +164,13 @@ class Opening(NamedTuple):
 
 
 WHOLE_OPENINGS = tuple(
-    Opening({"grain": WHOLE, "cut": EVEN_TIME, "start": start, "lead": 1.0, "reach": "slices"})
-    for start in ("longest", "shortest")
+    Opening({"grain": WHOLE, "start": start, "lead": 1.0, "reach": "slices"}) for start in ("longest", "shortest")
 )
 """Chunks of whole sequences in 1F1B."""
 OPENINGS = {
     True: (
         Opening({"lead": 3.0, "reach": "room"}),
-        Opening({"lead": 1.0, "reach": "need"}, scans_grains=True),
+        Opening({"lead": 1.0, "reach": "need", "start": "second"}, scans_grains=True),
         Opening({"lead": 0.0, "reach": "need"}),
         *WHOLE_OPENINGS,
     ),
@@ -184,10 +183,10 @@ twice as long with them.
 """
 
 
-def first_recipe(problem: Problem) -> Recipe:
-    """Return the recipe at which the search begins."""
+def first_recipe(problem: Problem, cut: str = "") -> Recipe:
+    """Return the recipe at which the search begins, with a way to cut."""
     grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
-    return Recipe(grain, reach="need" if problem.has_one_stage_per_rank else "turns")
+    return Recipe(grain, cut, reach="need" if problem.has_one_stage_per_rank else "turns")
 
 
 def values_of(problem: Problem, options: Options, cuts: Iterable[str], splits: bool) -> dict[str, tuple[Any, ...]]:
@@ -200,7 +199,7 @@ def values_of(problem: Problem, options: Options, cuts: Iterable[str], splits: b
     starts = MICROBATCH_STARTS if is_whole else STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1]
     return {
         "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem).grain,),
-        "cut": (EVEN_TIME,) if is_whole else tuple(cuts),
+        "cut": tuple(cuts),
         "start": starts,
         "lead": LEADS if placement == SINGLE else WIDTHS,
         "reach": tuple(name for name, kind in REACHES.items() if placement in kind.placements and (splits or not kind.splits)),

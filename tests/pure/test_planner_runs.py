@@ -1,4 +1,4 @@
-"""Runs of replicas in lockstep: whole sequences in as many chunks of about equal time in all of them."""
+"""Runs: whole sequences, one behind the other, in chunks of about equal time, as many in all replicas in lockstep."""
 
 import random
 from itertools import accumulate, pairwise
@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.chunks.in_runs import LOCKSTEP_WIDTHS, cut_in_runs
+from megatron_epp.planner.chunks.in_runs import LOCKSTEP_SHAPES, SHAPES, SMALL_ENDS, Shape, cut_in_runs, falling_times
 from megatron_epp.planner.order import slice_groups
 
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
@@ -34,37 +34,83 @@ def times_us(chunker, table):
     return [sum(chunker.part_us(part.sequence, part.start, part.end) for part in chunk.segments) for chunk in table]
 
 
-@pytest.mark.parametrize("widest", LOCKSTEP_WIDTHS)
+def cut(chunkers, num_chunks, shape):
+    return cut_in_runs(chunkers, [*map(falling_times, chunkers)], num_chunks, shape)
+
+
+def check_table(chunker, table):
+    """Every token is there once; what a chunk goes on with comes first in it, and what goes on behind an end comes last."""
+    problem = chunker.problem
+    parts = sorted(part for chunk in table for part in chunk.segments)
+    ends = {part.sequence: part.end for part in parts}
+    assert ends == dict(enumerate(problem.lengths))
+    assert all(a.end == b.start for a, b in pairwise(parts) if a.sequence == b.sequence)
+    assert all(part.start % problem.token_multiple == 0 for part in parts)
+    for chunk in table:
+        assert all(part.start == 0 for part in chunk.segments[1:])
+        begun = [at for at, part in enumerate(chunk.segments) if at and part.end < problem.lengths[part.sequence]]
+        assert begun in ([], [len(chunk.segments) - 1])
+        assert not begun or chunk.segments[0].start > 0
+
+
+@pytest.mark.parametrize("shape", [*LOCKSTEP_SHAPES, Shape(4, SMALL_ENDS)], ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_all_replicas_have_runs_of_the_same_widths_with_whole_sequences_and_every_token_once(seed, widest):
+def test_all_replicas_have_runs_of_the_same_widths_with_whole_sequences_and_every_token_once(seed, shape):
     multiple = 1 + 3 * (seed % 2)
     chunkers = chunkers_of(*drawn(seed, multiple=multiple), token_multiple=multiple)
-    aligned = cut_in_runs(chunkers, 12, widest)
+    aligned = cut(chunkers, 12, shape)
     assert aligned is not None
     assert sum(aligned.runs) == len(aligned)
     assert len(aligned) >= 12
     for chunker, table in zip(chunkers, aligned.chunks, strict=True):
         assert len(table) == len(aligned)
-        parts = sorted(part for chunk in table for part in chunk.segments)
-        ends = {part.sequence: part.end for part in parts}
-        assert ends == dict(enumerate(chunker.problem.lengths))
-        assert all(a.end == b.start for a, b in pairwise(parts) if a.sequence == b.sequence)
-        assert all(part.start % multiple == 0 for part in parts)
-        assert all(part.start == 0 for chunk in table for part in chunk.segments[1:])
+        check_table(chunker, table)
         begin = {group.start for group in slice_groups(table)}
         assert {0, *accumulate(aligned.runs[:-1])} <= begin
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_chunks", [1, 3, 12, 200])
+def test_one_pipeline_is_cut_as_finely_as_its_sequences_allow(seed, shape, num_chunks):
+    (chunker,) = chunkers_of(drawn(seed)[0])
+    aligned = cut([chunker], num_chunks, shape)
+    assert aligned is not None
+    check_table(chunker, aligned.chunks[0])
+    assert len(aligned) >= min(num_chunks, len(chunker.problem.lengths))
+
+
+def test_streams_begin_a_sequence_in_the_chunk_where_another_one_ends():
+    (chunker,) = chunkers_of([900] * 4)
+    aligned = cut([chunker], 3, Shape(4))
+    assert aligned is not None
+    chunks = aligned.chunks[0]
+    assert any(chunk.begun_of(chunker.problem.lengths) for chunk in chunks)
+    assert [group.stop - group.start for group in slice_groups(chunks)] == [len(chunks)], "one run"
+
+
+def test_chunks_at_both_ends_are_smaller_if_they_shall_be():
+    (chunker,) = chunkers_of([200] * 400)
+    even, small = (cut([chunker], 40, shape) for shape in (Shape(1), Shape(1, SMALL_ENDS)))
+    assert even is not None
+    assert small is not None
+    assert max(times_us(chunker, even.chunks[0])) < 1.15 * min(times_us(chunker, even.chunks[0]))
+    times = times_us(chunker, small.chunks[0])
+    assert times[-1] < 0.5 * max(times)
+    assert times[0] < max(times) < 1.1 * max(times_us(chunker, even.chunks[0]))
+    assert times[-4:] == sorted(times[-4:], reverse=True)
+
+
 def test_chunks_of_the_same_number_take_about_equally_long_where_there_is_enough_to_fill_them():
     chunkers = chunkers_of(*([3000, 900, *[160] * 60, *[40] * 40],) * 2, [700] * 22, [250] * 70)
-    aligned = cut_in_runs(chunkers, 12, 3)
+    aligned = cut(chunkers, 12, Shape(3))
     assert aligned is not None
     every = zip(*(times_us(chunker, table) for chunker, table in zip(chunkers, aligned.chunks, strict=True)), strict=True)
-    assert sum(map(max, every)) <= 1.12 * max(chunker.total_us for chunker in chunkers)
+    assert sum(map(max, every)) <= 1.06 * max(chunker.total_us for chunker in chunkers)
 
 
 def test_a_sequence_that_is_longer_than_the_widest_run_has_one_of_its_own_in_all_replicas():
-    aligned = cut_in_runs(chunkers_of([6000, *[100] * 20], [300] * 40), 12, 2)
+    aligned = cut(chunkers_of([6000, *[100] * 20], [300] * 40), 12, Shape(2))
     assert aligned is not None
     assert aligned.runs[0] > 2
     first = aligned.chunks[0][: aligned.runs[0]]
@@ -73,4 +119,4 @@ def test_a_sequence_that_is_longer_than_the_widest_run_has_one_of_its_own_in_all
 
 @pytest.mark.parametrize("batches", [([500] * 20, [3]), ([500] * 20, [40, 2])])
 def test_a_replica_with_too_little_to_cut_has_no_runs(batches):
-    assert cut_in_runs(chunkers_of(*batches, token_multiple=1), 64, 1) is None
+    assert cut(chunkers_of(*batches, token_multiple=1), 64, Shape(1)) is None

@@ -45,7 +45,7 @@ def test_the_plan_is_the_planners_and_every_step_of_a_walk_is_told(batch: Proble
 
 
 def test_no_other_value_alone_is_clearly_faster_and_each_says_what_it_gives():
-    explanation = explain(tight(share=0.3), pipeline(4), Options())
+    explanation = explain(tight(share=0.15), pipeline(4), Options())
     best = explanation.walks[-1].candidates[-1]
     assert {other.setting for other in explanation.others} >= {"grain", "reach", "lead", "start"}
     for other in explanation.others:

@@ -1,27 +1,66 @@
-"""Chunk tables of runs: whole sequences in a number of neighbouring chunks that take equally long.
+"""Chunk tables of runs: whole sequences, one behind the other, cut into chunks by time.
 
-That number is the run's width. Width 1 is a packed chunk, and a long sequence by itself is its slices. Of several sequences
-those that take longer than a chunk are cut, each over chunks of its own, so that they level what the others fill.
+The number of a run's chunks is its width. Width 1 is a packed chunk, and a long sequence by itself is its slices; of several
+sequences, those are cut in which a chunk ends, and the next chunk goes on with them. Forwards of a run come in order, its
+backwards in reverse.
+
+Chunks take equally long, but for those at the ends of a table, which are smaller: a pipeline fills and empties sooner with
+small chunks, and has less overhead with large ones between. Chunks of 30 % at the ends made plans of one stage per rank 1.8 %
+faster than equal ones at the median of 12 batches of 16 and 32 sequences, and 0.9 % of 16 batches of 64 to 512.
 
 Widths are common to all replicas of a lockstep group, so that the k-th chunks of all take equally long, and one order serves
-them all. With tables cut for each replica by itself and laid side by side the group took 8.6 % longer than its slowest replica
-alone at the median of 21 batches, 39 % at worst; with runs 4.0 and 12.5 % (`scripts.bench.lockstep`). One pipeline has runs of
-width 1, which leave no small chunk over: an update of 82 sequences on two ranks is 7 % faster, larger batches are as fast.
+them all: the group takes 1.6 % longer than its slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
 
-LOCKSTEP_WIDTHS = (4, 2, 3, 1, 6, 8)
-"""Widths of the runs of sequences that take less than those. Wide runs fill better, and keep keys and values of more chunks."""
+
+class Ends(NamedTuple):
+    """Smaller chunks at the ends of a table.
+
+    Attributes:
+        rising, falling: chunks that grow at the beginning and shrink at the end, in multiples of the ranks.
+        least: share of a chunk's time that the first and the last have.
+    """
+
+    rising: float = 0.0
+    falling: float = 0.0
+    least: float = 1.0
+
+
+EVEN, SMALL_ENDS = Ends(), Ends(0.5, 2.0, 0.3)
+
+
+class Shape(NamedTuple):
+    """Shape of a table of runs.
+
+    Attributes:
+        widest: width of the runs of sequences that do not take longer; the last run may have less.
+    """
+
+    widest: int
+    ends: Ends = EVEN
+
+    def __str__(self) -> str:
+        return f"runs of {self.widest}" + ", small ends" * (self.ends != EVEN)
+
+
+SHAPES = Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS), Shape(1)
+"""With one stage per rank. Wide runs fill better, and keep keys and values of more chunks."""
+SHAPES_OF_SEVERAL = Shape(1), Shape(1, SMALL_ENDS), Shape(4), Shape(4, SMALL_ENDS), Shape(2)
+"""With several stages per rank, which fill sooner."""
+LOCKSTEP_SHAPES = Shape(4), Shape(2), Shape(3), Shape(1), Shape(6), Shape(8), Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS)
 _SPARE_SHARE = 0.15
 """Share of a chunk's time by which all chunks of a long sequence together may exceed theirs before it gets one more."""
 _LONG_SHARE = 0.05
@@ -29,77 +68,96 @@ _LONG_SHARE = 0.05
 _NEAR_SHARE, _LEAST_TOKENS = 0.02, 32
 """Share of a chunk's time by which a cut moves to the end of a sequence, and least tokens of a sequence on a side of a cut."""
 
+Timed = tuple[float, tuple[int, ...]]
+"""Time and numbers of sequences that stay in one run: one, or those with one loss."""
 
-def cut_in_runs(chunkers: Sequence[Chunker], num_chunks: float, widest: int) -> Aligned | None:
-    """Cut the batches of all replicas into about so many chunks each.
+
+def cut_in_runs(
+    chunkers: Sequence[Chunker], falling: Sequence[Sequence[Timed]], num_chunks: float, shape: Shape
+) -> Aligned | None:
+    """Cut the batches of all replicas into chunks, about so many if none were smaller than others.
 
     Args:
-        widest: width of the runs of sequences that do not take longer; the last run may have less.
+        falling: sequences of every replica (`falling_times`).
 
     Returns:
-        None where a replica has too few sequences or tokens for as many runs and chunks.
+        None where there would be too many, or where one of several replicas has too few sequences or tokens for as many as
+        another.
     """
-    falling = [_falling(chunker) for chunker in chunkers]
     chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
-    long_us = (1 + _LONG_SHARE) * widest * chunk_us
+    total_us, longest_us = chunk_us * num_chunks, max(own[0][0] for own in falling)
+    if longest_us > chunk_us:  # which shall have whole chunks
+        chunk_us = longest_us / math.ceil(longest_us / chunk_us - 1e-9)
+        num_chunks = total_us / chunk_us
+    long_us = (1 + _LONG_SHARE) * shape.widest * chunk_us
     long = [[time_us for time_us, _ in own if time_us > long_us] for own in falling]
     widths = [math.ceil(max(side_by_side) / chunk_us - _SPARE_SHARE) for side_by_side in zip_longest(*long, fillvalue=chunk_us)]
-    full, rest = divmod(max(0 if widths else 1, round(num_chunks) - sum(widths)), widest)
-    widths += [widest] * full + [rest] * (rest > 0)
-    if sum(widths) > MOST_CHUNKS:
+    if num_chunks > MOST_CHUNKS:
         return None
-    tables = [tuple(_table(*of)) for of in zip(chunkers, falling, map(len, long), [widths] * len(falling), strict=True)]
-    return Aligned(tuple(tables), tuple(widths)) if all(len(table) == sum(widths) for table in tables) else None
+    rest = _rest(num_chunks - sum(widths), shape.ends, chunkers[0].problem.num_ranks, at_least=0 if widths else 1)
+    runs = [(1.0,) * width for width in widths]
+    runs += [rest[at : at + shape.widest] for at in range(0, len(rest), shape.widest)]
+    tables = [_table(*of, runs) for of in zip(chunkers, falling, map(len, long), strict=True)]
+    if any(len(set(map(len, own))) > 1 for own in zip(*tables, strict=True)):
+        return None
+    widths = tuple(len(run) for run in tables[0] if run) if len(tables) > 1 else ()
+    return Aligned(tuple(tuple(chunk for run in table for chunk in run) for table in tables), widths)
 
 
-def _falling(chunker: Chunker) -> list[tuple[float, int]]:
-    """Return the time and number of every sequence, the one that takes longest first."""
-    times_us = (chunker.part_us(q, 0, length) for q, length in enumerate(chunker.problem.lengths))
-    return sorted(((time_us, q) for q, time_us in enumerate(times_us)), key=lambda each: (-each[0], each[1]))
+def _rest(num_chunks: float, ends: Ends, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
+    """Return the shares of a chunk's time that the chunks behind those of long sequences have, of about so many in all."""
+    rising, falling = (
+        [1 - (1 - ends.least) * number / count for number in range(1, count + 1)]
+        for count in (int(ends.rising * num_ranks), int(ends.falling * num_ranks))
+    )
+    while (rising or falling) and sum(rising) + sum(falling) > num_chunks:  # there are few: the largest of these go
+        longer = rising if 2 * len(rising) > len(falling) else falling
+        del longer[:1]
+    between = max(0 if rising or falling else at_least, round(num_chunks - sum(rising) - sum(falling)))
+    return (*rising[::-1], *[1.0] * between, *falling)
 
 
-def _table(chunker: Chunker, falling: Sequence[tuple[float, int]], num_long: int, widths: Sequence[int]) -> Iterator[Chunk]:
-    """Yield the chunks of one replica, up to the first run that cannot be cut.
-
-    Long sequences have the first runs. Each other one, the longest first, goes into the run that takes least time per chunk
-    then.
-    """
-    runs: list[list[tuple[float, int]]] = [[] for _ in widths]
-    loads: dict[int, list[tuple[float, int]]] = {}
-    for number, width in enumerate(widths):
-        own = falling[number : number + 1] if number < num_long else []
-        runs[number] += own
-        heapq.heappush(loads.setdefault(width, []), (sum(time_us for time_us, _ in own), number))
-    for time_us, q in falling[num_long:]:
-        width = min(loads, key=lambda width: ((loads[width][0][0] + time_us) / width, loads[width][0][1]))
-        load_us, number = loads[width][0]
-        runs[number].append((time_us, q))
-        heapq.heapreplace(loads[width], (load_us + time_us, number))
-    for run, width in zip(runs, widths, strict=True):
-        chunks = _cut(chunker, run, width)
-        if len(chunks) < width:
-            return
-        yield from chunks
+def falling_times(chunker: Chunker) -> list[Timed]:
+    """Return every sequence, or group of sequences with one loss, the one that takes longest first."""
+    lengths, groups = chunker.problem.lengths, dict[int, list[int]]()
+    times_us = [chunker.part_us(q, 0, length) for q, length in enumerate(lengths)]
+    for q in sorted(range(len(lengths)), key=lambda q: (-times_us[q], q)):
+        groups.setdefault(chunker.problem.loss_groups[q] if chunker.problem.loss_groups else q, []).append(q)
+    return sorted(
+        ((sum(times_us[q] for q in own), tuple(own)) for own in groups.values()), key=lambda each: (-each[0], each[1])
+    )
 
 
-def _cut(chunker: Chunker, run: Sequence[tuple[float, int]], width: int) -> list[Chunk]:
-    """Return the chunks of a run; fewer than its width where there is too little to cut.
+def _table(chunker: Chunker, falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Chunk]]:
+    """Return the chunks of every run of one replica.
 
-    Its sequences are one stream, cut where a chunk has taken its share of the time: where one ends inside of a chunk the next
-    one begins there.
+    Long ones of `falling` have the first runs. Each other one, the longest first, goes into the run that takes least time then
+    for the share that it has.
 
     Args:
-        run: time and number of its sequences, the one that takes longest first.
+        runs: shares of all chunks of each run.
     """
-    lengths, chunk_us = chunker.problem.lengths, sum(time_us for time_us, _ in run) / width
+    held = [[*falling[number : number + 1]] if number < num_long else [] for number in range(len(runs))]
+    sizes = np.array([sum(shares) for shares in runs])
+    loads_us = np.array([sum(time_us for time_us, _ in own) for own in held])
+    for time_us, sequences in falling[num_long:]:
+        number = int(((loads_us + time_us) / sizes).argmin())
+        held[number].append((time_us, sequences))
+        loads_us[number] += time_us
+    return [_cut(chunker, run, shares) for run, shares in zip(held, runs, strict=True)]
+
+
+def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float]) -> list[Chunk]:
+    """Return the chunks of a run, by their shares of its time; fewer where there is too little to cut."""
+    lengths, unit_us = chunker.problem.lengths, sum(time_us for time_us, _ in run) / sum(shares)
     least = chunker.problem.token_multiple * -(-_LEAST_TOKENS // chunker.problem.token_multiple)
-    chunks, parts, room_us = list[Chunk](), list[Segment](), chunk_us
-    for time_us, q in run:
-        begin = 0
+    chunks, parts, room_us = list[Chunk](), list[Segment](), unit_us * shares[0]
+    for q in (q for _, sequences in run for q in sequences):
+        begin, time_us = 0, chunker.part_us(q, 0, lengths[q])
         while begin < lengths[q]:
-            rest_us = chunker.part_us(q, begin, lengths[q]) if begin else time_us
-            end = lengths[q]
-            if len(chunks) < width - 1 and rest_us > (1 + _NEAR_SHARE) * room_us:
+            rest_us, end = chunker.part_us(q, begin, lengths[q]) if begin else time_us, lengths[q]
+            is_last = len(chunks) == len(shares) - 1
+            if not is_last and rest_us > room_us + _NEAR_SHARE * unit_us:
                 end = chunker.cut_near(q, time_us - rest_us + max(0.0, room_us))
                 if min(end - begin, lengths[q] - end) < least:  # too little of the sequence on one side of the cut
                     end = begin if parts else min(begin + least, lengths[q])
@@ -107,14 +165,14 @@ def _cut(chunker: Chunker, run: Sequence[tuple[float, int]], width: int) -> list
                 parts.append(Segment(q, begin, end))
                 room_us -= rest_us if end == lengths[q] else room_us
                 begin = end
-            if len(chunks) < width - 1 and (begin < lengths[q] or room_us <= _NEAR_SHARE * chunk_us):
+            if not is_last and (begin < lengths[q] or room_us <= _NEAR_SHARE * unit_us):
                 chunks.append(_chunk_of(parts, lengths))
-                parts, room_us = [], chunk_us
+                parts, room_us = [], unit_us * shares[len(chunks)]
     return [*chunks, _chunk_of(parts, lengths)] if parts else chunks
 
 
 def _chunk_of(parts: Sequence[Segment], lengths: Sequence[int]) -> Chunk:
-    """Return a chunk of neighbouring parts of a stream; one that goes on comes first if no sequence ends in front of it."""
+    """Return a chunk of neighbouring parts of a run; one that goes on comes first if no sequence ends in front of it."""
     *others, last = parts
     if last.end < lengths[last.sequence] and parts[0].start == 0:
         return Chunk((last, *others))

@@ -104,7 +104,7 @@ def _step(
     forward_only: bool,
 ) -> Step:
     op, stage, c = action
-    slices = chunks[c].slices_of(lengths)
+    slices = [part for part in (chunks[c].slice_of(lengths), chunks[c].begun_of(lengths)) if part is not None]
     opened = 5 * sum(lengths[part.sequence] for part in slices if part.start == 0)
     closed = 5 * sum(lengths[part.sequence] for part in slices if part.end == lengths[part.sequence])
     kept = 0 if forward_only else 10 * chunks[c].num_tokens
