@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -20,6 +20,7 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
+from megatron_epp.mcore.model.kinds.experts import routed_layers
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
@@ -78,6 +79,8 @@ class ChunkInputs:
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
         of_loss: inputs of a loss of the user's for the trained tokens that it gets.
         of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
+        routes: int16 ``[experts per token, rows]`` by number of layer: what the rank's routers replay, for the rows that they
+            get.
     """
 
     tokens: Tensor | None = None
@@ -88,6 +91,7 @@ class ChunkInputs:
     ahead: AheadArrays | None = None
     of_loss: TrainedTokens | None = None
     of_inputs: InputArrays | None = None
+    routes: Mapping[int, Tensor] | None = None
 
     @property
     def output_share(self) -> float:
@@ -146,6 +150,7 @@ class MegatronStage:
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
+        self.routed_layers = routed_layers(self.decoder)
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -244,7 +249,8 @@ class MegatronStage:
             self.block_loss.candidates = None
             if inputs.of_loss is not None and inputs.labels is not None:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
-        of_chunk = chunk_of(context.table, self.config)
+        routes = None if inputs.routes is None else {layer: inputs.routes[layer] for layer in self.routed_layers}
+        of_chunk = chunk_of(context.table, self.config, routes)
         ahead = None
         if inputs.ahead is not None:
             from megatron_epp.mcore.model.predictions import ChunkPredictions

@@ -1,25 +1,30 @@
-"""Routers of experts see the tokens of a chunk without its padding.
+"""Routers of experts see the tokens of a chunk without its padding, and replay its routes.
 
 Chunks are padded to a multiple of the ranks that share their tokens. While a chunk runs, Megatron's routers leave its padding
 out of all that they add up or count over tokens: auxiliary and z losses, tokens per expert, capacity, Sinkhorn's balance.
 Losses are of all ranks that share the chunk, and count by its tokens as on one rank. Megatron's own `padding_mask` multiplies
 each rank's part of a loss by that rank's number of tokens, and before 0.19 by no number of ranks, masked or not. Outside of
 chunks, as for a script's own microbatches, routers are Megatron's.
+
+A chunk whose samples have routes brings them along. Routers then take these experts in the way of Megatron's own replay, with
+probabilities of their own, and in a recomputed forward the same ones again.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.mcore import features
+from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
@@ -50,30 +55,64 @@ class RealTokens:
         return RealTokens(table.num_real, min(max(table.num_real - index * rows, 0), rows), rows)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkRoutes:
+    """Routes of a chunk in the layers of a stage.
+
+    Attributes:
+        of_layers: int16 ``[experts per token, rows]`` by number of layer, from 0: this rank's rows, with padding.
+        replayed: layers whose routers have taken them.
+    """
+
+    of_layers: Mapping[int, Tensor]
+    replayed: set[int] = field(default_factory=set)
+
+
 class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each."""
+    """Chunk that a thread runs: the two actions of a step run in a thread each.
+
+    Attributes:
+        routes: of the chunk; None where routers choose.
+        layer: number of the layer whose router is choosing.
+    """
 
     real: RealTokens | None = None
+    routes: ChunkRoutes | None = None
+    layer: int = -1
 
 
 _running = _Running()
 
 
 @contextmanager
-def chunk(real: RealTokens | None) -> Iterator[None]:
-    """Return a context in which routers see a chunk; None for Megatron's own behaviour."""
-    before, _running.real = _running.real, real
+def chunk(real: RealTokens | None, routes: ChunkRoutes | None = None) -> Iterator[None]:
+    """Return a context in which routers see a chunk, and replay its routes; None for Megatron's own behaviour."""
+    before = _running.real, _running.routes
+    _running.real, _running.routes = real, routes
     try:
         yield
     finally:
-        _running.real = before
+        _running.real, _running.routes = before
 
 
 @contextmanager
-def chunk_of(table: SegmentTable, config: Any) -> Iterator[None]:
-    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table."""
-    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config)):
+def chunk_of(table: SegmentTable, config: Any, of_layers: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table.
+
+    Args:
+        of_layers: routes of all layers with experts, as in `ChunkRoutes`; None where routers choose.
+
+    Raises:
+        EppError: a router has not replayed its routes.
+    """
+    routes = None if of_layers is None else ChunkRoutes(of_layers)
+    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config), routes):
         yield
+    if routes is not None and (left := sorted(routes.of_layers.keys() - routes.replayed)):
+        raise EppError(
+            f"the router of layer {left[0]}, counted from 0, has not replayed the routes of samples: its functions are not "
+            "Megatron's"
+        )
 
 
 _METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
@@ -96,25 +135,47 @@ def need_routing(model: torch.nn.Module) -> None:
 
 def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Make a recomputed forward see the chunk of its first run."""
-    real = _running.real
+    real, routes = _running.real, _running.routes
     if real is None:
         return original(function, *rest, **named)
 
     @functools.wraps(function)
     def of_chunk(*args: Any) -> Any:
-        with chunk(real):
+        with chunk(real, routes):
             return function(*args)
 
     return original(of_chunk, *rest, **named)
 
 
 def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-    """Tell a router which tokens of a chunk are padding."""
+    """Tell a router which tokens of a chunk are padding, and remember the layer of which it is."""
     real = _running.real
+    if _running.routes is not None:
+        _running.layer = -1 if router.is_mtp_layer else router.layer_number - 1
     if real is not None and real.total < real.rows * router.tp_cp_group.size():
         # On all ranks of the chunk, since their collectives depend on it.
         padding_mask = (torch.arange(real.rows, device=logits.device) >= real.on_rank).unsqueeze(1)
     return original(router, logits, padding_mask=padding_mask)
+
+
+def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Have a router take the experts that a chunk brings along."""
+    if _running.real is None:
+        return original(*rest, **named)
+    routes, call = _running.routes, features.bound(original, *rest, **named)
+    if routes is None or (experts := routes.of_layers.get(_running.layer)) is None:
+        if getattr(call.arguments.get("router_replay"), "router_replay_action", None) is not None:
+            raise EppError(
+                "a router is to record or replay routes in the order in which chunks run: clear its action, and give samples "
+                "a column routes"
+            )
+        return original(*rest, **named)
+    routes.replayed.add(_running.layer)
+    experts = experts.T.long()
+    # Megatron calls this function of its `RouterReplay`. Fused routing would not.
+    taken = SimpleNamespace(get_replay_topk=lambda scores, *_: (scores.gather(1, experts), experts))
+    call.arguments |= {"router_replay": taken, "fused": False}
+    return original(*call.args, **call.kwargs)
 
 
 def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
