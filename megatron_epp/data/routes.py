@@ -41,8 +41,8 @@ def read_routes(
     """Check and convert the routes of a sample.
 
     Args:
-        record: its `ROUTES` are ``[tokens or inputs, layers, per_token]`` numbers of experts, about tokens as inputs. Layers are
-            those with experts, or all of the model, of which the others are not read.
+        record: its `ROUTES` are ``[tokens or inputs, layers, per_token]`` numbers of experts, about tokens as inputs. Its
+            layers are those with experts, or all of the model, of which the others are not read.
         num_inputs: tokens that the model reads, which come first: all, or all but the last.
         routing: of the whole model; None without experts.
 
