@@ -20,7 +20,7 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.kinds.experts import routed_layers
+from megatron_epp.mcore.model.kinds.experts import acting_replay, routed_layers
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
@@ -193,7 +193,7 @@ class MegatronStage:
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
         of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        return of_loss or next(problems(self.model, self._replaced), "")
+        return of_loss or next(problems(self.model, self._replaced), "") or acting_replay(self.decoder)
 
     @property
     def token_multiple(self) -> int:

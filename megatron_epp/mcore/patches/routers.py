@@ -160,18 +160,11 @@ def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mas
 
 def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Have a router take the experts that a chunk brings along."""
-    if _running.real is None:
+    routes = _running.routes
+    if routes is None or _running.layer not in routes.of_layers:
         return original(*rest, **named)
-    routes, call = _running.routes, features.bound(original, *rest, **named)
-    if routes is None or (experts := routes.of_layers.get(_running.layer)) is None:
-        if getattr(call.arguments.get("router_replay"), "router_replay_action", None) is not None:
-            raise EppError(
-                "a router is to record or replay routes in the order in which chunks run: clear its action, and give samples "
-                "a column routes"
-            )
-        return original(*rest, **named)
+    call, experts = features.bound(original, *rest, **named), routes.of_layers[_running.layer].T.long()
     routes.replayed.add(_running.layer)
-    experts = experts.T.long()
     # Megatron calls this function of its `RouterReplay`. Fused routing would not.
     taken = SimpleNamespace(get_replay_topk=lambda scores, *_: (scores.gather(1, experts), experts))
     call.arguments |= {"router_replay": taken, "fused": False}

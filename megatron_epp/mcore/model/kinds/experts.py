@@ -68,6 +68,17 @@ def routed_layers(block: torch.nn.Module) -> tuple[int, ...]:
     return tuple(sorted({router.layer_number - 1 for router in routers if hasattr(router, "routing")}))
 
 
+def acting_replay(block: torch.nn.Module) -> str:
+    """Return why Megatron's own replay of routes cannot act in slices, if a program has told it to; empty if it has not."""
+    for name, module in block.named_modules():
+        if getattr(getattr(module, "router_replay", None), "router_replay_action", None) is not None:
+            return (
+                f"{name}.router_replay would record or hand out routes in the order in which chunks run: clear its action, and "
+                "give samples a column routes"
+            )
+    return ""
+
+
 def routing_of(settings: Any, layers: Iterable[int], door: Door = Door.SLICED_MODEL) -> Routing | None:
     """Return how layers with these numbers route, by flags or a model's configuration; None if there are none."""
     if not (numbers := tuple(sorted({*layers}))):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -77,10 +77,14 @@ def biases(training: DataParallel) -> list[Tensor]:
     return found
 
 
-def _read(folder: Path, stages: Iterable[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor], float]:
-    """Return what ranks of one stage each have written, for a rank with several stages."""
-    weights, gradients, of_experts, losses = zip(*(torch.load(Path(folder, f"{stage}.pt")) for stage in stages), strict=True)
-    return [*chain(*weights)], [*chain(*gradients)], [*chain(*of_experts)], sum(losses)
+def names(training: DataParallel) -> list[str]:
+    """Return the names that parameters of this rank have in a model on one rank."""
+    found = []
+    for chunk in training.chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.module.decoder.layers]
+        for name, _ in chunk.module.named_parameters():
+            found.append(re.sub(r"(?<=layers\.)\d+", lambda at: str(numbers[int(at[0])]), name, count=1))  # noqa: B023
+    return found
 
 
 def replayed(
@@ -98,15 +102,14 @@ def replayed(
         replicas, stages, settings: as of `begin`.
         plans: more settings of `wrap_samples`.
         all_layers: samples have routes of layers without experts, too, which no one reads.
-        written: folder for what Megatron's schedule does, for a job with ranks that it does not know.
-        read: folder from which that is read.
+        written: file for what Megatron's schedule does on one rank.
+        read: file of that, in the place of a run by Megatron's schedule.
     """
     loop = begin(LENGTHS, stages, replicas=replicas, **MODEL | settings)
     from megatron.core import parallel_state
 
     import megatron_epp
 
-    rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
     numbers = [router.layer_number for router in chain.from_iterable(map(routers, loop.models))]
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, numbers)
@@ -116,14 +119,16 @@ def replayed(
     samples = made(loop.models[0].config.num_layers if all_layers else len(layers))
     training = DataParallel(loop, samples, whole_step)
     if read is not None:
-        start, expected, of_experts, loss = _read(read, range(rank, stages or ranks, ranks))
-        training.load(start)
+        weights, gradients, loss = torch.load(read)
+        training.load([weights[name] for name in names(training)])
+        expected, of_experts = [gradients[name] for name in names(training)], []
     else:
         start = training.weights()
         expected, results = training.whole()
         of_experts, loss = biases(training), sum(float(one["loss"]) for one in results)
     if written is not None:
-        torch.save((start, expected, of_experts, loss), Path(written, f"{rank}.pt"))
+        by_name = (dict(zip(names(training), tensors, strict=True)) for tensors in (start, expected))
+        torch.save((*by_name, loss), written)
     schedule = megatron_epp.wrap_samples(**SETTINGS | dict(plans or {}))
     chosen, _ = training.sliced(schedule, [{key: x for key, x in one.items() if key != "routes"} for one in samples])
     biases(training)
@@ -151,3 +156,37 @@ def replayed(
 
 def _count(calls: list[int], *_: Any) -> None:
     calls[0] += 1
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said of routes that cannot be replayed, and whether right ones train afterwards."""
+    loop = begin(LENGTHS, **MODEL)
+    import megatron_epp
+
+    (model,), right, said = loop.models, made(), {}
+    first, *others = right
+    schedule = megatron_epp.wrap_samples(**SETTINGS)
+
+    def told(name: str, samples: Any, schedule: Any = schedule) -> None:
+        said[name] = refusal(lambda: schedule(model=model, samples=samples)) or "trains"
+        model.zero_grad()
+
+    routes = first["routes"]
+    told("missing in one", [*others, {key: value for key, value in first.items() if key != "routes"}])
+    told("too few layers", [first | {"routes": routes[:, :3]}, *others])
+    told("one expert of a token", [first | {"routes": routes[..., :1]}, *others])
+    told("too few tokens", [first | {"routes": routes[:30]}, *others])
+    told("no such expert", [first | {"routes": torch.where(routes == 7, 8, routes)}, *others])
+    told("an expert twice", [first | {"routes": torch.zeros_like(routes)}, *others])
+    told("no numbers", [first | {"routes": routes.float()}, *others])
+    told("one rank's", [first | {"routes": routes.flip(2) if torch.distributed.get_rank() else routes}, *others])
+    told("right", right)
+    told("without the last token's", [one | {"routes": one["routes"][:-1].numpy()} for one in right])
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    told("recorded by Megatron", [{key: value for key, value in one.items() if key != "routes"} for one in right])
+    RouterReplay.clear_global_router_replay_action()
+    model.config.moe_router_load_balancing_type = "sinkhorn"
+    told("sinkhorn", right, megatron_epp.wrap_samples(**SETTINGS))
+    return said
