@@ -111,4 +111,4 @@ def test_samples_of_megatrons_loop_have_routes_and_layers_without_experts_have_n
         samples = map(json.loads, path.read_text().splitlines())
         path.write_text("\n".join(json.dumps({"tokens": sample["tokens"]}) for sample in samples))
     chosen = matrix.train(2, [*flags(paths, loss, sliced, "--epp-slices 4"), *load], limit_s=300)
-    assert compare(found, chosen)["losses"] > 10 * TOLERANCE
+    assert compare(found, chosen)["gradients"]["relative"] > 0.1

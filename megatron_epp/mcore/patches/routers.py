@@ -160,14 +160,18 @@ def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mas
 
 def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Have a router take the experts that a chunk brings along."""
-    routes = _running.routes
-    if routes is None or _running.layer not in routes.of_layers:
+    routes, layer = _running.routes, _running.layer
+    if routes is None or layer not in routes.of_layers:
         return original(*rest, **named)
-    call, experts = features.bound(original, *rest, **named), routes.of_layers[_running.layer].T.long()
-    routes.replayed.add(_running.layer)
+
+    def take(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        routes.replayed.add(layer)
+        experts = routes.of_layers[layer].T.long()
+        return scores.gather(1, experts), experts
+
+    call = features.bound(original, *rest, **named)
     # Megatron calls this function of its `RouterReplay`. Fused routing would not.
-    taken = SimpleNamespace(get_replay_topk=lambda scores, *_: (scores.gather(1, experts), experts))
-    call.arguments |= {"router_replay": taken, "fused": False}
+    call.arguments |= {"router_replay": SimpleNamespace(get_replay_topk=take), "fused": False}
     return original(*call.args, **call.kwargs)
 
 
