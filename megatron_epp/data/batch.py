@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from megatron_epp.data.routes import Routing, routes_of_chunk
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from megatron_epp.data.routes import Routing
     from megatron_epp.losses.loss import Average
 
 PADDING_TOKEN = 0
@@ -342,7 +342,11 @@ class GlobalBatch:
         if of_inputs.names is not None:
             columns = tuple(own(self._column(name, chunk.segments, num_padded)) for name in of_inputs.names)
             of_function = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
-        routes = routes_of_chunk(self.dataset, self.indices, chunk.segments, num_padded, of_inputs.routing)
+        routes = None
+        if of_inputs.routing is not None and getattr(self.dataset, "has_routes", False):
+            from megatron_epp.data.routes import routes_of_chunk  # here, since most trainings have none
+
+            routes = routes_of_chunk(self._samples, self.indices, chunk.segments, num_padded, of_inputs.routing)
         return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function, routes)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:

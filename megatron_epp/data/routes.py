@@ -84,17 +84,15 @@ def read_routes(
 
 
 def routes_of_chunk(
-    dataset: Any, indices: Sequence[int], segments: Sequence[Segment], num_tokens: int, asked: Routing | None
-) -> torch.Tensor | None:
+    dataset: Any, indices: Sequence[int], segments: Sequence[Segment], num_tokens: int, asked: Routing
+) -> torch.Tensor:
     """Return the routes of segments in the layers that are asked for, int16 ``[layers, per_token, num_tokens]``.
 
     Args:
-        dataset: of the batch; None is returned if it has no routes, or no layer asks for them.
-        indices: of the batch's sequences in the dataset.
+        dataset: `data.samples.Samples` with routes.
+        indices: numbers of the batch's sequences in the dataset, which segments count in the batch.
         num_tokens: of the segments with padding behind them, whose routes are some experts.
     """
-    if asked is None or not getattr(dataset, "has_routes", False):
-        return None
     routes = np.empty((len(asked.layers), asked.per_token, num_tokens), dtype=np.int16)
     routes[:] = np.arange(asked.per_token)[:, None]  # dispatchers count on as many experts for padding
     at = 0

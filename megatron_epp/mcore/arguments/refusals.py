@@ -63,7 +63,7 @@ _OF_REPLICAS = "global_aux_loss"
 def _replay(settings: Any, door: Door) -> Iterator[str]:
     """Yield what takes the routes of microbatches from queues, unless these run in their own order.
 
-    Samples have routes of their own, and Megatron's replay may be switched on, without an action (`experts.acting_replay`).
+    Samples have routes of their own. Megatron's replay may be switched on there, without an action (`acting_replay`).
     """
     if getattr(settings, "epp_order", GIVEN) == GIVEN:
         return

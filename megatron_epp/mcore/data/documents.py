@@ -137,7 +137,7 @@ def _samples(args: Namespace, tokenizer: Tokenizer) -> list[Shuffled | None]:
     """Read the samples of training, and of evaluation if there is another file; each file whole, on every rank."""
     from megatron_epp.data.samples import columns_of, read_samples
     from megatron_epp.losses import NextToken, load_loss
-    from megatron_epp.mcore.model.kinds.experts import routing_by_flags
+    from megatron_epp.mcore.model.replayed_routes import routing_by_flags
 
     asks = columns_of(NextToken() if args.epp_loss is None else load_loss(args.epp_loss))
     limits = args.seq_length, tokenizer.vocab_size, routing_by_flags(args)

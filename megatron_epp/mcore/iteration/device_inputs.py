@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,6 @@ from megatron_epp.data.batch import (
     LossColumns,
     TrainedTokens,
 )
-from megatron_epp.mcore.model.kinds.experts import routing_of
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
@@ -120,7 +120,7 @@ class RankInputs:
         Args:
             arrays: of each chunk; not read where no stage of the rank needs them.
             tables: segment tables, whose offsets come to the device with them.
-            replays: the arrays have routes for the rank's routers.
+            replays: the arrays are read also where only routers need them, which replay their routes.
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
         reads = self.reads_positions or self.rows_of is not None or replays
@@ -195,7 +195,9 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
     any_stage = next(iter(stages.values()))
     _, _, device = any_stage.message(1)
     names = None if first is None or first.own_inputs is None else first.own_inputs.names
-    routing = routing_of(any_stage.config, (layer for stage in stages.values() for layer in stage.routed_layers))
+    routing = None
+    if layers := [layer for stage in stages.values() for layer in stage.routed_layers]:
+        routing = resolve_name("megatron_epp.mcore.model.replayed_routes:routing_of")(any_stage.config, layers)
     sequence_part = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     return RankInputs(
         Uploader(device, torch.cuda if device.type == "cuda" else None),

@@ -26,9 +26,9 @@ from megatron_epp.mcore.iteration.document_schedule import finish_batch, run_bat
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
-from megatron_epp.mcore.model.kinds.experts import routed_layers, routing_of
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
+from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.plan import EppError
 from megatron_epp.planner.spans import refuse_forced_cuts

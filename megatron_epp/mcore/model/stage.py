@@ -20,7 +20,6 @@ from megatron_epp.mcore.features import logged_prediction_losses, logged_router_
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
-from megatron_epp.mcore.model.kinds.experts import acting_replay, routed_layers
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
+_ROUTES = "megatron_epp.mcore.model.replayed_routes"
 CASTS = "_fp8_workspaces"
 """Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
 
@@ -150,7 +150,9 @@ class MegatronStage:
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
-        self.routed_layers = routed_layers(self.decoder)
+        self.routed_layers: tuple[int, ...] = ()
+        if config.num_moe_experts is not None:
+            self.routed_layers = resolve_name(f"{_ROUTES}:routed_layers")(self.decoder)
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -193,7 +195,10 @@ class MegatronStage:
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
         of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        return of_loss or next(problems(self.model, self._replaced), "") or acting_replay(self.decoder)
+        obstacle = of_loss or next(problems(self.model, self._replaced), "")
+        if self.routed_layers and not obstacle:
+            return str(resolve_name(f"{_ROUTES}:acting_replay")(self.decoder))
+        return obstacle
 
     @property
     def token_multiple(self) -> int:
@@ -249,7 +254,9 @@ class MegatronStage:
             self.block_loss.candidates = None
             if inputs.of_loss is not None and inputs.labels is not None:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
-        routes = None if inputs.routes is None else {layer: inputs.routes[layer] for layer in self.routed_layers}
+        routes = None
+        if inputs.routes is not None:
+            routes = resolve_name(f"{_ROUTES}:ChunkRoutes")({layer: inputs.routes[layer] for layer in self.routed_layers})
         of_chunk = chunk_of(context.table, self.config, routes)
         ahead = None
         if inputs.ahead is not None:

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.mcore import features
-from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.segments import SegmentTable
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,6 @@ class RealTokens:
             index, ranks = index * parts + mpu.get_tensor_model_parallel_rank(), ranks * parts
         rows = table.num_tokens // ranks
         return RealTokens(table.num_real, min(max(table.num_real - index * rows, 0), rows), rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRoutes:
-    """Routes of a chunk in the layers of a stage.
-
-    Attributes:
-        of_layers: int16 ``[experts per token, rows]`` by number of layer, from 0: this rank's rows, with padding.
-        replayed: layers whose routers have taken them.
-    """
-
-    of_layers: Mapping[int, Tensor]
-    replayed: set[int] = field(default_factory=set)
 
 
 class _Running(threading.local):
@@ -96,23 +84,12 @@ def chunk(real: RealTokens | None, routes: ChunkRoutes | None = None) -> Iterato
 
 
 @contextmanager
-def chunk_of(table: SegmentTable, config: Any, of_layers: Mapping[int, Tensor] | None = None) -> Iterator[None]:
-    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table.
-
-    Args:
-        of_layers: routes of all layers with experts, as in `ChunkRoutes`; None where routers choose.
-
-    Raises:
-        EppError: a router has not replayed its routes.
-    """
-    routes = None if of_layers is None else ChunkRoutes(of_layers)
+def chunk_of(table: SegmentTable, config: Any, routes: ChunkRoutes | None = None) -> Iterator[None]:
+    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table, and replays its routes."""
     with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config), routes):
         yield
-    if routes is not None and (left := sorted(routes.of_layers.keys() - routes.replayed)):
-        raise EppError(
-            f"the router of layer {left[0]}, counted from 0, has not replayed the routes of samples: its functions are not "
-            "Megatron's"
-        )
+    if routes is not None:
+        routes.check()
 
 
 _METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
@@ -160,19 +137,8 @@ def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mas
 
 def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Have a router take the experts that a chunk brings along."""
-    routes, layer = _running.routes, _running.layer
-    if routes is None or layer not in routes.of_layers:
-        return original(*rest, **named)
-
-    def take(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        routes.replayed.add(layer)
-        experts = routes.of_layers[layer].T.long()
-        return scores.gather(1, experts), experts
-
-    call = features.bound(original, *rest, **named)
-    # Megatron calls this function of its `RouterReplay`. Fused routing would not.
-    call.arguments |= {"router_replay": SimpleNamespace(get_replay_topk=take), "fused": False}
-    return original(*call.args, **call.kwargs)
+    routes = _running.routes
+    return original(*rest, **named) if routes is None else routes.replay(_running.layer, original, *rest, **named)
 
 
 def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.cost.library import by_layer, pattern_of
-from megatron_epp.data.routes import Routing
 from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
 from megatron_epp.mcore.features import pads_uneven_exchanges
 from megatron_epp.mcore.model.kinds.kind import LayerKind
@@ -60,43 +58,6 @@ def flex_backend(settings: Any) -> str:
 def _has_experts(settings: Any) -> bool:
     """True for flags, or the configuration, of a model with experts."""
     return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
-
-
-def routed_layers(block: torch.nn.Module) -> tuple[int, ...]:
-    """Return the numbers, from 0, of the layers of a model's block that have a router."""
-    routers: list[Any] = [getattr(module, "router", None) for module in block.modules()]
-    return tuple(sorted({router.layer_number - 1 for router in routers if hasattr(router, "routing")}))
-
-
-def acting_replay(block: torch.nn.Module) -> str:
-    """Return why Megatron's own replay of routes cannot act in slices, if a program has told it to; empty if it has not."""
-    for name, module in block.named_modules():
-        if getattr(getattr(module, "router_replay", None), "router_replay_action", None) is not None:
-            return (
-                f"{name}.router_replay would record or hand out routes in the order in which chunks run: clear its action, and "
-                "give samples a column routes"
-            )
-    return ""
-
-
-def routing_of(settings: Any, layers: Iterable[int], door: Door = Door.SLICED_MODEL) -> Routing | None:
-    """Return how layers with these numbers route, by flags or a model's configuration; None if there are none."""
-    if not (numbers := tuple(sorted({*layers}))):
-        return None
-    balancing, obstacle = "moe_router_load_balancing_type", ""
-    if getattr(settings, balancing) == "sinkhorn":
-        obstacle = f"routers choose by themselves with {door.with_value(balancing, 'sinkhorn')}: leave one of them out"
-    experts: int = settings.num_experts if door.has_flags else settings.num_moe_experts
-    return Routing(experts, settings.moe_router_topk, numbers, settings.num_layers, obstacle)
-
-
-def routing_by_flags(args: argparse.Namespace) -> Routing | None:
-    """Return how the model of Megatron's flags routes; None without experts."""
-    if not args.num_experts:
-        return None
-    pattern = pattern_of(vars(args))
-    routed = [symbol == EXPERTS.symbol for symbol in pattern] or by_layer(args.moe_layer_freq or 1, args.num_layers)
-    return routing_of(args, (layer for layer, has_experts in enumerate(routed) if has_experts), Door.DOCUMENTS)
 
 
 def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
