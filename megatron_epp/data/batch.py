@@ -14,6 +14,7 @@ from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from megatron_epp.data.routes import Routing
     from megatron_epp.losses.loss import Average
 
 PADDING_TOKEN = 0
@@ -159,10 +160,12 @@ class InputColumns(NamedTuple):
     Attributes:
         names: of columns for a caller's function; None without such a function.
         axes: of positions; 1 for the places of tokens in their sequence.
+        routing: of the experts whose routes are read; None where none are.
     """
 
     names: tuple[str, ...] | None = None
     axes: int = 1
+    routing: Routing | None = None
 
 
 OF_TOKENS = InputColumns()
@@ -207,6 +210,7 @@ class ChunkArrays:
         ahead: inputs of multi-token prediction; None without it.
         of_loss: inputs of a loss of the user's; None without one.
         of_inputs: inputs of a caller's function that makes input rows; None without one.
+        routes: int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose.
     """
 
     tokens: torch.Tensor
@@ -216,6 +220,7 @@ class ChunkArrays:
     ahead: AheadArrays | None = None
     of_loss: LossArrays | None = None
     of_inputs: InputArrays | None = None
+    routes: torch.Tensor | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens, without inputs of functions."""
@@ -223,7 +228,8 @@ class ChunkArrays:
         if ahead is not None:
             ahead = AheadArrays(*(joined(getattr(ahead, column.name), shard) for column in fields(AheadArrays)))
         tokens, labels = joined(self.tokens, shard), joined(self.labels, shard)
-        return ChunkArrays(tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead)
+        own = tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead
+        return ChunkArrays(*own, routes=None if self.routes is None else joined(self.routes, shard))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +307,7 @@ class GlobalBatch:
             multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
             of_loss: what a loss of the user's asks for; None without one.
-            of_inputs: columns are read for a function on the first stage, positions on all stages.
+            of_inputs: columns are read for a function on the first stage, positions and routes on all stages.
         """
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
@@ -336,7 +342,12 @@ class GlobalBatch:
         if of_inputs.names is not None:
             columns = tuple(own(self._column(name, chunk.segments, num_padded)) for name in of_inputs.names)
             of_function = InputArrays(own(tokens), at_axes, columns, tuple(self._spans(chunk.segments)))
-        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function)
+        routes = None
+        if of_inputs.routing is not None and getattr(self.dataset, "has_routes", False):
+            from megatron_epp.data.routes import routes_of_chunk  # here, since most trainings have none
+
+            routes = routes_of_chunk(self._samples, self.indices, chunk.segments, num_padded, of_inputs.routing)
+        return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function, routes)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
         """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_epp.cost.work import TokenSpan
 from megatron_epp.data.batch import OF_TOKENS, PADDING_TOKEN, InputColumns, LossColumns
 from megatron_epp.data.records import records
+from megatron_epp.data.routes import ROUTES, Routing, read_routes
 from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.reading import naming_file
 
@@ -48,6 +49,7 @@ class TokenSample:
         payloads: of every span, as it was given.
         inputs: values by name, ``[tokens]`` or ``[tokens, width]``, about a token as an input.
         positions: int64 ``[tokens, axes]``; None for places in the sequence.
+        routes: int16 ``[inputs, experts per token]`` by number of layer; empty where routers choose.
     """
 
     tokens: np.ndarray
@@ -58,6 +60,7 @@ class TokenSample:
     payloads: tuple[Any, ...] = ()
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     positions: np.ndarray | None = None
+    routes: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -75,12 +78,12 @@ class TokenSample:
         Args:
             record: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
             asks: what the loss asks for; other columns are not read.
-            of_inputs: columns and positions that the model reads; spans are refused where no function does.
+            of_inputs: columns, positions and routes that the model reads; spans are refused where no function does.
             vocab_size: tokens must be below it; None for no check.
 
         Raises:
-            EppError: a column is missing, or of another length or width than it must be, or no number; a token is unknown; or
-                spans overlap, reach beyond the inputs, or have nothing that reads them.
+            EppError: a column is missing, or of another length or width than it must be, or no number; a token or an expert is
+                unknown; or spans overlap, reach beyond the inputs, or have nothing that reads them.
         """
         if TOKENS not in record:
             raise EppError(f"{what} has no {TOKENS}")
@@ -111,10 +114,12 @@ class TokenSample:
                 raise EppError(f"{what}: {asks.candidates} must be numbers of tokens")
             _check_tokens(rows, min(_EXACT, vocab_size or _EXACT), f"{what}: {asks.candidates} has token")
         group = _group(record, what) if asks.scope == "group" else None
-        spans, payloads = _spans(record, what, len(tokens) - (not asks.has_values), of_inputs)
+        num_inputs = len(tokens) - (not asks.has_values)
+        spans, payloads = _spans(record, what, num_inputs, of_inputs)
         inputs = {name: _input_column(record, name, len(tokens), what) for name in of_inputs.names or ()}
         positions = _positions(record, what, len(tokens), of_inputs.axes)
-        sample = TokenSample(tokens.astype(np.int64), mask, columns, group, spans, payloads, inputs, positions)
+        routes = read_routes(record, what, len(tokens), num_inputs, of_inputs.routing)
+        sample = TokenSample(tokens.astype(np.int64), mask, columns, group, spans, payloads, inputs, positions, routes)
         return sample._of_inputs() if asks.has_values else sample
 
     def _of_inputs(self) -> TokenSample:
@@ -134,9 +139,10 @@ class Samples:
 
     Attributes:
         groups: sequences with one loss, each in one of them, for losses over sequences or groups; empty for losses over tokens.
+        has_routes: routers replay those of the samples.
 
     Raises:
-        EppError: a group of samples is not as the loss needs it.
+        EppError: a group of samples is not as the loss needs it, or only some samples have routes.
     """
 
     def __init__(
@@ -149,6 +155,10 @@ class Samples:
             if len(shapes := {sample.inputs[column].shape[1:]: None for sample in self._samples}) > 1:
                 widths = " and ".join(str(shape[0]) if shape else "1" for shape in shapes)
                 raise EppError(f"{column} has {widths} values for a token: give all samples as many")
+        self.has_routes = any(sample.routes for sample in self._samples)
+        without = [name for name, sample in zip(self.names, self._samples, strict=True) if not sample.routes]
+        if self.has_routes and without:
+            raise EppError(f"{without[0]} has no {ROUTES}, and others have: give them to all samples, or to none")
         by_group: dict[int | str, list[int]] = {}
         for index, sample in enumerate(self._samples):
             by_group.setdefault(index if sample.group is None else sample.group, []).append(index)
@@ -196,16 +206,25 @@ class Samples:
         positions = self._samples[index].positions
         return None if positions is None else positions[start:end]
 
+    def routes(self, index: int, layer: int, start: int, end: int) -> np.ndarray:
+        """Return the experts of tokens ``[start, end)`` of a sequence in a layer, int16 ``[tokens, experts per token]``."""
+        if layer not in (routes := self._samples[index].routes):
+            raise EppError(f"the model has experts in layer {layer}, counted from 0, of which samples have no {ROUTES}")
+        return routes[layer][start:end]
+
     def take_payloads(self, other: Samples) -> None:
         """Use the payloads of samples that are equal but for these."""
         self._samples = other._samples
 
 
-def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None) -> Samples:
+def read_samples(
+    path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None, routing: Routing | None = None
+) -> Samples:
     """Read a file with a sample in each record (`records`): an object with ``tokens``, ``trained``, columns, and its ``group``.
 
     Args:
         vocab_size: tokens must be below it; None for no check.
+        routing: of the model's experts; None without these.
 
     Raises:
         EppError: the file cannot be read, a sample is not one, or is longer than `most_tokens`; the message names the line.
@@ -214,7 +233,7 @@ def read_samples(path: Path, asks: LossColumns, most_tokens: int, vocab_size: in
     for where, record in records(path, lambda kind, number: f"{path}: {kind} {number}"):
         if not isinstance(record, dict):
             raise EppError(f"{where} is no object with {TOKENS}")
-        sample = TokenSample.of(record, asks, where, vocab_size)
+        sample = TokenSample.of(record, asks, where, vocab_size, InputColumns(routing=routing))
         if (positions := len(sample.tokens) - 1) > most_tokens:
             tokens = len(record[TOKENS])
             text = f"{where} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"

@@ -12,9 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_epp.mcore import features
 from megatron_epp.mcore.model.replaced import problems
+from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 from megatron_epp.mcore.patches import install, patching, routers
 from megatron_epp.mcore.patches.routers import RealTokens, chunk, need_routing
-from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 EXPERTS, WIDTH = 4, 8
@@ -161,6 +162,34 @@ def test_a_recomputed_forward_sees_the_chunk_of_its_first_run():
     assert routers._running.real is None
     ours = [patch.replacement for patch in install.patches() if patch.target.endswith(":checkpoint")]
     assert ours == [routers.keep_chunk]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax before the choice"])
+def test_a_router_takes_the_experts_of_its_chunk_with_probabilities_of_its_own(score):
+    router = router_of(moe_router_score_function=score.split()[0], moe_router_pre_softmax=" " in score)
+    tokens = torch.randn(6, 1, WIDTH)
+    experts = torch.rand(6, EXPERTS).argsort(dim=1)[:, : router.topk]
+    routes = ChunkRoutes({0: experts.T.to(torch.int16)})
+    with chunk(RealTokens(6, 6, 6), routes):
+        probs, routing_map = router(tokens)
+        _, again = router(tokens)  # as a recomputed layer calls it
+    routes.check()
+    assert torch.equal(routing_map, torch.zeros(6, EXPERTS).scatter(1, experts, 1).bool())
+    assert torch.equal(again, routing_map)
+    logits = router.gating(tokens)[:, 0].gather(1, experts)
+    wanted = {
+        "softmax": logits.softmax(dim=1),
+        "sigmoid": logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True),
+        "softmax before the choice": router.gating(tokens)[:, 0].softmax(dim=1).gather(1, experts),
+    }
+    torch.testing.assert_close(probs.gather(1, experts), wanted[score])
+
+
+def test_a_router_that_does_not_take_the_routes_of_its_chunk_is_an_error():
+    routes = ChunkRoutes({0: torch.zeros(2, 6, dtype=torch.int16), 4: torch.zeros(2, 6, dtype=torch.int16)})
+    routes.replayed.add(0)
+    with pytest.raises(EppError, match="the router of layer 4, counted from 0, has not replayed the routes of samples"):
+        routes.check()
 
 
 @pytest.mark.parametrize(("sequence_parallel", "on_ranks"), [(False, [4, 4, 1, 1]), (True, [2, 2, 1, 0])])

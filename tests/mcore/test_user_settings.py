@@ -113,6 +113,13 @@ def test_router_replay_is_taken_in_the_given_order_and_its_environment_variable_
     refuse(Namespace(epp_order="planned"), Door.MODEL)
 
 
+def test_a_model_of_samples_may_have_megatrons_replay_and_no_queue_of_a_framework() -> None:
+    of_samples = {"epp_order": "planned", "epp_microbatches": "plan"}
+    refuse(Namespace(moe_enable_routing_replay=True, **of_samples), Door.MODEL)
+    with pytest.raises(EppError, match=r"use_routing_replay=True .*: leave it out, and give samples a column routes"):
+        refuse(Namespace(use_routing_replay=True, **of_samples), Door.MODEL)
+
+
 SCHEDULES, FINALIZATION = "megatron.core.pipeline_parallel.schedules", "megatron.core.distributed.finalize_model_grads"
 
 

@@ -61,14 +61,20 @@ _OF_REPLICAS = "global_aux_loss"
 
 
 def _replay(settings: Any, door: Door) -> Iterator[str]:
-    """Yield what takes the routes of microbatches from queues, unless these run in their own order."""
+    """Yield what takes the routes of microbatches from queues, unless these run in their own order.
+
+    Samples have routes of their own. Megatron's replay may be switched on there, without an action (`acting_replay`).
+    """
     if getattr(settings, "epp_order", GIVEN) == GIVEN:
         return
-    order = f"--epp-order {GIVEN}" if door.has_flags else f"megatron_epp.wrap(order={GIVEN!r})"
-    if replays := [row for row in REPLAYS if row.is_given(settings)]:
-        yield f"{door.cannot} {'; '.join(row.text(settings, door) for row in replays)}: use {order}"
+    advice = f"use --epp-order {GIVEN}" if door.has_flags else f"use megatron_epp.wrap(order={GIVEN!r})"
+    _, *others = REPLAYS  # behind Megatron's own
+    if of_samples := getattr(settings, "epp_microbatches", "user") != "user":
+        advice = "leave it out, and give samples a column routes"
+    if replays := [row for row in (others if of_samples else REPLAYS) if row.is_given(settings)]:
+        yield f"{door.cannot} {'; '.join(row.text(settings, door) for row in replays)}: {advice}"
     if os.environ.get(_REPLAY_VARIABLE) == "1":
-        yield f"{door.cannot} {_REPLAY_VARIABLE}=1 in the environment ({QUEUES}): use {order}"
+        yield f"{door.cannot} {_REPLAY_VARIABLE}=1 in the environment ({QUEUES}): {advice}"
 
 
 def _balancing(settings: Any, door: Door) -> Iterator[str]:

@@ -137,9 +137,11 @@ def _samples(args: Namespace, tokenizer: Tokenizer) -> list[Shuffled | None]:
     """Read the samples of training, and of evaluation if there is another file; each file whole, on every rank."""
     from megatron_epp.data.samples import columns_of, read_samples
     from megatron_epp.losses import NextToken, load_loss
+    from megatron_epp.mcore.model.replayed_routes import routing_by_flags
 
     asks = columns_of(NextToken() if args.epp_loss is None else load_loss(args.epp_loss))
-    files = [read_samples(Path(path), asks, args.seq_length, tokenizer.vocab_size) for path in args.epp_samples[:2]]
+    limits = args.seq_length, tokenizer.vocab_size, routing_by_flags(args)
+    files = [read_samples(Path(path), asks, *limits) for path in args.epp_samples[:2]]
     train, valid = files[0], files[1] if len(files) > 1 else None
     if args.eval_iters > 0 and valid is None:
         raise EppError("--epp-samples has no file for evaluation: give a second one, or pass --eval-iters 0")

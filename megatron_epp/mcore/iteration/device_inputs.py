@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +76,8 @@ class RankInputs:
         depths: of multi-token prediction on this rank.
         of_loss: what a loss of the user's asks for on this rank; None without one.
         of_inputs: what the rank's stages read of samples; its columns are for a function on the first stage.
+        sequence_part: this rank's number, and the number of ranks, that share the tokens of a context-parallel rank outside of
+            attention.
     """
 
     uploader: Uploader
@@ -84,6 +87,7 @@ class RankInputs:
     depths: int = 0
     of_loss: LossColumns | None = None
     of_inputs: InputColumns = OF_TOKENS
+    sequence_part: tuple[int, int] = (0, 1)
 
     @property
     def reads_positions(self) -> bool:
@@ -100,18 +104,26 @@ class RankInputs:
         asked = self.depths, self.of_loss, self.of_inputs
         arrays = (batch.chunk(chunk, *asked) for chunk in range(len(batch.plan.chunks)))
         tables = [layout.table for layout in program.layouts]
-        inputs = self.upload(arrays, batch.lengths, tables)
+        replays = self.of_inputs.routing is not None and getattr(batch.dataset, "has_routes", False)
+        inputs = self.upload(arrays, batch.lengths, tables, replays)
         return PreparedBatch(replace(program, upload=inputs.upload), inputs)
 
-    def upload(self, arrays: Iterable[ChunkArrays], lengths: Sequence[int], tables: Sequence[SegmentTable] = ()) -> BatchInputs:
+    def upload(
+        self,
+        arrays: Iterable[ChunkArrays],
+        lengths: Sequence[int],
+        tables: Sequence[SegmentTable] = (),
+        replays: bool = False,
+    ) -> BatchInputs:
         """Start to upload the inputs of chunks.
 
         Args:
             arrays: of each chunk; not read where no stage of the rank needs them.
             tables: segment tables, whose offsets come to the device with them.
+            replays: the arrays are read also where only routers need them, which replay their routes.
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
-        reads = self.reads_positions or self.rows_of is not None
+        reads = self.reads_positions or self.rows_of is not None or replays
         read = list(arrays) if reads else []
         columns = [self._columns(each) for each in read]
         sent = [column for each in columns for column in each if column is not None]
@@ -120,8 +132,9 @@ class RankInputs:
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
         rest = iter(received[len(tables) :])
+        layers = () if self.of_inputs.routing is None else self.of_inputs.routing.layers
         chunks = tuple(
-            _inputs_of([None if column is None else next(rest) for column in each], arrays_of.of_inputs)
+            _inputs_of([None if column is None else next(rest) for column in each], arrays_of.of_inputs, layers)
             for arrays_of, each in zip(read, columns, strict=True)
         )
         return BatchInputs(upload, chunks, ends)
@@ -130,7 +143,12 @@ class RankInputs:
         """Return the values of a chunk's `ChunkInputs`, on the CPU."""
         own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
         whole = () if arrays.of_inputs is None else _whole(arrays.of_inputs)
-        tokens = own.tokens[None] if self.reads_tokens else None, _row(own.position_ids) if self.reads_positions else None
+        part, parts = self.sequence_part
+        tokens = (
+            None if own.routes is None else own.routes.chunk(parts, dim=-1)[part],
+            own.tokens[None] if self.reads_tokens else None,
+            _row(own.position_ids) if self.reads_positions else None,
+        )
         if self.rows_of is None:
             return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS), *whole)
         own_columns = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
@@ -157,14 +175,17 @@ def _whole(of_inputs: InputArrays) -> tuple[Tensor, ...]:
     return of_inputs.tokens[None], _row(of_inputs.position_ids), *of_inputs.columns
 
 
-def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None) -> ChunkInputs:
-    """Return the inputs of a chunk, given its columns on the device, and those of a caller's function on the CPU."""
-    tokens, position_ids, labels, loss_mask, rows, *more = columns
+def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None, layers: Sequence[int]) -> ChunkInputs:
+    """Return the inputs of a chunk, given its columns on the device, those of a caller's function on the CPU, and the layers
+    that routes are of.
+    """
+    routes, tokens, position_ids, labels, loss_mask, rows, *more = columns
     parts = more[:_AHEAD], more[_AHEAD : _AHEAD + _OF_LOSS], more[_AHEAD + _OF_LOSS :]
     ahead, of_loss, whole = ([column for column in part if column is not None] for part in parts)
     arrays = AheadArrays(*ahead) if ahead else None, TrainedTokens(*of_loss) if of_loss else None
     of_all = None if of_inputs is None else InputArrays(whole[0], whole[1], tuple(whole[2:]), of_inputs.spans)
-    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all)
+    of_layers = None if routes is None else dict(zip(layers, routes, strict=True))
+    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all, of_layers)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
@@ -173,6 +194,11 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
     first = next((stage for stage in stages.values() if stage.is_first), None)
     any_stage = next(iter(stages.values()))
     _, _, device = any_stage.message(1)
+    names = None if first is None or first.own_inputs is None else first.own_inputs.names
+    routing = None
+    if layers := [layer for stage in stages.values() for layer in stage.routed_layers]:
+        routing = resolve_name("megatron_epp.mcore.model.replayed_routes:routing_of")(any_stage.config, layers)
+    sequence_part = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     return RankInputs(
         Uploader(device, torch.cuda if device.type == "cuda" else None),
         of_group(mpu.get_context_parallel_group()),
@@ -180,5 +206,6 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
         rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
         depths=0 if last is None else last.depths,
         of_loss=None if last is None or last.loss is None else last.loss.asks,
-        of_inputs=InputColumns(None if first is None or first.own_inputs is None else first.own_inputs.names, any_stage.axes),
+        of_inputs=InputColumns(names, any_stage.axes, routing),
+        sequence_part=sequence_part if any_stage.config.sequence_parallel else (0, 1),
     )

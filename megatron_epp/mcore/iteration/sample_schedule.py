@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from megatron_epp.mcore.iteration.wrap import arguments_of, flags_of
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
+from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.plan import EppError
 from megatron_epp.planner.spans import refuse_forced_cuts
@@ -151,7 +153,8 @@ class SampleSchedule:
         Args:
             samples: the whole batch, the same on every rank; replicas share it. Each has a list ``tokens``; ``trained``, 0 or
                 1 for each, if not all are trained; the columns of the loss, a number for every token as a label or one for
-                all; and for a loss over groups its ``group``.
+                all; for a loss over groups its ``group``; and if routers are to replay experts, its ``routes``, ``[tokens,
+                layers with experts, experts per token]``, of which the last token's are not read.
             last: reduce gradients, and divide them by the tokens or sequences of this call and of those before it with False,
                 as if all were one batch. False only adds; the last call before the optimizer's step is one with True.
             wants_logprobs, wants_values: gather log-probabilities of labels for the report, or the model's values if the loss
@@ -230,10 +233,13 @@ class SampleSchedule:
             adopt_built(model, args)
         run = SlicedRun(args)
         run.loss, run.own_inputs = self.loss, self._own_inputs
-        axes = max(from_each_of_job(max(map(axes_of, map(language_model_of, models)))))
-        self._of_inputs = InputColumns(None if self._own_inputs is None else self._own_inputs.names, axes)
+        config, inside = get_model_config(models[0]), [language_model_of(model) for model in models]
+        own = max(map(axes_of, inside)), [layer for model in inside for layer in routed_layers(model.decoder)]
+        axes, layers = zip(*from_each_of_job(own), strict=True)
+        names = None if self._own_inputs is None else self._own_inputs.names
+        self._of_inputs = InputColumns(names, max(axes), routing_of(config, chain.from_iterable(layers)))
         with run.telling_others(unless=AgreedError):
-            run.attach(models, get_model_config(models[0]))
+            run.attach(models, config)
         self._run, self._models = run, models
         return run
 
@@ -387,7 +393,8 @@ def _scale_gradients(models: Sequence[Any], scale: float) -> None:
 def _digest(samples: Sequence[TokenSample]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        columns = (values[name] for values in (sample.columns, sample.inputs) for name in sorted(values))
+        by_name: tuple[Mapping[Any, np.ndarray], ...] = sample.columns, sample.inputs, sample.routes
+        columns = (values[name] for values in by_name for name in sorted(values))
         digest.update(repr((sample.group, sample.spans)).encode())
         none = np.ones(0)
         masks = (none if values is None else values for values in (sample.trained, sample.positions))

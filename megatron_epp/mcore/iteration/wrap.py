@@ -168,7 +168,7 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
     """
     config = get_model_config(models[0])
     ordered = copy.copy(config)
-    ordered.epp_order = flags["epp_order"]
+    ordered.epp_order, ordered.epp_microbatches = flags["epp_order"], flags.get("epp_microbatches", "user")
     for settings in (ordered, *(getattr(model, "ddp_config", None) for model in models)):
         refuse(settings, Door.MODEL)
     # From all ranks, since a chunk without a language model has no `vocab_size`.

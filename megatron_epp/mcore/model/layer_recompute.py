@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.replaced import attached, put
+from megatron_epp.mcore.patches.routers import keep_chunk
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded, ReceiveLeaf
@@ -154,7 +155,8 @@ def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     tensors = *args, *(kwargs[name] for name in names)
     if in_fp8:  # as Megatron's blocks recompute then: weights are cast once for both runs, and by the recipe of the first
-        return te_checkpoint(call, False, get_cuda_rng_tracker, get_tensor_model_parallel_group(), *tensors)
+        own = False, get_cuda_rng_tracker, get_tensor_model_parallel_group()
+        return keep_chunk(te_checkpoint, call, *own, *tensors)
     # Re-entrant: random states are saved for each call, so backwards may run in any order. False: with Megatron's distribution
     # over tensor-parallel ranks the first argument would change in place, and others may hold it.
     return checkpoint(call, False, *tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
+_ROUTES = "megatron_epp.mcore.model.replayed_routes"
 CASTS = "_fp8_workspaces"
 """Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
 
@@ -78,6 +79,8 @@ class ChunkInputs:
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
         of_loss: inputs of a loss of the user's for the trained tokens that it gets.
         of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
+        routes: int16 ``[experts per token, rows]`` by number of layer: what the rank's routers replay, for the rows that they
+            get.
     """
 
     tokens: Tensor | None = None
@@ -88,6 +91,7 @@ class ChunkInputs:
     ahead: AheadArrays | None = None
     of_loss: TrainedTokens | None = None
     of_inputs: InputArrays | None = None
+    routes: Mapping[int, Tensor] | None = None
 
     @property
     def output_share(self) -> float:
@@ -146,6 +150,9 @@ class MegatronStage:
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
+        self.routed_layers: tuple[int, ...] = ()
+        if config.num_moe_experts is not None:
+            self.routed_layers = resolve_name(f"{_ROUTES}:routed_layers")(self.decoder)
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -188,7 +195,10 @@ class MegatronStage:
     def obstacle(self) -> str:
         """Problem with what a program has attached or assigned to modules, and plans would not run; empty for none."""
         of_loss = "" if self._loss_of_rows is None else self._loss_of_rows.obstacle
-        return of_loss or next(problems(self.model, self._replaced), "")
+        obstacle = of_loss or next(problems(self.model, self._replaced), "")
+        if self.routed_layers and not obstacle:
+            return str(resolve_name(f"{_ROUTES}:acting_replay")(self.decoder))
+        return obstacle
 
     @property
     def token_multiple(self) -> int:
@@ -244,7 +254,10 @@ class MegatronStage:
             self.block_loss.candidates = None
             if inputs.of_loss is not None and inputs.labels is not None:
                 self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
-        of_chunk = chunk_of(context.table, self.config)
+        routes = None
+        if inputs.routes is not None:
+            routes = resolve_name(f"{_ROUTES}:ChunkRoutes")({layer: inputs.routes[layer] for layer in self.routed_layers})
+        of_chunk = chunk_of(context.table, self.config, routes)
         ahead = None
         if inputs.ahead is not None:
             from megatron_epp.mcore.model.predictions import ChunkPredictions

@@ -363,6 +363,8 @@ def patches() -> tuple[Patch, ...]:
         wrapping(f"{_ROUTER}.apply_z_loss", routers.apply_z_loss),
         wrapping(f"{_ROUTER}._apply_expert_bias", routers.count_for_bias),
         wrapping(f"{_ROUTER}.sinkhorn_load_balancing", routers.balance),
+        # It has the scores, and gets an object that may choose experts by them.
+        wrapping(f"{_ROUTING}:topk_routing_with_score_function", routers.replay),
         wrapping(f"{_ROUTING}:apply_router_token_dropping", routers.drop_tokens),
         wrapping(f"{_ROUTING}:get_tokens_per_expert_and_token_count", routers.count_tokens),
         # They roll tokens and labels within what they get, which under a plan is a chunk.

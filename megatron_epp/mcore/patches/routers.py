@@ -1,10 +1,13 @@
-"""Routers of experts see the tokens of a chunk without its padding.
+"""Routers of experts see the tokens of a chunk without its padding, and replay its routes.
 
 Chunks are padded to a multiple of the ranks that share their tokens. While a chunk runs, Megatron's routers leave its padding
 out of all that they add up or count over tokens: auxiliary and z losses, tokens per expert, capacity, Sinkhorn's balance.
 Losses are of all ranks that share the chunk, and count by its tokens as on one rank. Megatron's own `padding_mask` multiplies
 each rank's part of a loss by that rank's number of tokens, and before 0.19 by no number of ranks, masked or not. Outside of
 chunks, as for a script's own microbatches, routers are Megatron's.
+
+A chunk whose samples have routes brings them along. Routers then take these experts in the way of Megatron's own replay, with
+probabilities of their own, and in a recomputed forward the same ones again.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.mcore import features
 from megatron_epp.runtime.attention.segments import SegmentTable
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +57,39 @@ class RealTokens:
 
 
 class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each."""
+    """Chunk that a thread runs: the two actions of a step run in a thread each.
+
+    Attributes:
+        routes: of the chunk; None where routers choose.
+        layer: number of the layer whose router is choosing.
+    """
 
     real: RealTokens | None = None
+    routes: ChunkRoutes | None = None
+    layer: int = -1
 
 
 _running = _Running()
 
 
 @contextmanager
-def chunk(real: RealTokens | None) -> Iterator[None]:
-    """Return a context in which routers see a chunk; None for Megatron's own behaviour."""
-    before, _running.real = _running.real, real
+def chunk(real: RealTokens | None, routes: ChunkRoutes | None = None) -> Iterator[None]:
+    """Return a context in which routers see a chunk, and replay its routes; None for Megatron's own behaviour."""
+    before = _running.real, _running.routes
+    _running.real, _running.routes = real, routes
     try:
         yield
     finally:
-        _running.real = before
+        _running.real, _running.routes = before
 
 
 @contextmanager
-def chunk_of(table: SegmentTable, config: Any) -> Iterator[None]:
-    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table."""
-    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config)):
+def chunk_of(table: SegmentTable, config: Any, routes: ChunkRoutes | None = None) -> Iterator[None]:
+    """Return a context in which a model with this `TransformerConfig` runs the chunk of a table, and replays its routes."""
+    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config), routes):
         yield
+    if routes is not None:
+        routes.check()
 
 
 _METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
@@ -96,25 +112,33 @@ def need_routing(model: torch.nn.Module) -> None:
 
 def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Make a recomputed forward see the chunk of its first run."""
-    real = _running.real
+    real, routes = _running.real, _running.routes
     if real is None:
         return original(function, *rest, **named)
 
     @functools.wraps(function)
     def of_chunk(*args: Any) -> Any:
-        with chunk(real):
+        with chunk(real, routes):
             return function(*args)
 
     return original(of_chunk, *rest, **named)
 
 
 def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-    """Tell a router which tokens of a chunk are padding."""
+    """Tell a router which tokens of a chunk are padding, and remember the layer of which it is."""
     real = _running.real
+    if _running.routes is not None:
+        _running.layer = -1 if router.is_mtp_layer else router.layer_number - 1
     if real is not None and real.total < real.rows * router.tp_cp_group.size():
         # On all ranks of the chunk, since their collectives depend on it.
         padding_mask = (torch.arange(real.rows, device=logits.device) >= real.on_rank).unsqueeze(1)
     return original(router, logits, padding_mask=padding_mask)
+
+
+def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Have a router take the experts that a chunk brings along."""
+    routes = _running.routes
+    return original(*rest, **named) if routes is None else routes.replay(_running.layer, original, *rest, **named)
 
 
 def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

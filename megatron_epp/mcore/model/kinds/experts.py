@@ -146,7 +146,7 @@ EXPERTS = LayerKind(
     name="experts",
     symbol="E",
     flags=(
-        MegatronFlag("--moe-enable-routing-replay"),
+        MegatronFlag("--moe-enable-routing-replay", advice="leave it out: routes are a column of --epp-samples"),
         MegatronFlag("--overlap-moe-expert-parallel-comm"),
     ),
     problems=_problems,
