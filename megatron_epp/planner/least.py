@@ -7,9 +7,12 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import add, itemgetter
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
+from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
@@ -21,15 +24,46 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, coded
-from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
+from megatron_epp.planner.message_room import MessageRoomError, proven_cap, raised, with_room
+from megatron_epp.planner.order import Order, has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import WHOLE, Recipe, values_of
+from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
+Floors = list[tuple[int, Aligned]]
+"""Bytes that a table needs at least, and the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpToBackward:
+    """What a rank with several stages runs of one sequence up to its first backward, whatever the order: all forwards."""
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        rows = []
+        for stages in tables.stages_of:
+            row = [Action(Op.F, stage, c) for stage in stages for c in range(len(chunks))]
+            rows.append(tuple(row if problem.forward_only else [*row, Action(Op.B, stages[-1], len(chunks) - 1)]))
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Decisions under which a batch fits, and their peak.
+
+    Attributes:
+        problem: the batch, with the memory set aside for messages.
+        decisions: whose plan fits.
+        peak_bytes: of the fullest rank, messages included.
+    """
+
+    problem: Problem
+    decisions: Decisions
+    peak_bytes: int
 
 
 def one_order_decides(problem: Problem, options: Options) -> bool:
@@ -47,53 +81,120 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
         PlanError: as `plan` raises it.
     """
-    asked, decisions = least_decisions(problem, costs, options)
-    return build_plan(asked, costs, options, decisions)
+    proof = proven(problem, costs, options)
+    return build_plan(proof.problem, costs, options, proof.decisions)
 
 
-def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
-    """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
+def may_fit(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> bool:
+    """Return False if no table fits, in any order. A table that fits is soon found.
+
+    Args:
+        floors: as `proof_of` takes them.
+    """
+    decides = one_order_decides(problem, options)
+    if not decides and (
+        not begins_with_greedy(options.planner) or options.offload or problem.forward_only or has_groups(problem.loss_groups)
+    ):
+        return True
+    for floor, table in _floors(problem, costs, options):
+        if not floor:
+            return True
+        if floors is not None:
+            floors.append((floor, table))
+    return False
+
+
+def proven(problem: Problem, costs: Costs, options: Options) -> Proof:
+    """Return the proof that a batch fits.
 
     Args:
         problem, costs, options: as `least_plan` takes them, which has its errors.
     """
+    floors = Floors()
+    proof = proof_of(problem, costs, options, floors)
+    if proof is None:
+        raise refusal(problem, costs, options, floors)
+    return proof
+
+
+def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> Proof | None:
+    """Return the proof that a batch fits; None where it does not, which is faster to know than the smallest cap.
+
+    Args:
+        floors: gets the tables that do not fit, with bytes that they need at least; None where these do not matter.
+    """
     validate(problem, costs, options)
-    return planned_with_room(problem, costs, options, lambda asked: _proof(asked, costs, options))
+    for floor, table in _floors(problem, costs, options):
+        least = floor
+        if not floor:
+            try:
+                return _of_table(problem, costs, options, table)
+            except InfeasibleError as error:
+                least = error.least_cap_bytes
+            except MessageRoomError:
+                least = min(problem.cap_bytes) + 1
+        if floors is not None:
+            floors.append((least, table))
+    return None
 
 
-def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Return True if there is a `least_plan`, which is faster to know than the smallest cap."""
-    validate(problem, costs, options)
-    try:
-        with_room(problem, lambda asked: _proof(asked, costs, options))
-    except (InfeasibleError, MessageRoomError):
-        return False
-    return True
+def refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
+    """Return the error that names a cap under which the table that needs least fits.
+
+    Args:
+        floors: tables, and bytes that they need at least.
+    """
+    floor, table = min(floors, key=itemgetter(0))
+    return infeasible(
+        problem, costs, options, proven_cap(floor, lambda tried: _of_table(raised(problem, tried), costs, options, table))
+    )
 
 
-def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
-    """Return decisions that fit, and their problem.
+def _floors(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
+    """Yield every table, and bytes that it needs at least where it does not fit.
+
+    Most that do not fit are told by the sequence that is longest in them alone, of which all slices are alive at one time, with
+    one mode of recompute, which saves as much as several do. With one stage per rank, the bytes of others are 0 only if they
+    fit, but for their messages.
+    """
+    replicas = Replicas((problem,), costs, options)
+    with_one_mode = replace(replicas, options=replace(options, recompute_modes="full"))
+    for table in _tables(replicas):
+        spend(problem.num_stages * len(table))
+        (chunks,) = table.chunks
+        runs = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
+        longest = max(runs, key=lambda run: sum(chunk.num_tokens for chunk in run))
+        floor = _fit(with_one_mode, Aligned((longest,)))[2].needed_bytes
+        if not floor and problem.has_one_stage_per_rank:
+            floor = _fit(replicas, table)[2].needed_bytes
+        yield floor, table
+
+
+def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> Proof:
+    """Return the proof that a table fits.
 
     The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
 
     Raises:
-        InfeasibleError: no table fits.
+        InfeasibleError: it does not fit.
         MessageRoomError: the messages in flight do not fit.
     """
-    least, decisions = 0, None
-    for chunks, order, fit in _fits(asked, costs, options):
-        if fit.recompute_steps is not None:
-            decisions = Decisions(chunks, order, fit.recompute_steps, options.modes(costs))
-            break
-        least = min(least or fit.needed_bytes, fit.needed_bytes)
-    if decisions is None:
-        raise infeasible(asked, costs, options, least)
-    plan = written(asked, costs, options, decisions, decisions.tables(asked, costs))
-    if plan.messages.num_bytes:
-        graph = build_graph(plan)
-        needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
-        refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
-    return asked, decisions
+
+    def proof(asked: Problem) -> Proof:
+        tables, order, fit = _fit(Replicas((asked,), costs, options), table)
+        if fit.recompute_steps is None:
+            raise infeasible(asked, costs, options, fit.needed_bytes)
+        decisions = Decisions(table.chunks[0], order, fit.recompute_steps, options.modes(costs))
+        plan = written(asked, costs, options, decisions, tables)
+        peaks = tuple(map(_peak_bytes, plan.static_bytes, plan.ranks))
+        needed = (0,) * len(peaks)
+        if plan.messages.num_bytes:
+            graph = build_graph(plan)
+            needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
+            refuse_without_room(plan, peaks, needed)
+        return Proof(asked, decisions, max(map(add, peaks, needed)))
+
+    return with_room(problem, proof)
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
@@ -106,22 +207,27 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
     return peak
 
 
-def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tuple[Chunk, ...], CodedOrder, RecomputeFit]]:
-    """Yield the tables that the search tries, grains and whole sequences, in the order that keeps the least.
+def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, RecomputeFit]:
+    """Fit a table, or chunks of one, in the order that keeps the least."""
+    problem, sizes = replicas.problems[0], replicas.tables(table)
+    rule = LEAST if problem.has_one_stage_per_rank else UpToBackward()
+    order = coded(rule.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
+    return sizes[0], order, replicas.fit(order.codes, sizes)
+
+
+def _tables(replicas: Replicas) -> Iterator[Aligned]:
+    """Yield the tables that the search tries, grains, runs and whole sequences.
 
     A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
     sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
     """
-    replicas = Replicas((problem,), costs, options)
-    chunk_tables = ChunkTables(replicas)
-    values = values_of(problem, options, (name for name, cut in chunk_tables.cuts.items() if not cut.widest), splits=False)
-    recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
-    tables = dict.fromkeys(table for recipe in recipes if (table := chunk_tables.table(recipe)) is not None)
+    problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
+    values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
+    for cut, grain in product(values["cut"], values["grain"]):
+        table = chunk_tables.table(Recipe(grain, cut)) if grain != WHOLE else None
+        if table is not None and id(table) not in known:
+            known.add(id(table))
+            yield table
     may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches
     if options.slices is None and may_be_whole:
-        tables |= dict.fromkeys(Aligned((chunks,)) for chunks in whole_by_length(problem))
-    for table in tables:
-        spend(problem.num_stages * len(table))
-        sizes = replicas.tables(table)
-        order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
-        yield table.chunks[0], order, replicas.fit(order.codes, sizes)
+        yield from (Aligned((chunks,)) for chunks in whole_by_length(problem))

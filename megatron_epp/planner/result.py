@@ -18,6 +18,7 @@ from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.least import Floors, may_fit, one_order_decides, proven, refusal
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
@@ -46,12 +47,14 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) 
         InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
     """
     replicas = Replicas(tuple(problems), costs, options)
+    if not replicas.is_lockstep and one_order_decides(problems[0], options):
+        floors = Floors()
+        if not may_fit(problems[0], costs, options, floors):
+            raise refusal(problems[0], costs, options, floors)
     candidates = search(replicas)
     try:
         return planned(candidates)
     except InfeasibleError as error:
-        from megatron_epp.planner.least import one_order_decides  # which plans that fit do not need
-
         if not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False)):
             return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
         if not error.least_cap_bytes:
@@ -88,18 +91,16 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     Args:
         least_host: as `infeasible` takes it.
     """
-    from megatron_epp.planner.least import least_decisions
-
     try:
-        asked, decisions = least_decisions(problem, costs, replace(options, offload=False))
+        proof = proven(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:
         if not options.offload:
             raise
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
         raise refused.with_context(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
-        return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
-    return (build_plan(asked, costs, options, decisions),)
+        return planned(every_order(Replicas((proof.problem,), costs, options), proof.decisions.chunks))
+    return (build_plan(proof.problem, costs, options, proof.decisions),)
 
 
 def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:

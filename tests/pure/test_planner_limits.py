@@ -14,7 +14,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner import limits as search_limits
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.least import has_plan, least_plan
+from megatron_epp.planner.least import least_plan, proof_of
 from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.problem import MOST_BYTES, check_amounts
@@ -127,9 +127,11 @@ def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_t
     made = plan(tight, costs, options)
     assert made.predicted.makespan_us <= least_plan(tight, costs, options).predicted.makespan_us
     assert check(made) == []
-    assert has_plan(tight, costs, options)
+    proof = proof_of(tight, costs, options)
+    assert proof is not None
+    assert proof.peak_bytes == max(least_plan(tight, costs, options).predicted.peak_bytes)
     lower = replace(tight, cap_bytes=tuple(cap // 2 for cap in tight.cap_bytes))
-    assert not has_plan(lower, costs, options)
+    assert proof_of(lower, costs, options) is None
     with pytest.raises(InfeasibleError) as named:
         plan(lower, costs, options)
     assert named.value.least_cap_bytes == refused.value.least_cap_bytes
