@@ -41,7 +41,7 @@ Floors = list[tuple[int, Aligned]]
 
 @dataclass(frozen=True, slots=True)
 class UpToBackward:
-    """What a rank with several stages runs of one sequence up to its first backward, whatever the order: all forwards."""
+    """Order rule with one sequence, up to the first backward of a rank with several stages: all forwards are before it."""
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         rows = []
@@ -52,7 +52,7 @@ class UpToBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class MemoryProof:
     """Decisions under which a batch fits, and their peak.
 
     Attributes:
@@ -104,7 +104,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options, floors: Floors | N
     return False
 
 
-def proven(problem: Problem, costs: Costs, options: Options) -> Proof:
+def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
     """Return the proof that a batch fits.
 
     Args:
@@ -117,7 +117,7 @@ def proven(problem: Problem, costs: Costs, options: Options) -> Proof:
     return proof
 
 
-def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> Proof | None:
+def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
     """Return the proof that a batch fits; None where it does not, which is faster to know than the smallest cap.
 
     Args:
@@ -170,7 +170,7 @@ def _floors(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[
         yield floor, table
 
 
-def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> Proof:
+def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
     """Return the proof that a table fits.
 
     The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
@@ -180,7 +180,7 @@ def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) 
         MessageRoomError: the messages in flight do not fit.
     """
 
-    def proof(asked: Problem) -> Proof:
+    def proof(asked: Problem) -> MemoryProof:
         tables, order, fit = _fit(Replicas((asked,), costs, options), table)
         if fit.recompute_steps is None:
             raise infeasible(asked, costs, options, fit.needed_bytes)
@@ -192,7 +192,7 @@ def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) 
             graph = build_graph(plan)
             needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
             refuse_without_room(plan, peaks, needed)
-        return Proof(asked, decisions, max(map(add, peaks, needed)))
+        return MemoryProof(asked, decisions, max(map(add, peaks, needed)))
 
     return with_room(problem, proof)
 
