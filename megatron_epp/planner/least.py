@@ -7,12 +7,14 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, fields
+from itertools import accumulate, chain, pairwise, product
 from operator import add, itemgetter
 
-from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, Plan, Step
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
@@ -24,31 +26,19 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, coded
-from megatron_epp.planner.message_room import MessageRoomError, proven_cap, raised, with_room
-from megatron_epp.planner.order import Order, has_groups, slice_groups
+from megatron_epp.planner.message_room import MessageRoomError, message_room, proven_cap, raised, with_room
+from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import WHOLE, Recipe, values_of
-from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
 Floors = list[tuple[int, Aligned]]
 """Bytes that a table needs at least, and the table."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpToBackward:
-    """Order rule with one sequence, up to the first backward of a rank with several stages: all forwards are before it."""
-
-    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        rows = []
-        for stages in tables.stages_of:
-            row = [Action(Op.F, stage, c) for stage in stages for c in range(len(chunks))]
-            rows.append(tuple(row if problem.forward_only else [*row, Action(Op.B, stages[-1], len(chunks) - 1)]))
-        return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +86,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options, floors: Floors | N
         not begins_with_greedy(options.planner) or options.offload or problem.forward_only or has_groups(problem.loss_groups)
     ):
         return True
-    for floor, table in _floors(problem, costs, options):
+    for floor, table in _needs(problem, costs, options):
         if not floor:
             return True
         if floors is not None:
@@ -124,7 +114,7 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
         floors: gets the tables that do not fit, with bytes that they need at least; None where these do not matter.
     """
     validate(problem, costs, options)
-    for floor, table in _floors(problem, costs, options):
+    for floor, table in _needs(problem, costs, options):
         least = floor
         if not floor:
             try:
@@ -150,24 +140,51 @@ def refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) ->
     )
 
 
-def _floors(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
+def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
     """Yield every table, and bytes that it needs at least where it does not fit.
 
-    Most that do not fit are told by the sequence that is longest in them alone, of which all slices are alive at one time, with
-    one mode of recompute, which saves as much as several do. With one stage per rank, the bytes of others are 0 only if they
-    fit, but for their messages.
+    With one stage per rank, the bytes are 0 only if it fits, but for its messages.
     """
     replicas = Replicas((problem,), costs, options)
-    with_one_mode = replace(replicas, options=replace(options, recompute_modes="full"))
-    for table in _tables(replicas):
+    tables = [*_tables(replicas)]
+    for floor, table in zip(_floors(tables, problem, costs), tables, strict=True):
         spend(problem.num_stages * len(table))
-        (chunks,) = table.chunks
-        runs = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
-        longest = max(runs, key=lambda run: sum(chunk.num_tokens for chunk in run))
-        floor = _fit(with_one_mode, Aligned((longest,)))[2].needed_bytes
-        if not floor and problem.has_one_stage_per_rank:
-            floor = _fit(replicas, table)[2].needed_bytes
-        yield floor, table
+        if floor or not problem.has_one_stage_per_rank:
+            yield floor, table
+        else:
+            yield _fit(replicas, table)[2].needed_bytes, table
+
+
+def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs) -> list[int]:
+    """Return bytes that tables need in any order, of those that do not fit, and 0 for others, which need not fit.
+
+    Before a sequence's first backward, on the last stage of a rank, all of its slices are alive on all stages of the rank. So
+    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute.
+    """
+    if problem.forward_only:
+        return [0] * len(tables)
+    runs = list[tuple[Chunk, ...]]()
+    for (chunks,) in (table.chunks for table in tables):
+        own = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
+        runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
+    works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
+    columns = {field.name: [getattr(work, field.name) for work in works] for field in fields(ChunkWork)}
+    work = ChunkWork(**{name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()})
+    sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
+    starts = [*accumulate(map(len, runs), initial=0)]
+    ends = np.array(starts[1:]) - 1
+    rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]
+    lacking = np.zeros((problem.num_ranks, len(tables)), dtype=np.int64)
+    needed = 0 * lacking
+    for rank, stages in enumerate(sizes.stages_of):
+        every = [sizes.ways(stage) for stage in stages]
+        alive = sum(ways.kept_bytes[:, -1] + sizes.forward_alloc[stage] for stage, ways in zip(stages, every, strict=True))
+        passing = np.max([sizes.passing[stage] for stage in stages], axis=0)
+        needed[rank] = np.add.reduceat(alive, starts[:-1]) + np.maximum.reduceat(passing, starts[:-1])
+        needed[rank] += (every[-1].whole - every[-1].kept_bytes)[ends, -1] + [room[rank] for room in rooms]
+        needed[rank] += sum(map(costs.static_bytes, stages))
+        lacking[rank] = needed[rank] > problem.cap_bytes[rank]
+    return (needed.max(axis=0) * lacking.any(axis=0)).tolist()
 
 
 def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
@@ -208,10 +225,9 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
 
 
 def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, RecomputeFit]:
-    """Fit a table, or chunks of one, in the order that keeps the least."""
+    """Fit a table in the order that keeps the least."""
     problem, sizes = replicas.problems[0], replicas.tables(table)
-    rule = LEAST if problem.has_one_stage_per_rank else UpToBackward()
-    order = coded(rule.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
+    order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
     return sizes[0], order, replicas.fit(order.codes, sizes)
 
 
