@@ -7,7 +7,7 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise, product
 from operator import add, itemgetter
 
@@ -75,23 +75,13 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     return build_plan(proof.problem, costs, options, proof.decisions)
 
 
-def may_fit(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> bool:
-    """Return False if no table fits, in any order. A table that fits is soon found.
-
-    Args:
-        floors: as `proof_of` takes them.
-    """
-    decides = one_order_decides(problem, options)
-    if not decides and (
-        not begins_with_greedy(options.planner) or options.offload or problem.forward_only or has_groups(problem.loss_groups)
-    ):
+def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
+    """Return False if no table fits, in any order and with any copies. A table that fits is soon found."""
+    if not begins_with_greedy(options.planner):
         return True
-    for floor, table in _needs(problem, costs, options):
-        if not floor:
-            return True
-        if floors is not None:
-            floors.append((floor, table))
-    return False
+    if not one_order_decides(problem, options) and (problem.forward_only or has_groups(problem.loss_groups)):
+        return True
+    return any(not floor for floor, _ in _needs(problem, costs, options))
 
 
 def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
@@ -103,7 +93,7 @@ def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
     floors = Floors()
     proof = proof_of(problem, costs, options, floors)
     if proof is None:
-        raise refusal(problem, costs, options, floors)
+        raise _refusal(problem, costs, options, floors)
     return proof
 
 
@@ -128,7 +118,7 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
     return None
 
 
-def refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
+def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
     """Return the error that names a cap under which the table that needs least fits.
 
     Args:
@@ -143,23 +133,24 @@ def refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) ->
 def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
     """Yield every table, and bytes that it needs at least where it does not fit.
 
-    With one stage per rank, the bytes are 0 only if it fits, but for its messages.
+    Where one order decides, the bytes are 0 only if it fits, but for its messages.
     """
     replicas = Replicas((problem,), costs, options)
     tables = [*_tables(replicas)]
-    for floor, table in zip(_floors(tables, problem, costs), tables, strict=True):
+    for floor, table in zip(_floors(tables, problem, costs, options), tables, strict=True):
         spend(problem.num_stages * len(table))
-        if floor or not problem.has_one_stage_per_rank:
+        if floor or not one_order_decides(problem, options):
             yield floor, table
         else:
             yield _fit(replicas, table)[2].needed_bytes, table
 
 
-def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs) -> list[int]:
+def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: Options) -> list[int]:
     """Return bytes that tables need in any order, of those that do not fit, and 0 for others, which need not fit.
 
     Before a sequence's first backward, on the last stage of a rank, all of its slices are alive on all stages of the rank. So
-    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute.
+    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute. With copies
+    to the host one slice at a time is there, whose keys and values may be there, too, or not.
     """
     if problem.forward_only:
         return [0] * len(tables)
@@ -170,7 +161,11 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs) -> list[i
     works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
     columns = {field.name: [getattr(work, field.name) for work in works] for field in fields(ChunkWork)}
     work = ChunkWork(**{name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()})
-    sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
+    chunks = [*chain.from_iterable(runs)]
+    sizes = tabulate(chunks, problem, costs, work=work)
+    away = (
+        tabulate(chunks, problem, costs, work=replace(work, cache_tokens=0 * work.cache_tokens)) if options.offload else sizes
+    )
     starts = [*accumulate(map(len, runs), initial=0)]
     ends = np.array(starts[1:]) - 1
     rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]
@@ -179,9 +174,13 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs) -> list[i
     for rank, stages in enumerate(sizes.stages_of):
         every = [sizes.ways(stage) for stage in stages]
         alive = sum(ways.kept_bytes[:, -1] + sizes.forward_alloc[stage] for stage, ways in zip(stages, every, strict=True))
-        passing = np.max([sizes.passing[stage] for stage in stages], axis=0)
-        needed[rank] = np.add.reduceat(alive, starts[:-1]) + np.maximum.reduceat(passing, starts[:-1])
-        needed[rank] += (every[-1].whole - every[-1].kept_bytes)[ends, -1] + [room[rank] for room in rooms]
+        passing = np.max([np.minimum(sizes.passing[stage], away.passing[stage]) for stage in stages], axis=0)
+        if options.offload:
+            one = np.max([np.minimum(sizes.ways(stage).whole, away.ways(stage).whole)[:, -1] for stage in stages], axis=0)
+            needed[rank] = np.maximum.reduceat(one, starts[:-1])
+        else:
+            needed[rank] = np.add.reduceat(alive, starts[:-1]) + (every[-1].whole - every[-1].kept_bytes)[ends, -1]
+        needed[rank] += np.maximum.reduceat(passing, starts[:-1]) + [room[rank] for room in rooms]
         needed[rank] += sum(map(costs.static_bytes, stages))
         lacking[rank] = needed[rank] > problem.cap_bytes[rank]
     return (needed.max(axis=0) * lacking.any(axis=0)).tolist()
@@ -239,8 +238,8 @@ def _tables(replicas: Replicas) -> Iterator[Aligned]:
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
     values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
-    for cut, grain in product(values["cut"], values["grain"]):
-        table = chunk_tables.table(Recipe(grain, cut)) if grain != WHOLE else None
+    for copies, cut, grain in product(("none", "keys") if options.offload else ("none",), values["cut"], values["grain"]):
+        table = chunk_tables.table(Recipe(grain, cut, copies=copies)) if grain != WHOLE else None
         if table is not None and id(table) not in known:
             known.add(id(table))
             yield table

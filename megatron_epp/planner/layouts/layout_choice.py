@@ -327,7 +327,7 @@ class _Search:
                     or not begins_with_greedy(self.options.planner)
                     or may_fit(problem, costs, self.options)
                 ):
-                    plans[number] = plan(problem, costs, self.options)
+                    plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
             if number not in plans:
