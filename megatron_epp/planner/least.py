@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise, product
 from operator import add, itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,8 @@ from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
+_NEAR_DIVISOR = 256
+"""One part in so many of a cap is the least that another table must save for its plan to be written, too."""
 Floors = list[tuple[int, Aligned]]
 """Bytes that a table needs at least, and the table."""
 
@@ -77,6 +81,7 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
 def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     """Return False if no table fits, in any order and with any copies. A table that fits is soon found."""
+    validate(problem, costs, options)
     if not begins_with_greedy(options.planner):
         return True
     if not one_order_decides(problem, options) and (problem.forward_only or has_groups(problem.loss_groups)):
@@ -119,15 +124,26 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
 
 
 def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
-    """Return the error that names a cap under which the table that needs least fits.
+    """Return the error that names the smallest cap of all tables, to less than half a percent.
 
     Args:
         floors: tables, and bytes that they need at least.
     """
-    floor, table = min(floors, key=itemgetter(0))
-    return infeasible(
-        problem, costs, options, proven_cap(floor, lambda tried: _of_table(raised(problem, tried), costs, options, table))
-    )
+    replicas, least, needs = Replicas((problem,), costs, options), 0, Floors()
+    for floor, table in sorted(floors, key=itemgetter(0)):
+        if not least or floor < least:
+            needs.append((_fit(replicas, table)[2].needed_bytes or floor, table))
+            least = min(least or needs[-1][0], needs[-1][0])
+    least = 0
+    for need, table in sorted(needs, key=itemgetter(0)):
+        if not least or need < least - least // _NEAR_DIVISOR:
+            cap = proven_cap(need, partial(_under_cap, problem, costs, options, table))
+            least = min(least or cap, cap)
+    return infeasible(problem, costs, options, least)
+
+
+def _under_cap(problem: Problem, costs: Costs, options: Options, table: Aligned, cap_bytes: int) -> MemoryProof:
+    return _of_table(raised(problem, cap_bytes), costs, options, table)
 
 
 def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
@@ -160,12 +176,13 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
         runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
     works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
     columns = {field.name: [getattr(work, field.name) for work in works] for field in fields(ChunkWork)}
-    work = ChunkWork(**{name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()})
-    chunks = [*chain.from_iterable(runs)]
-    sizes = tabulate(chunks, problem, costs, work=work)
-    away = (
-        tabulate(chunks, problem, costs, work=replace(work, cache_tokens=0 * work.cache_tokens)) if options.offload else sizes
-    )
+    joined: dict[str, Any] = {name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()}
+    work = ChunkWork(**joined)
+    sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
+    away = sizes
+    if options.offload:
+        streamed = replace(work, cache_tokens=0 * work.cache_tokens)
+        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=streamed)
     starts = [*accumulate(map(len, runs), initial=0)]
     ends = np.array(starts[1:]) - 1
     rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]
@@ -176,14 +193,16 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
         alive = sum(ways.kept_bytes[:, -1] + sizes.forward_alloc[stage] for stage, ways in zip(stages, every, strict=True))
         passing = np.max([np.minimum(sizes.passing[stage], away.passing[stage]) for stage in stages], axis=0)
         if options.offload:
-            one = np.max([np.minimum(sizes.ways(stage).whole, away.ways(stage).whole)[:, -1] for stage in stages], axis=0)
-            needed[rank] = np.maximum.reduceat(one, starts[:-1])
+            alone = [np.minimum(sizes.ways(stage).whole, away.ways(stage).whole).min(axis=1) for stage in stages]
+            needed[rank] = np.maximum.reduceat(np.max(alone, axis=0), starts[:-1])
         else:
-            needed[rank] = np.add.reduceat(alive, starts[:-1]) + (every[-1].whole - every[-1].kept_bytes)[ends, -1]
+            first_backward = every[-1].whole.min(axis=1) - every[-1].kept_bytes[:, -1]
+            needed[rank] = np.add.reduceat(alive, starts[:-1]) + first_backward[ends]
         needed[rank] += np.maximum.reduceat(passing, starts[:-1]) + [room[rank] for room in rooms]
         needed[rank] += sum(map(costs.static_bytes, stages))
         lacking[rank] = needed[rank] > problem.cap_bytes[rank]
-    return (needed.max(axis=0) * lacking.any(axis=0)).tolist()
+    floors: list[int] = (needed.max(axis=0) * lacking.any(axis=0)).tolist()
+    return floors
 
 
 def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
