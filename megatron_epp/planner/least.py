@@ -41,6 +41,8 @@ from megatron_epp.planner.work_limit import spend
 LEAST = WarmUp(lead=0, minimal=True)
 _NEAR_DIVISOR = 256
 """One part in so many of a cap is the least that another table must save for its plan to be written, too."""
+_MESSAGES_RATIO = 1.0625
+"""Bytes of a table, as a multiple of the least of all, from which on messages of others will hardly make it the least."""
 Floors = list[tuple[int, Aligned]]
 """Bytes that a table needs at least, and the table."""
 
@@ -129,12 +131,10 @@ def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -
     Args:
         floors: tables, and bytes that they need at least.
     """
-    replicas, least, needs = Replicas((problem,), costs, options), 0, Floors()
+    replicas, needs, least = Replicas((problem,), costs, options), Floors(), 0
     for floor, table in sorted(floors, key=itemgetter(0)):
-        if not least or floor < least:
+        if not needs or floor < min(needs, key=itemgetter(0))[0] * _MESSAGES_RATIO:
             needs.append((_fit(replicas, table)[2].needed_bytes or floor, table))
-            least = min(least or needs[-1][0], needs[-1][0])
-    least = 0
     for need, table in sorted(needs, key=itemgetter(0)):
         if not least or need < least - least // _NEAR_DIVISOR:
             cap = proven_cap(need, partial(_under_cap, problem, costs, options, table))
