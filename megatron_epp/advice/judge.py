@@ -19,7 +19,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
-from megatron_epp.planner.least import least_decisions, one_order_decides
+from megatron_epp.planner.least import one_order_decides, proven
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
@@ -126,7 +126,7 @@ def _prove_fit(problem: Problem, costs: Costs, options: Options) -> None:
     try:
         estimate_us(problem, costs, options)
     except InfeasibleError:
-        (least_decisions if one_order_decides(problem, options) else plan)(problem, costs, options)
+        (proven if one_order_decides(problem, options) else plan)(problem, costs, options)
 
 
 def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:

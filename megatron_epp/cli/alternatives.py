@@ -19,7 +19,7 @@ from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.least import least_plan, one_order_decides
+from megatron_epp.planner.least import one_order_decides, proof_of
 from megatron_epp.planner.limits import longest_sequence
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.work_limit import WorkSpentError, limited
@@ -32,8 +32,8 @@ _MOST_CONTEXTS = 8
 """Most contexts that are tried."""
 _TRIED = ("num_stages", "tensor_parallel", "vocab_parallel", "data_parallel", "offload", "recompute", "context")
 """Settings of which one at a time is changed."""
-MOST_WORK = 600_000
-"""Steps of work of the search for what would fit, a few seconds of it; plans with offload of large batches take more each."""
+MOST_WORK = 150_000
+"""Steps of work of the search for what would fit, about a second of it; plans of large batches take more each."""
 
 
 def kept_remedies(error: InfeasibleError, args: Namespace) -> InfeasibleError:
@@ -151,10 +151,12 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
         if max(static_bytes(problem, costs)) > min(problem.cap_bytes):
             return None
         options = replace(options, offload=offload)
-        least = (least_plan if one_order_decides(problem, options) else plan)(problem, costs, options)
+        if one_order_decides(problem, options):
+            proof = proof_of(problem, costs, options)
+            return None if proof is None else proof.peak_bytes
+        return max(plan(problem, costs, options).predicted.peak_bytes)
     except EppError:
         return None
-    return max(least.predicted.peak_bytes)
 
 
 def _changes(args: Namespace) -> Iterator[list[Change]]:

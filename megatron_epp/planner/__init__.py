@@ -45,8 +45,11 @@ __all__ = [
 ]
 
 
-def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
+def plan(problem: Problem, costs: Costs, options: Options = Options(), names_cap: bool = True) -> Plan:  # noqa: B008 - frozen
     """Plan one iteration. Equal arguments give equal plans in every process, but for the planner "milp" and a time budget.
+
+    Args:
+        names_cap: a refusal names a cap under which there is a plan. With several stages per rank that takes many searches.
 
     Returns:
         a plan that `check` finds nothing wrong with, with the simulator's predictions.
@@ -70,7 +73,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         return plan_within_budget(problem, costs, options)
     with uncollected():
         if options.planner == "greedy":
-            return plan_or_refuse((problem,), costs, options)[0]
+            return plan_or_refuse((problem,), costs, options, names_cap)[0]
         if not begins_with_greedy(options.planner):
             return planned_with_room(problem, costs, options, lambda asked: _built(asked, costs, options, planner))
         try:

@@ -7,8 +7,15 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import accumulate, chain, pairwise, product
+from operator import add, itemgetter
+from typing import Any
 
-from megatron_epp.cost import Costs
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
@@ -17,20 +24,42 @@ from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.align import Aligned
-from megatron_epp.planner.chunks.in_runs import Shape
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import CodedOrder, coded
-from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
+from megatron_epp.planner.message_room import MessageRoomError, message_room, proven_cap, raised, with_room
+from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import WHOLE, Recipe, values_of
+from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
+_NEAR_DIVISOR = 256
+"""One part in so many of a cap is the least that another table must save for its plan to be written, too."""
+_MESSAGES_RATIO = 1.0625
+"""Bytes of a table, as a multiple of the least of all, from which on messages of others will hardly make it the least."""
+Floors = list[tuple[int, Aligned]]
+"""Bytes that a table needs at least, and the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProof:
+    """Decisions under which a batch fits, and their peak.
+
+    Attributes:
+        problem: the batch, with the memory set aside for messages.
+        decisions: whose plan fits.
+        peak_bytes: of the fullest rank, messages included.
+    """
+
+    problem: Problem
+    decisions: Decisions
+    peak_bytes: int
 
 
 def one_order_decides(problem: Problem, options: Options) -> bool:
@@ -48,53 +77,161 @@ def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
         InfeasibleError: no table fits; the error names the smallest cap that would do.
         PlanError: as `plan` raises it.
     """
-    asked, decisions = least_decisions(problem, costs, options)
-    return build_plan(asked, costs, options, decisions)
+    proof = proven(problem, costs, options)
+    return build_plan(proof.problem, costs, options, proof.decisions)
 
 
-def least_decisions(problem: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
-    """Return the decisions of `least_plan` and its problem, with memory set aside for messages. They prove that a batch fits.
+def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
+    """Return False if no table fits, in any order and with any copies. A table that fits is soon found."""
+    validate(problem, costs, options)
+    if not begins_with_greedy(options.planner):
+        return True
+    if not one_order_decides(problem, options) and (problem.forward_only or has_groups(problem.loss_groups)):
+        return True
+    return any(not floor for floor, _ in _needs(problem, costs, options))
+
+
+def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
+    """Return the proof that a batch fits.
 
     Args:
         problem, costs, options: as `least_plan` takes them, which has its errors.
     """
+    floors = Floors()
+    proof = proof_of(problem, costs, options, floors)
+    if proof is None:
+        raise _refusal(problem, costs, options, floors)
+    return proof
+
+
+def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
+    """Return the proof that a batch fits; None where it does not, which is faster to know than the smallest cap.
+
+    Args:
+        floors: gets the tables that do not fit, with bytes that they need at least; None where these do not matter.
+    """
     validate(problem, costs, options)
-    return planned_with_room(problem, costs, options, lambda asked: _proof(asked, costs, options))
+    for floor, table in _needs(problem, costs, options):
+        least = floor
+        if not floor:
+            try:
+                return _of_table(problem, costs, options, table)
+            except InfeasibleError as error:
+                least = error.least_cap_bytes
+            except MessageRoomError:
+                least = min(problem.cap_bytes) + 1
+        if floors is not None:
+            floors.append((least, table))
+    return None
 
 
-def has_plan(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Return True if there is a `least_plan`, which is faster to know than the smallest cap."""
-    validate(problem, costs, options)
-    try:
-        with_room(problem, lambda asked: _proof(asked, costs, options))
-    except (InfeasibleError, MessageRoomError):
-        return False
-    return True
+def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
+    """Return the error that names the smallest cap of all tables, to less than half a percent.
+
+    Args:
+        floors: tables, and bytes that they need at least.
+    """
+    replicas, needs, least = Replicas((problem,), costs, options), Floors(), 0
+    for floor, table in sorted(floors, key=itemgetter(0)):
+        if not needs or floor < min(needs, key=itemgetter(0))[0] * _MESSAGES_RATIO:
+            needs.append((_fit(replicas, table)[2].needed_bytes or floor, table))
+    for need, table in sorted(needs, key=itemgetter(0)):
+        if not least or need < least - least // _NEAR_DIVISOR:
+            cap = proven_cap(need, partial(_under_cap, problem, costs, options, table))
+            least = min(least or cap, cap)
+    return infeasible(problem, costs, options, least)
 
 
-def _proof(asked: Problem, costs: Costs, options: Options) -> tuple[Problem, Decisions]:
-    """Return decisions that fit, and their problem.
+def _under_cap(problem: Problem, costs: Costs, options: Options, table: Aligned, cap_bytes: int) -> MemoryProof:
+    return _of_table(raised(problem, cap_bytes), costs, options, table)
+
+
+def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:
+    """Yield every table, and bytes that it needs at least where it does not fit.
+
+    Where one order decides, the bytes are 0 only if it fits, but for its messages.
+    """
+    replicas = Replicas((problem,), costs, options)
+    tables = [*_tables(replicas)]
+    for floor, table in zip(_floors(tables, problem, costs, options), tables, strict=True):
+        spend(problem.num_stages * len(table))
+        if floor or not one_order_decides(problem, options):
+            yield floor, table
+        else:
+            yield _fit(replicas, table)[2].needed_bytes, table
+
+
+def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: Options) -> list[int]:
+    """Return bytes that tables need in any order, of those that do not fit, and 0 for others, which need not fit.
+
+    Before a sequence's first backward, on the last stage of a rank, all of its slices are alive on all stages of the rank. So
+    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute. With copies
+    to the host one slice at a time is there, whose keys and values may be there, too, or not.
+    """
+    if problem.forward_only:
+        return [0] * len(tables)
+    runs = list[tuple[Chunk, ...]]()
+    for (chunks,) in (table.chunks for table in tables):
+        own = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
+        runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
+    works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
+    # Without the caches of sequences that begin behind others, which only add to what is needed.
+    names = [field.name for field in fields(ChunkWork) if field.name != "begun"]
+    columns = {name: [getattr(work, name) for work in works] for name in names}
+    joined: dict[str, Any] = {name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()}
+    work = ChunkWork(**joined)
+    sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
+    away = sizes
+    if options.offload:
+        streamed = replace(work, cache_tokens=0 * work.cache_tokens)
+        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=streamed)
+    starts = [*accumulate(map(len, runs), initial=0)]
+    ends = np.array(starts[1:]) - 1
+    rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]
+    lacking = np.zeros((problem.num_ranks, len(tables)), dtype=np.int64)
+    needed = 0 * lacking
+    for rank, stages in enumerate(sizes.stages_of):
+        every = [sizes.ways(stage) for stage in stages]
+        alive = sum(ways.kept_bytes[:, -1] + sizes.forward_alloc[stage] for stage, ways in zip(stages, every, strict=True))
+        passing = np.max([np.minimum(sizes.passing[stage], away.passing[stage]) for stage in stages], axis=0)
+        if options.offload:
+            alone = [np.minimum(sizes.ways(stage).whole, away.ways(stage).whole).min(axis=1) for stage in stages]
+            needed[rank] = np.maximum.reduceat(np.max(alone, axis=0), starts[:-1])
+        else:
+            first_backward = every[-1].whole.min(axis=1) - every[-1].kept_bytes[:, -1]
+            needed[rank] = np.add.reduceat(alive, starts[:-1]) + first_backward[ends]
+        needed[rank] += np.maximum.reduceat(passing, starts[:-1]) + [room[rank] for room in rooms]
+        needed[rank] += sum(map(costs.static_bytes, stages))
+        lacking[rank] = needed[rank] > problem.cap_bytes[rank]
+    floors: list[int] = (needed.max(axis=0) * lacking.any(axis=0)).tolist()
+    return floors
+
+
+def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
+    """Return the proof that a table fits.
 
     The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
 
     Raises:
-        InfeasibleError: no table fits.
+        InfeasibleError: it does not fit.
         MessageRoomError: the messages in flight do not fit.
     """
-    least, decisions = 0, None
-    for chunks, order, fit in _fits(asked, costs, options):
-        if fit.recompute_steps is not None:
-            decisions = Decisions(chunks, order, fit.recompute_steps, options.modes(costs))
-            break
-        least = min(least or fit.needed_bytes, fit.needed_bytes)
-    if decisions is None:
-        raise infeasible(asked, costs, options, least)
-    plan = written(asked, costs, options, decisions, decisions.tables(asked, costs))
-    if plan.messages.num_bytes:
-        graph = build_graph(plan)
-        needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
-        refuse_without_room(plan, tuple(map(_peak_bytes, plan.static_bytes, plan.ranks)), needed)
-    return asked, decisions
+
+    def proof(asked: Problem) -> MemoryProof:
+        tables, order, fit = _fit(Replicas((asked,), costs, options), table)
+        if fit.recompute_steps is None:
+            raise infeasible(asked, costs, options, fit.needed_bytes)
+        decisions = Decisions(table.chunks[0], order, fit.recompute_steps, options.modes(costs))
+        plan = written(asked, costs, options, decisions, tables)
+        peaks = tuple(map(_peak_bytes, plan.static_bytes, plan.ranks))
+        needed = (0,) * len(peaks)
+        if plan.messages.num_bytes:
+            graph = build_graph(plan)
+            needed = message_peaks(plan, issue_order(plan, graph, play(graph)))
+            refuse_without_room(plan, peaks, needed)
+        return MemoryProof(asked, decisions, max(map(add, peaks, needed)))
+
+    return with_room(problem, proof)
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
@@ -107,23 +244,26 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
     return peak
 
 
-def _fits(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[tuple[Chunk, ...], CodedOrder, RecomputeFit]]:
-    """Yield the tables that the search tries, grains and whole sequences, in the order that keeps the least.
+def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, RecomputeFit]:
+    """Fit a table in the order that keeps the least."""
+    problem, sizes = replicas.problems[0], replicas.tables(table)
+    order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
+    return sizes[0], order, replicas.fit(order.codes, sizes)
+
+
+def _tables(replicas: Replicas) -> Iterator[Aligned]:
+    """Yield the tables that the search tries, grains, runs and whole sequences.
 
     A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
     sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
     """
-    replicas = Replicas((problem,), costs, options)
-    chunk_tables = ChunkTables(replicas)
-    cuts = [name for name, cut in chunk_tables.cuts.items() if cut.shape in (None, Shape(1))]
-    values = values_of(problem, options, cuts, splits=False)
-    recipes = (Recipe(grain, cut) for cut in values["cut"] for grain in values["grain"] if grain != WHOLE)
-    tables = dict.fromkeys(table for recipe in recipes if (table := chunk_tables.table(recipe)) is not None)
+    problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
+    values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
+    for copies, cut, grain in product(("none", "keys") if options.offload else ("none",), values["cut"], values["grain"]):
+        table = chunk_tables.table(Recipe(grain, cut, copies=copies)) if grain != WHOLE else None
+        if table is not None and id(table) not in known:
+            known.add(id(table))
+            yield table
     may_be_whole = max(problem.lengths) <= (options.chunk_tokens or max(problem.lengths)) and not problem.microbatches
     if options.slices is None and may_be_whole:
-        tables |= dict.fromkeys(Aligned((chunks,)) for chunks in whole_by_length(problem))
-    for table in tables:
-        spend(problem.num_stages * len(table))
-        sizes = replicas.tables(table)
-        order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
-        yield table.chunks[0], order, replicas.fit(order.codes, sizes)
+        yield from (Aligned((chunks,)) for chunks in whole_by_length(problem))

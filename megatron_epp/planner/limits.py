@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan
-from megatron_epp.planner.least import has_plan, least_decisions, one_order_decides
+from megatron_epp.planner.least import one_order_decides, proof_of, proven
 from megatron_epp.planner.problem import Options, Problem, static_bytes
 
 LONGEST_TOKENS = 1 << 25
@@ -84,7 +84,7 @@ def _named_cap(problem: Problem, costs: Costs, options: Options) -> int:
     """
     problem, options = _with_cap(problem, 1), replace(options, offload=False)
     try:
-        (least_decisions if one_order_decides(problem, options) else plan)(problem, costs, options)
+        (proven if one_order_decides(problem, options) else plan)(problem, costs, options)
     except InfeasibleError as error:
         if not error.least_cap_bytes:
             raise
@@ -101,7 +101,7 @@ def _fits(problem: Problem, costs: Costs, options: Options) -> bool:
 def _is_planned(problem: Problem, costs: Costs, options: Options) -> bool:
     options = replace(options, steps=0)
     if one_order_decides(problem, options):
-        return has_plan(problem, costs, options)
+        return proof_of(problem, costs, options) is not None
     with suppress(InfeasibleError):
         plan(problem, costs, options)
         return True

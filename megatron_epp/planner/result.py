@@ -18,6 +18,7 @@ from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
+from megatron_epp.planner.least import may_fit, one_order_decides, proven
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
@@ -39,22 +40,26 @@ IDLE_S = 1e-6
 Clock = Callable[[], float]
 
 
-def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
+def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
     """Plan a batch, or replicas in lockstep, by the search.
+
+    Args:
+        names_cap: as `planner.plan` takes it.
 
     Raises:
         InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
     """
     replicas = Replicas(tuple(problems), costs, options)
+    one_decides = not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False))
+    if one_decides and not may_fit(problems[0], costs, options):
+        return _least_or_refuse(problems[0], costs, options, 0)
     candidates = search(replicas)
     try:
         return planned(candidates)
     except InfeasibleError as error:
-        from megatron_epp.planner.least import one_order_decides  # which plans that fit do not need
-
-        if not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False)):
+        if one_decides:
             return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
-        if not error.least_cap_bytes:
+        if not error.least_cap_bytes or not names_cap:
             raise
         cap = proven_cap(error.least_cap_bytes, lambda tried: planned(search(replicas.with_caps(tried))))
         if cap == error.least_cap_bytes:
@@ -88,18 +93,16 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     Args:
         least_host: as `infeasible` takes it.
     """
-    from megatron_epp.planner.least import least_decisions
-
     try:
-        asked, decisions = least_decisions(problem, costs, replace(options, offload=False))
+        proof = proven(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:
         if not options.offload:
             raise
         refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
         raise refused.with_context(after=" That would do without offload; with it less may do.") from None
     with suppress(InfeasibleError):  # in a faster order
-        return planned(every_order(Replicas((asked,), costs, options), decisions.chunks))
-    return (build_plan(asked, costs, options, decisions),)
+        return planned(every_order(Replicas((proof.problem,), costs, options), proof.decisions.chunks))
+    return (build_plan(proof.problem, costs, options, proof.decisions),)
 
 
 def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:

@@ -11,13 +11,14 @@ from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Options, plan
+from megatron_epp.planner import Options, least, plan
 from megatron_epp.planner import limits as search_limits
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.least import has_plan, least_plan
+from megatron_epp.planner.least import least_plan, proof_of
 from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.problem import MOST_BYTES, check_amounts
+from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.work_limit import COPIES_STEPS, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
@@ -127,9 +128,11 @@ def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_t
     made = plan(tight, costs, options)
     assert made.predicted.makespan_us <= least_plan(tight, costs, options).predicted.makespan_us
     assert check(made) == []
-    assert has_plan(tight, costs, options)
+    proof = proof_of(tight, costs, options)
+    assert proof is not None
+    assert proof.peak_bytes == max(least_plan(tight, costs, options).predicted.peak_bytes)
     lower = replace(tight, cap_bytes=tuple(cap // 2 for cap in tight.cap_bytes))
-    assert not has_plan(lower, costs, options)
+    assert proof_of(lower, costs, options) is None
     with pytest.raises(InfeasibleError) as named:
         plan(lower, costs, options)
     assert named.value.least_cap_bytes == refused.value.least_cap_bytes
@@ -157,3 +160,23 @@ def test_equal_batches_take_equal_work(options: Options):
             plan(asked, costs, options)
         found.append(work.steps)
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_refusal_takes_less_work_than_a_plan_under_the_cap_that_it_names(offload: bool):
+    asked, costs, options = problem(LENGTHS, 4, 1), pipeline(4, 2), Options(offload=offload)
+    costs = replace(costs, offloadable_share=0.9, host_us_per_byte=1e-5)
+    with limited(math.inf) as refusing, pytest.raises(InfeasibleError) as refused:
+        plan(asked, costs, options)
+    with limited(math.inf) as planning:
+        plan(replace(asked, cap_bytes=(refused.value.least_cap_bytes,) * 4), costs, options)
+    assert refusing.steps < planning.steps
+
+
+@pytest.mark.parametrize("cap_bytes", [1, 30 * GIB])
+def test_what_tables_need_in_any_order_is_no_more_than_in_the_order_that_keeps_the_least(cap_bytes: int):
+    asked, costs = problem(LENGTHS, 4, cap_bytes), pipeline(4, 2)
+    replicas = Replicas((asked,), costs, Options())
+    tables = [*least._tables(replicas)]
+    for floor, table in zip(least._floors(tables, asked, costs, Options()), tables, strict=True):
+        assert floor <= least._fit(replicas, table)[2].needed_bytes

@@ -29,6 +29,7 @@ from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.planner.least import may_fit
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.registry import begins_with_greedy
 
@@ -164,6 +165,7 @@ class _Search:
         self.options = steady(sample.options)
         self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
         self.plans: dict[Layout, dict[int, Plan]] = {}
+        self.refused: set[tuple[Layout, int]] = set()
         self.refusal: InfeasibleError | None = None
 
     def choice(self) -> LayoutChoice:
@@ -317,14 +319,20 @@ class _Search:
     def _plan_us(self, layout: Layout, number: int) -> float:
         """Plan a batch as training would, and return the makespan; infinite if nothing fits."""
         plans = self.plans.setdefault(layout, {})
-        if number not in plans:
+        if number not in plans and (layout, number) not in self.refused:
+            problem, costs = replace(self.batches[number], placement=layout.placement.rank_of), self.sample.costs_of(layout)
             try:
-                problem = replace(self.batches[number], placement=layout.placement.rank_of)
-                plans[number] = plan(problem, self.sample.costs_of(layout), self.options)
+                if (
+                    self.refusal is None
+                    or not begins_with_greedy(self.options.planner)
+                    or may_fit(problem, costs, self.options)
+                ):
+                    plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
-                return math.inf
-        return plans[number].predicted.makespan_us
+            if number not in plans:
+                self.refused.add((layout, number))
+        return plans[number].predicted.makespan_us if number in plans else math.inf
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
