@@ -189,7 +189,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         "vocab_parallel": "on" if config.shards_vocabulary else "off",
         "latents": config.latents or question.flags.get("epp_latents"),
         "offload": "on" if question.options.offload else None,
-        "split_weight": question.options.split_weight,
+        "split_weight": "on" if question.options.split_weight else "off",
         "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),
         "seed": args.seed or None,
         "costs": question.costs_files.get(config.sharing),

@@ -43,7 +43,6 @@ class ChunkTables:
 
     Attributes:
         cuts: by the setting `cut`.
-        next_cut: another of them from which a search walks, too; empty for none.
     """
 
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
@@ -56,7 +55,6 @@ class ChunkTables:
         # Of replicas in lockstep, one may have too few sequences for runs.
         self.cuts = grains if not is_free else in_runs | grains if replicas.is_lockstep else in_runs
         self._falling = [falling_times(chunker) for chunker in variants[0]]
-        self.next_cut = next(iter([*self.cuts][1:]), "")
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
         self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}

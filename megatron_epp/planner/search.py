@@ -143,8 +143,8 @@ def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
     first = settings.first_recipe(free.problem, free.values["cut"][0])
     best, others = descend(free, first_candidate(free, first)), list[Recipe]()
-    if free.chunk_tables.next_cut:
-        others.append(best.recipe._replace(cut=free.chunk_tables.next_cut))
+    cuts = free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]
+    others += (best.recipe._replace(cut=cut) for cut in cuts)
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
@@ -165,6 +165,10 @@ def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     return best if candidates.is_single else at_next_grains(candidates, best)
 
 
+def is_small(candidates: Candidates, best: Candidate) -> bool:
+    return candidates.problem.num_stages * len(best.table) <= SMALL_PLAN_ITEMS
+
+
 def openings(candidates: Candidates, best: Recipe, rows: Sequence[settings.Opening]) -> Iterator[tuple[Recipe, bool]]:
     """Yield recipes at which further walks begin, if the user's settings allow them, and whether every grain is tried first."""
     for changes, scans_grains in rows:
@@ -179,9 +183,8 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     Args:
         fastest: without caps.
     """
-    is_small = candidates.problem.num_stages * len(best.table) <= SMALL_PLAN_ITEMS
     is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
-    if best.fits and not is_far and not is_small:
+    if best.fits and not is_far and not is_small(candidates, best):
         return best
     before = best
     for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):

@@ -47,16 +47,18 @@ class Shape(NamedTuple):
 
     Attributes:
         widest: width of the runs of sequences that do not take longer; the last run may have less.
+        is_free: chunks are of any time; else the sequence that takes longest has a whole number of them.
     """
 
     widest: int
     ends: Ends = EVEN
+    is_free: bool = False
 
     def __str__(self) -> str:
-        return f"runs of {self.widest}" + ", small ends" * (self.ends != EVEN)
+        return f"runs of {self.widest}" + ", small ends" * (self.ends != EVEN) + ", free" * self.is_free
 
 
-SHAPES = Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS), Shape(1)
+SHAPES = Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS), Shape(1), Shape(1, is_free=True)
 """With one stage per rank. Wide runs fill better, and keep keys and values of more chunks."""
 SHAPES_OF_SEVERAL = Shape(1), Shape(1, SMALL_ENDS), Shape(4), Shape(4, SMALL_ENDS), Shape(2)
 """With several stages per rank, which fill sooner."""
@@ -86,7 +88,7 @@ def cut_in_runs(
     """
     chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
     total_us, longest_us = chunk_us * num_chunks, max(own[0][0] for own in falling)
-    if longest_us > chunk_us:  # which shall have whole chunks
+    if longest_us > chunk_us and not shape.is_free:
         chunk_us = longest_us / math.ceil(longest_us / chunk_us - 1e-9)
         num_chunks = total_us / chunk_us
     long_us = (1 + _LONG_SHARE) * shape.widest * chunk_us
@@ -100,8 +102,8 @@ def cut_in_runs(
     tables = [_table(*of, runs) for of in zip(chunkers, falling, map(len, long), strict=True)]
     if any(len(set(map(len, own))) > 1 for own in zip(*tables, strict=True)):
         return None
-    widths = tuple(len(run) for run in tables[0] if run) if len(tables) > 1 else ()
-    return Aligned(tuple(tuple(chunk for run in table for chunk in run) for table in tables), widths)
+    sizes = tuple(len(run) for run in tables[0] if run) if len(tables) > 1 else ()
+    return Aligned(tuple(tuple(chunk for run in table for chunk in run) for table in tables), sizes)
 
 
 def _rest(num_chunks: float, ends: Ends, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
