@@ -11,7 +11,7 @@ from typing import Any
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk
 from megatron_epp.planner import settings
 from megatron_epp.planner.chunk_tables import ChunkTables
-from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.align import Aligned, align
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, whole_sequences
-from megatron_epp.planner.chunks.in_runs import LOCKSTEP_SHAPES, SHAPES, SHAPES_OF_SEVERAL, Shape, cut_in_runs, falling_times
+from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.planner.chunks.in_runs import (
+    LOCKSTEP_SHAPES,
+    SHAPES,
+    SHAPES_OF_SEVERAL,
+    SLICED_SHAPES,
+    Aligned,
+    Shape,
+    cut_in_runs,
+    falling_times,
+)
 from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import (
-    EQUAL_LENGTH,
-    EVEN_TIME,
     LONGEST,
     MICROBATCH_STARTS,
     STARTS,
     WHOLE,
     Recipe,
 )
-
-
-class Cut(NamedTuple):
-    """A way to cut a batch.
-
-    Attributes:
-        chunkers: of every replica.
-        shape: of runs; None for slices that all sequences have in common.
-    """
-
-    chunkers: tuple[Chunker, ...]
-    shape: Shape | None = None
 
 
 class ChunkTables:
@@ -47,14 +42,13 @@ class ChunkTables:
 
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
-        variants, is_single = replicas.chunkers(), self.problem.has_one_stage_per_rank
-        is_free = not (self.options.slices or self.options.chunk_tokens or self.problem.spans)
-        shapes = LOCKSTEP_SHAPES if replicas.is_lockstep else SHAPES if is_single else SHAPES_OF_SEVERAL
-        grains = {name: Cut(chunkers) for name, chunkers in zip((EVEN_TIME, EQUAL_LENGTH), variants, strict=False)}
-        in_runs = {str(shape): Cut(variants[0], shape) for shape in shapes}
-        # Of replicas in lockstep, one may have too few sequences for runs.
-        self.cuts = grains if not is_free else in_runs | grains if replicas.is_lockstep else in_runs
-        self._falling = [falling_times(chunker) for chunker in variants[0]]
+        self.chunkers = replicas.chunkers()
+        shapes: Sequence[Shape] = SHAPES if self.problem.has_one_stage_per_rank else SHAPES_OF_SEVERAL
+        shapes = LOCKSTEP_SHAPES if replicas.is_lockstep else SLICED_SHAPES if self.options.slices else shapes
+        self.cuts = {str(shape): shape for shape in shapes}
+        self._falling = [*map(falling_times, self.chunkers)]
+        self._total_us = max(chunker.total_us for chunker in self.chunkers)
+        self._longest_us = max(chunker.longest_us for chunker in self.chunkers)
         self._tables: dict[tuple[Any, ...], Aligned | None] = {}
         self._by_chunks: dict[tuple[Any, ...], Aligned] = {}
         self._by_start = {} if chunks is None else {STARTS[0]: Aligned((chunks,))}
@@ -69,45 +63,36 @@ class ChunkTables:
         """Return the chunks of a recipe, always the same object; None where there are none."""
         if self._by_start:
             return self._by_start.get(recipe.start, self._by_start[STARTS[0]])
-        key = recipe.grain, recipe.cut, recipe.start, recipe.copies in ("keys", "both")
+        key = recipe.grain, recipe.cut, recipe.start
         if key not in self._tables:
             table = self._cut_all(recipe) if recipe.start == STARTS[0] else self._with_start(recipe)
             self._tables[key] = None if table is None else self._by_chunks.setdefault(table.chunks, table)
         return self._tables[key]
 
     def _cut_all(self, recipe: Recipe) -> Aligned | None:
-        chunkers, shape = self.cuts[recipe.cut]
-        if shape is not None and recipe.grain > LONGEST:
-            return cut_in_runs(chunkers, self._falling, recipe.grain * self.problem.num_ranks, shape)
-        if recipe.grain == WHOLE and self.options.slices is None:
-            every = zip(self.replicas.problems, chunkers, strict=True)
-            whole = [whole_by_length(problem)[0] for problem, own in every if max(problem.lengths) <= own.token_cap]
-            return align(whole, chunkers) if len(whole) == len(chunkers) else None
-        for slices in range(self.options.slices or 1, 0, -1):  # fewer where a replica has too few tokens for another's
-            tables = [self._cut_one(own, recipe, slices if self.options.slices else None) for own in chunkers]
-            if len({table and len(table) for table in tables}) > 1 and not self.options.slices and recipe.grain != LONGEST:
-                tables = [self._cut_one(own, recipe, None, in_lockstep=True) for own in chunkers]
-            aligned = align([table for table in tables if table is not None], chunkers) if None not in tables else None
-            if aligned is not None:
-                return aligned
-        return None
+        shape, slices = self.cuts[recipe.cut], self.options.slices
+        total_us, longest_us = self._total_us, self._longest_us
+        if slices is not None:  # fewer where a replica has too few tokens for another's
+            counts = (total_us / longest_us * count for count in range(slices, 0, -1))
+            tables = (cut_in_runs(self.chunkers, self._falling, count, shape, least_tokens=1) for count in counts)
+            return next((table for table in tables if table is not None), None)
+        if recipe.grain == WHOLE:
+            return self._whole()
+        count = total_us / longest_us if recipe.grain == LONGEST else recipe.grain * self.problem.num_ranks
+        return cut_in_runs(self.chunkers, self._falling, count, shape)
 
-    def _cut_one(
-        self, chunker: Chunker, recipe: Recipe, slices: int | None, *, in_lockstep: bool = False
-    ) -> tuple[Chunk, ...] | None:
-        """Cut one replica's batch; with a number of slices where the user fixed it, or for as many chunks as other replicas."""
-        count, streams = recipe.grain * self.problem.num_ranks, recipe.copies in ("keys", "both")
-        if slices is not None:
-            grain = chunker.grain(slices=slices)
-            return chunker.table_capped_at_twice_mean(grain) if streams else chunker.table(grain)
-        if recipe.grain == LONGEST:
-            return chunker.table(chunker.grain(slices=1))
-        if count > MOST_CHUNKS:
+    def _whole(self) -> Aligned | None:
+        """Return a chunk for each sequence, where the cap allows them and replicas have equally many."""
+        problems = self.replicas.problems
+        is_within = all(max(chunker.problem.lengths) <= chunker.token_cap for chunker in self.chunkers)
+        if not is_within or len({len(problem.lengths) for problem in problems}) > 1:
             return None
-        grain = chunker.lockstep_grain(count) if in_lockstep else chunker.grain(chunks=count)
-        if streams:  # keys and values of equal pieces: short ones do not hide the copies
-            return chunker.capped_at_twice_mean(grain).table(grain)
-        return chunker.table(grain)
+        tables = tuple(whole_by_length(problem)[0] for problem in problems)
+        if len(tables) == 1:
+            return Aligned(tables)
+        every = zip(tables, (problem.loss_groups for problem in problems), strict=True)
+        begins = set.intersection(*({run.start for run in slice_groups(*of)} for of in every))
+        return Aligned(tables, tuple(stop - start for start, stop in pairwise([*sorted(begins), len(tables[0])])))
 
     def _with_start(self, recipe: Recipe) -> Aligned | None:
         """Move other sequences to the front of a table of one replica."""

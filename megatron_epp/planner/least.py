@@ -23,7 +23,7 @@ from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
-from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import RecomputeFit
 from megatron_epp.planner.infeasible import infeasible

@@ -19,8 +19,8 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
@@ -96,10 +96,8 @@ class Replicas:
         """True if the vocabulary is in shards over the ranks, which orders then need operations for."""
         return self.costs.vocabulary is not None
 
-    def chunkers(self) -> list[tuple[Chunker, ...]]:
-        """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
-        variants = [Chunker.of(problem, self.costs, self.options.chunk_tokens).variants for problem in self.problems]
-        return list(dict.fromkeys(tuple(own[at] for own in variants) for at in (0, -1)))
+    def chunkers(self) -> list[Chunker]:
+        return [Chunker.of(problem, self.costs, self.options.chunk_tokens) for problem in self.problems]
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""

@@ -31,12 +31,6 @@ WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 """With several stages per rank: chunks alive on a rank's first stage, in multiples of the ranks."""
 
 
-EVEN_TIME, EQUAL_LENGTH = "even time", "equal length"
-"""Ways to cut a batch where it cannot be in runs (`chunks.in_runs`): slices of equal time; of equal length where a token cap
-binds.
-"""
-
-
 class Recipe(NamedTuple):
     """Values of all settings.
 

@@ -13,12 +13,12 @@ from megatron_epp.contrib.papers.infinipipe import planner as infinipipe_planner
 from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
 from megatron_epp.contrib.papers.infinipipe.planner import Grouping, algorithm_1
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
-from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables, tabulate
@@ -108,7 +108,7 @@ def test_the_integer_program_finds_the_least_sum_of_layers(seed: int):
 @pytest.mark.parametrize("slices", [1, 3, 8])
 def test_slices_take_equal_times_and_all_sequences_are_cut_at_the_same_places(slices: int, more_tokens: bool):
     lengths = (60_000, 33_000, *web_lengths(60, seed=4, longest=20_000))
-    chunker = Chunker.of(problem(lengths, 4), pipeline(4), None)
+    chunker = Slicer.of(problem(lengths, 4), pipeline(4), None)
     chunks = algorithm_1(chunker, slices, more_tokens=more_tokens)
     longest = [s for chunk in chunks for s in chunk.segments if s.sequence == 0]
     times = [chunker.slice_us(s.start, s.end) for s in longest]

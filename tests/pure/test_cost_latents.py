@@ -21,6 +21,7 @@ from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import MOST_TRANSIENT_BYTES, expanded_at_once, heads_at_once, transient_kv_gradient_bytes
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.chunks.in_runs import Shape, cut_in_runs, falling_times
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.memory.kv_offload_choice import without_caches
@@ -105,9 +106,14 @@ def test_a_read_counts_as_so_many_pairs_where_times_are_learnt() -> None:
 def test_slices_of_latents_take_equal_times() -> None:
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(1 << 60,) * 4)
     chunker = Chunker.of(problem, costs(True), None)
-    starts = [0, *chunker.slice_ends(16)]
-    times_us = [chunker.slice_us(*part) for part in pairwise(starts)]
+    falling = [falling_times(chunker)]
+    aligned = cut_in_runs([chunker], falling, 16 * chunker.total_us / falling[0][0][0], Shape(1))
+    assert aligned is not None
+    longest = LENGTHS.index(max(LENGTHS))
+    slices = [part for chunk in aligned.chunks[0] for part in chunk.segments if part.sequence == longest]
+    times_us = [chunker.slice_us(part.start, part.end) for part in slices]
     assert chunker.line.per_read_us > 0
+    assert len(times_us) == 16
     assert max(times_us) < 1.1 * min(times_us)
 
 

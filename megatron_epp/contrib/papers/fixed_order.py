@@ -9,13 +9,13 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from megatron_epp.contrib.overlap.joined import JoinedDecisions, JoinedOrder, adjacent
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.operations import Presence, operation
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.order import Order, slice_groups
@@ -30,12 +30,12 @@ ChunkTable = tuple[Chunk, ...]
 
 def several_grains(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
     """Yield whole sequences and several grains, or the table with the slices asked for."""
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    slicer = Slicer.of(problem, costs, options.chunk_tokens)
     if options.slices is not None:
-        yield chunker.table(chunker.grain(slices=options.slices))
+        yield slicer.table(slicer.grain(slices=options.slices))
         return
-    grains = [chunker.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
-    yield from dict.fromkeys(chunker.table(grain) for grain in (chunker.grain(slices=1), *grains))
+    grains = [slicer.grain(chunks=share * problem.num_ranks) for share in CHUNKS_PER_RANK]
+    yield from dict.fromkeys(slicer.table(grain) for grain in (slicer.grain(slices=1), *grains))
 
 
 class Batch(NamedTuple):

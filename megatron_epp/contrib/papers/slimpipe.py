@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megatron_epp.contrib.papers.fixed_order import CHUNKS_PER_RANK, Batch, ChunkTable
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import by_laps, one_each
 from megatron_epp.planner.problem import Options, Problem
@@ -31,17 +31,17 @@ def even_slices(problem: Problem, costs: Costs, options: Options) -> Iterator[Ch
     Raises:
         PlanError: the longest sequence has, or is to have, fewer slices than there are ranks.
     """
-    chunker, ranks, longest = Chunker.of(problem, costs, options.chunk_tokens), problem.num_ranks, max(problem.lengths)
-    most, least = -(-longest // problem.token_multiple), -(-longest // chunker.token_cap)
+    slicer, ranks, longest = Slicer.of(problem, costs, options.chunk_tokens), problem.num_ranks, max(problem.lengths)
+    most, least = -(-longest // problem.token_multiple), -(-longest // slicer.token_cap)
     asked = max(options.slices, least) if options.slices is not None else ranks
     if min(asked, most) < ranks:
         raise _too_few(min(asked, most), problem)
     counts = [asked]
     if options.slices is None:
-        grains = (chunker.grain(chunks=share * ranks).slices for share in CHUNKS_PER_RANK)
+        grains = (slicer.grain(chunks=share * ranks).slices for share in CHUNKS_PER_RANK)
         counts = [max(least, ranks * max(1, round(slices / ranks))) for slices in grains]
     for count in dict.fromkeys(min(count, most) for count in counts):
-        yield chunker.equal_length_table(count)
+        yield slicer.equal_length_table(count)
 
 
 def _too_few(slices: int, problem: Problem) -> PlanError:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from megatron_epp.contrib.papers.fixed_order import ChunkTable
 from megatron_epp.contrib.papers.partition import Times, least_latency
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs
-from megatron_epp.planner.chunks.chunker import Chunker, slowest_line
+from megatron_epp.planner.chunks.chunker import slowest_line
 from megatron_epp.planner.problem import Options, Problem
 
 POSITIONS = 256
@@ -25,16 +26,16 @@ POSITIONS = 256
 
 def slices_of_least_latency(problem: Problem, costs: Costs, options: Options) -> Iterator[ChunkTable]:
     """Yield one chunk table: with the slices asked for, which take equal time, or of least latency."""
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    slicer = Slicer.of(problem, costs, options.chunk_tokens)
     if options.slices is not None:
-        yield chunker.table(chunker.grain(slices=options.slices))
+        yield slicer.table(slicer.grain(slices=options.slices))
         return
-    ends = np.array([0, *chunker.slice_ends(POSITIONS)], dtype=np.int64)
+    ends = np.array([0, *slicer.slice_ends(POSITIONS)], dtype=np.int64)
     times_us, sums_us = _times(problem, costs, ends)
-    times_us[(ends <= ends[:, None]) | (ends - ends[:, None] > chunker.token_cap)] = np.inf
+    times_us[(ends <= ends[:, None]) | (ends - ends[:, None] > slicer.token_cap)] = np.inf
     chosen = least_latency(times_us, problem.num_stages, sums_us)
-    longest_us = max(chunker.slice_us(int(ends[a]), int(ends[b])) for a, b in zip([0, *chosen[:-1]], chosen, strict=True))
-    yield chunker.table_from_ends([int(ends[at]) for at in chosen], longest_us)
+    longest_us = max(slicer.slice_us(int(ends[a]), int(ends[b])) for a, b in zip([0, *chosen[:-1]], chosen, strict=True))
+    yield slicer.table_from_ends([int(ends[at]) for at in chosen], longest_us)
 
 
 def _times(problem: Problem, costs: Costs, ends: NDArray[np.int64]) -> tuple[Times, Times]:

@@ -16,14 +16,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
+from megatron_epp.planner.order import as_slices, stand_in
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """Tables of replicas with equally many chunks.
+
+    Attributes:
+        chunks: the table of every replica.
+        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence, or sequences with one
+            loss; empty for one replica, where the table has them.
+    """
+
+    chunks: tuple[tuple[Chunk, ...], ...]
+    runs: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.chunks[0])
+
+    def stand_in(self, loss_groups: Sequence[int]) -> tuple[Chunk, ...]:
+        """Return the table from which orders of all replicas are made; `loss_groups` are those of one replica's problem."""
+        return as_slices(self.runs) if self.runs else stand_in(self.chunks[0], loss_groups)
 
 
 class Ends(NamedTuple):
@@ -62,11 +84,19 @@ SHAPES = Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS), Shape(1), Shape(1, is_free=
 """With one stage per rank. Wide runs fill better, and keep keys and values of more chunks."""
 SHAPES_OF_SEVERAL = Shape(1), Shape(1, SMALL_ENDS), Shape(4), Shape(4, SMALL_ENDS), Shape(2)
 """With several stages per rank, which fill sooner."""
-LOCKSTEP_SHAPES = Shape(4), Shape(2), Shape(3), Shape(1), Shape(6), Shape(8), Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS)
+LOCKSTEP_SHAPES = (
+    *(Shape(4), Shape(2), Shape(3), Shape(1), Shape(6), Shape(8)),
+    *(Shape(1, SMALL_ENDS), Shape(4, SMALL_ENDS), Shape(MOST_CHUNKS)),
+)
+"""The last is one run of all sequences, which can be cut as finely as any other replica's."""
+SLICED_SHAPES = Shape(1), Shape(1, SMALL_ENDS)
+"""Where the number of slices is given."""
 _SPARE_SHARE = 0.15
 """Share of a chunk's time by which all chunks of a long sequence together may exceed theirs before it gets one more."""
 _LONG_SHARE = 0.05
 """Share by which a sequence must take longer than the widest run to get a run of its own."""
+_ROUNDS = 4
+"""Times that runs of replicas are cut until they have equally many chunks."""
 _NEAR_SHARE, _LEAST_TOKENS = 0.02, 32
 """Share of a chunk's time by which a cut moves to the end of a sequence, and least tokens of a sequence on a side of a cut."""
 
@@ -75,12 +105,17 @@ Timed = tuple[float, tuple[int, ...]]
 
 
 def cut_in_runs(
-    chunkers: Sequence[Chunker], falling: Sequence[Sequence[Timed]], num_chunks: float, shape: Shape
+    chunkers: Sequence[Chunker],
+    falling: Sequence[Sequence[Timed]],
+    num_chunks: float,
+    shape: Shape,
+    least_tokens: int = _LEAST_TOKENS,
 ) -> Aligned | None:
     """Cut the batches of all replicas into chunks, about so many if none were smaller than others.
 
     Args:
         falling: sequences of every replica (`falling_times`).
+        least_tokens: of a sequence on a side of a cut.
 
     Returns:
         None where there would be too many, or where one of several replicas has too few sequences or tokens for as many as
@@ -89,7 +124,7 @@ def cut_in_runs(
     chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
     total_us, longest_us = chunk_us * num_chunks, max(own[0][0] for own in falling)
     if longest_us > chunk_us and not shape.is_free:
-        chunk_us = longest_us / math.ceil(longest_us / chunk_us - 1e-9)
+        chunk_us = longest_us / math.ceil(longest_us / chunk_us - _SPARE_SHARE)
         num_chunks = total_us / chunk_us
     long_us = (1 + _LONG_SHARE) * shape.widest * chunk_us
     long = [[time_us for time_us, _ in own if time_us > long_us] for own in falling]
@@ -99,11 +134,35 @@ def cut_in_runs(
     rest = _rest(num_chunks - sum(widths), shape.ends, chunkers[0].problem.num_ranks, at_least=0 if widths else 1)
     runs = [(1.0,) * width for width in widths]
     runs += [rest[at : at + shape.widest] for at in range(0, len(rest), shape.widest)]
-    tables = [_table(*of, runs) for of in zip(chunkers, falling, map(len, long), strict=True)]
-    if any(len(set(map(len, own))) > 1 for own in zip(*tables, strict=True)):
+    held = [_held(*of, runs) for of in zip(falling, map(len, long), strict=True)]
+    tables: list[list[Chunk]] = [[] for _ in chunkers]
+    sizes = []
+    for number, shares in enumerate(runs):
+        cuts = _cut_alike(chunkers, [own[number] for own in held], shares, least_tokens)
+        if cuts is None:
+            return None
+        for table, own in zip(tables, cuts, strict=True):
+            table += own
+        sizes.append(len(cuts[0]))
+    if len(tables[0]) > MOST_CHUNKS:
         return None
-    sizes = tuple(len(run) for run in tables[0] if run) if len(tables) > 1 else ()
-    return Aligned(tuple(tuple(chunk for run in table for chunk in run) for table in tables), sizes)
+    return Aligned(tuple(map(tuple, tables)), tuple(filter(None, sizes)) if len(tables) > 1 else ())
+
+
+def _cut_alike(
+    chunkers: Sequence[Chunker], runs: Sequence[Sequence[Timed]], shares: Sequence[float], least_tokens: int
+) -> list[list[Chunk]] | None:
+    """Cut a run of every replica into equally many chunks; None if some have too little.
+
+    A token cap may ask for more chunks than there are shares, in one replica and then in all.
+    """
+    for _ in range(_ROUNDS):
+        cuts = [_cut(*of, shares, least_tokens) for of in zip(chunkers, runs, strict=True)]
+        most = max(map(len, cuts))
+        if all(len(own) == most for own in cuts):
+            return cuts
+        shares, least_tokens = (1.0,) * most, 1
+    return None
 
 
 def _rest(num_chunks: float, ends: Ends, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
@@ -130,8 +189,8 @@ def falling_times(chunker: Chunker) -> list[Timed]:
     )
 
 
-def _table(chunker: Chunker, falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Chunk]]:
-    """Return the chunks of every run of one replica.
+def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Timed]]:
+    """Return what every run of one replica holds.
 
     Long ones of `falling` have the first runs. Each other one, the longest first, goes into the run that takes least time then
     for the share that it has.
@@ -146,30 +205,44 @@ def _table(chunker: Chunker, falling: Sequence[Timed], num_long: int, runs: Sequ
         number = int(((loads_us + time_us) / sizes).argmin())
         held[number].append((time_us, sequences))
         loads_us[number] += time_us
-    return [_cut(chunker, run, shares) for run, shares in zip(held, runs, strict=True)]
+    return held
 
 
-def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float]) -> list[Chunk]:
-    """Return the chunks of a run, by their shares of its time; fewer where there is too little to cut."""
-    lengths, unit_us = chunker.problem.lengths, sum(time_us for time_us, _ in run) / sum(shares)
-    least = chunker.problem.token_multiple * -(-_LEAST_TOKENS // chunker.problem.token_multiple)
-    chunks, parts, room_us = list[Chunk](), list[Segment](), unit_us * shares[0]
-    for q in (q for _, sequences in run for q in sequences):
-        begin, time_us = 0, chunker.part_us(q, 0, lengths[q])
+def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_tokens: int) -> list[Chunk]:
+    """Return the chunks of a run, by their shares of its time.
+
+    There are fewer where there is too little to cut, and more where they would have more tokens than the cap.
+    """
+    sequences = [q for _, own in run for q in own]
+    if not sequences:
+        return []
+    chunker = chunker.without_reads(sequences[0], len(shares))
+    lengths, cap, multiple = chunker.problem.lengths, chunker.token_cap, chunker.problem.token_multiple
+    unit_us = sum(chunker.part_us(q, 0, lengths[q]) for q in sequences) / sum(shares)
+    least = -(-least_tokens // multiple) * multiple
+    chunks, parts = list[Chunk](), list[Segment]()
+    room_us, room = unit_us * shares[0], cap
+    for q in sequences:
+        begin = 0
         while begin < lengths[q]:
-            rest_us, end = chunker.part_us(q, begin, lengths[q]) if begin else time_us, lengths[q]
-            is_last = len(chunks) == len(shares) - 1
+            rest_us, end = chunker.part_us(q, begin, lengths[q]), lengths[q]
+            is_last = len(chunks) >= len(shares) - 1
             if not is_last and rest_us > room_us + _NEAR_SHARE * unit_us:
-                end = chunker.cut_near(q, time_us - rest_us + max(0.0, room_us))
+                end = chunker.cut_near(q, begin, room_us)
                 if min(end - begin, lengths[q] - end) < least:  # too little of the sequence on one side of the cut
-                    end = begin if parts else min(begin + least, lengths[q])
+                    end = begin if parts else chunker.cut_within(q, begin, begin + least)
+            if end - begin > room:
+                end = begin if parts and lengths[q] - begin <= cap else chunker.cut_within(q, begin, begin + room)
+                end = begin if parts and end - begin > room else end
             if end > begin:
                 parts.append(Segment(q, begin, end))
                 room_us -= rest_us if end == lengths[q] else room_us
+                room -= end - begin
                 begin = end
-            if not is_last and (begin < lengths[q] or room_us <= _NEAR_SHARE * unit_us):
+            if begin < lengths[q] or (not is_last and room_us <= _NEAR_SHARE * unit_us):
                 chunks.append(_chunk_of(parts, lengths))
-                parts, room_us = [], unit_us * shares[len(chunks)]
+                parts, room = [], cap
+                room_us = unit_us * shares[min(len(chunks), len(shares) - 1)]
     return [*chunks, _chunk_of(parts, lengths)] if parts else chunks
 
 

@@ -20,12 +20,13 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagonal_checkpoints
+from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.baselines.contest import Contest, own_recompute_only
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined, longest_first, slice_boundaries
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, longest_first
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import peaks_bytes
@@ -56,7 +57,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
-    chunker = Chunker.of(problem, costs, options.chunk_tokens).variants[0]
+    slicer = Slicer.of(problem, costs, options.chunk_tokens).variants[0]
     seen: set[tuple[Chunk, ...]] = set()
     worse, effort = 0, Effort()
     for slices in SLICES if options.slices is None else (options.slices,):
@@ -64,7 +65,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
         for more_tokens in (False, True):
             if contest.best is not None and effort.num_entries >= MOST_ENTRIES:
                 return contest.result()
-            chunks = algorithm_1(chunker, chunker.grain(slices=slices).slices, more_tokens=more_tokens)
+            chunks = algorithm_1(slicer, slicer.grain(slices=slices).slices, more_tokens=more_tokens)
             if chunks not in seen and (len(chunks) <= MOST_CHUNKS or not seen):
                 new = True
                 seen.add(chunks)
@@ -75,7 +76,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     return contest.result()
 
 
-def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> tuple[Chunk, ...]:
+def algorithm_1(slicer: Slicer, slices: int, *, more_tokens: bool = False) -> tuple[Chunk, ...]:
     """Cut the longest sequence into slices of equal time, all others at the same places, and pack the short ones.
 
     Longest in time first, a short sequence goes to the bucket with the smallest time per token that has room for it under the
@@ -91,23 +92,23 @@ def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> 
     Returns:
         Chunks in forward order: long sequences first, the longest first, then batched chunks.
     """
-    lengths, ends = chunker.problem.lengths, chunker.slice_ends(slices)
+    lengths, ends = slicer.problem.lengths, slicer.slice_ends(slices)
     falling = longest_first(lengths)
     long = [q for q in falling if lengths[q] > ends[0]]
     short = [q for q in falling if lengths[q] <= ends[0]]
     boundaries = slice_boundaries(ends, long, lengths)
-    time_limit_us = max(chunker.slice_us(start, end) for start, end in pairwise([0, *ends]))
+    time_limit_us = max(slicer.slice_us(start, end) for start, end in pairwise([0, *ends]))
     token_limit = max(end - start for start, end in pairwise([0, *ends]))
-    short_us = sum(chunker.sequence_us(lengths[q]) for q in short)
+    short_us = sum(slicer.sequence_us(lengths[q]) for q in short)
     if more_tokens and short_us > 0:
         fill = round(time_limit_us * sum(lengths[q] for q in short) / short_us)
-        token_limit = min(chunker.token_cap, max(token_limit, fill))
+        token_limit = min(slicer.token_cap, max(token_limit, fill))
     tails = [(boundaries[q][-2], lengths[q]) for q in long]
-    return joined(boundaries, _buckets(chunker, tails, short, time_limit_us, token_limit), lengths)
+    return joined(boundaries, _buckets(slicer, tails, short, time_limit_us, token_limit), lengths)
 
 
 def _buckets(
-    chunker: Chunker, tails: Sequence[tuple[int, int]], short: Sequence[int], time_limit_us: float, token_limit: int
+    slicer: Slicer, tails: Sequence[tuple[int, int]], short: Sequence[int], time_limit_us: float, token_limit: int
 ) -> list[list[int]]:
     """Pack the short sequences as `algorithm_1` says.
 
@@ -121,11 +122,11 @@ def _buckets(
     """
     held: list[list[int]] = [[] for _ in tails]
     times_us, sizes = np.zeros(len(tails) + len(short)), np.zeros(len(tails) + len(short), dtype=np.int64)
-    times_us[: len(tails)] = [chunker.slice_us(start, end) for start, end in tails]
+    times_us[: len(tails)] = [slicer.slice_us(start, end) for start, end in tails]
     sizes[: len(tails)] = [end - start for start, end in tails]
     for q in short:
-        tokens = chunker.problem.lengths[q]
-        time_us, open_us, taken = chunker.sequence_us(tokens), times_us[: len(held)], sizes[: len(held)]
+        tokens = slicer.problem.lengths[q]
+        time_us, open_us, taken = slicer.sequence_us(tokens), times_us[: len(held)], sizes[: len(held)]
         room = taken + tokens <= token_limit
         if room.any():
             time_limit_us = max(time_limit_us, float(open_us[room].min()) + time_us)

@@ -1,0 +1,251 @@
+"""Slices of equal time at common places, short sequences packed (InfiniPipe, section III-B): the chunks of papers' planners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_epp.contrib.papers.packing import Bucket, PackedItem, pack
+from megatron_epp.cost import Costs, LinearTime
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined, longest_first, round_up
+from megatron_epp.planner.order import arranged, has_groups
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.spans import allowed_cuts, within
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """Granularity of a chunk table.
+
+    Attributes:
+        slices: number of slices of the longest sequence.
+        time_us: time aimed at for a chunk, without its fixed part.
+    """
+
+    slices: int
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slicer(Chunker):
+    """A batch cut into slices.
+
+    Attributes:
+        equal_lengths_at_cap: slices are of equal length where those of equal time would exceed the token cap. If not, the cap
+            bounds the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far
+            below the longest sequence, that makes many times as many slices.
+    """
+
+    equal_lengths_at_cap: bool = False
+
+    @staticmethod
+    def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Slicer:
+        own = Chunker.of(problem, costs, chunk_tokens)
+        return Slicer(own.problem, own.line, own.token_cap, own.total_us, own.span_us)
+
+    @property
+    def variants(self) -> tuple[Slicer, ...]:
+        """Slicers to try: this one and, if the token cap binds, one with `equal_lengths_at_cap`, alone if it has too many."""
+        if max(self.problem.lengths) <= self.token_cap:
+            return (self,)
+        other = replace(self, equal_lengths_at_cap=True)
+        return (self, other) if self._num_equal_time_slices <= MOST_CHUNKS else (other,)
+
+    @property
+    def _num_equal_time_slices(self) -> int:
+        """Slices of the longest sequence that all take as long as the first may under the token cap."""
+        return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
+
+    def grain(self, *, slices: int | None = None, chunks: float = 0.0) -> Grain:
+        """The grain with a number of slices of the longest sequence, or with about so many chunks in all.
+
+        The token cap may ask for more slices. Slices are never smaller than the padding multiple.
+        """
+        longest_us = self._longest_us
+        if slices is None:
+            slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
+        slices = self._allowed_slices(slices)
+        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
+
+    def _allowed_slices(self, slices: int) -> int:
+        longest = max(self.problem.lengths)
+        if longest > self.token_cap and not self.equal_lengths_at_cap:
+            slices = max(slices, self._num_equal_time_slices)
+        return max(1, min(slices, -(-longest // self.problem.token_multiple)))
+
+    def equal_length_table(self, slices: int) -> tuple[Chunk, ...]:
+        """The chunk table with so many slices of the longest sequence, whose lengths differ by one padding multiple at most."""
+        longest, multiple = max(self.problem.lengths), self.problem.token_multiple
+        ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
+        capped = replace(self, token_cap=ends[0] if ends else self.token_cap)
+        return capped.table_from_ends([*ends, longest], self._longest_us / slices)
+
+    @property
+    def _longest_us(self) -> float:
+        """Time of the sequence that takes longest."""
+        lengths = self.problem.lengths
+        if not self.problem.spans:
+            return self.sequence_us(max(lengths))
+        return max(self.part_us(q, 0, length) for q, length in enumerate(lengths))
+
+    def slice_ends(self, slices: int) -> list[int]:
+        """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
+
+        All but the last are multiples of the padding; no slice exceeds the token cap. With `equal_lengths_at_cap` there are
+        slices of equal length first, as many as leave none of that time above the cap.
+        """
+        longest, multiple = max(self.problem.lengths), self.problem.token_multiple
+        if self.line.per_read_us:  # a slice of the mean length has as many pairs with each token that it reads
+            pair_us = self.line.per_pair_us + self.line.per_read_us * slices / longest
+            return replace(self, line=LinearTime(0.0, self.line.per_token_us, pair_us)).slice_ends(slices)
+        whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
+        ends: list[int] = []
+        before = 0
+        if self.equal_lengths_at_cap:
+            equal = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
+            while before + equal < longest and self.slice_us(before, before + self.token_cap) < time_us:
+                before += equal
+                ends.append(before)
+            slices = max(1, math.ceil(self.slice_us(before, longest) / time_us - 1e-9))
+        start_us = self.sequence_us(before)
+        for number in range(1, slices + 1):
+            end = longest
+            if number < slices:
+                part_us = start_us + (whole_us - start_us) * number / slices
+                end = (self._prefix(part_us) + multiple // 2) // multiple * multiple
+            if number < slices and end >= longest:
+                continue
+            while end - before > self.token_cap:
+                before += self.token_cap
+                ends.append(before)
+            if end > before:
+                before = end
+                ends.append(end)
+        return ends
+
+    def _prefix(self, time_us: float) -> int:
+        """Tokens of the prefix that takes so long, rounded to the nearest."""
+        linear = self.line.per_token_us + self.line.per_pair_us / 2
+        return round(2 * time_us / (linear + math.sqrt(linear * linear + 2 * self.line.per_pair_us * time_us)))
+
+    def table(self, grain: Grain) -> tuple[Chunk, ...]:
+        """The chunk table of a grain, in forward order: longest sequence first, slices ascending, batched chunks last."""
+        slices = grain.slices
+        if self.problem.spans and grain.time_us:  # the longest by tokens need not be that by time
+            slices = max(1, math.ceil(self.sequence_us(max(self.problem.lengths)) / grain.time_us - 1e-9))
+        return self.table_from_ends(self.slice_ends(slices), grain.time_us)
+
+    def table_from_ends(self, ends: Sequence[int], time_us: float) -> tuple[Chunk, ...]:
+        """The chunk table of given slices of the longest sequence.
+
+        Every sequence longer than the first slice of the longest is cut at the same places as the longest, so slices of equal
+        number cost the same; its tail slice may take short sequences along.
+
+        Args:
+            ends: of the slices of the longest sequence, all but the last multiples of the padding.
+            time_us: as in `Grain`.
+        """
+        lengths = self.problem.lengths
+        long = [q for q in longest_first(lengths) if lengths[q] > ends[0]]
+        boundaries = slice_boundaries(ends, long, lengths)
+        if self.problem.spans:
+            boundaries = self._boundaries_with_spans(boundaries, time_us)
+            long = list(boundaries)
+        parts = [(q, boundaries[q][-2]) for q in long]
+        tails = [PackedItem(self.part_us(q, start, lengths[q]), lengths[q] - start, (q,)) for q, start in parts]
+        short = [q for q in range(len(lengths)) if q not in boundaries]
+        shorts = [PackedItem(self.part_us(q, 0, lengths[q]), lengths[q], (q,)) for q in short]
+        limit = self._token_limit(ends[0], shorts, time_us)
+        before: list[Bucket] = []
+        if has_groups(self.problem.loss_groups):
+            tails, shorts, before = self._by_groups(tails, shorts, time_us, limit)
+        buckets = pack(tails, shorts, time_us, limit)
+        for own, bucket in zip(before, buckets, strict=False):
+            bucket.sequences = own.sequences + bucket.sequences
+        fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
+        table = joined(boundaries, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
+        return arranged(table, self.problem.loss_groups)
+
+    def _boundaries_with_spans(self, boundaries: Mapping[int, list[int]], time_us: float) -> dict[int, list[int]]:
+        """Return boundaries of all sequences that have several slices, where those with spans are cut by themselves.
+
+        Args:
+            boundaries: of long sequences, as if there were no spans.
+        """
+        lengths, own_boundaries = self.problem.lengths, dict[int, list[int]]()
+        for q in longest_first(lengths):
+            own = [0, *self._ends_outside_of_spans(q, time_us)] if self.problem.spans[q] else boundaries.get(q, [0, lengths[q]])
+            if len(own) > 2:
+                own_boundaries[q] = own
+        return own_boundaries
+
+    def _ends_outside_of_spans(self, sequence: int, time_us: float) -> list[int]:
+        """Return ends of slices of about equal time of a sequence with spans, whose work counts where they begin."""
+        length, spans = self.problem.lengths[sequence], self.problem.spans[sequence]
+        allowed = allowed_cuts(length, spans, self.problem.token_multiple)
+        work = np.cumsum([0.0, *(span.work for span in spans)])
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        ahead = self.line.per_token_us * allowed + self.line.per_pair_us * allowed * (allowed + 1) / 2
+        ahead = ahead + self.span_us * work[np.searchsorted(starts, allowed)]
+        count = max(1, round(ahead[-1] / time_us)) if time_us else 1
+        nearest = {int(np.abs(ahead - ahead[-1] * number / count).argmin()) for number in range(1, count)}
+        ends = [int(allowed[at]) for at in sorted({*nearest, len(allowed) - 1})]
+        return within(ends, allowed, self.token_cap)
+
+    def _by_groups(
+        self, tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_us: float, limit: int
+    ) -> tuple[list[PackedItem], list[PackedItem], list[Bucket]]:
+        """Join the short sequences of every loss group that fits a chunk; the others get chunks of their groups alone.
+
+        Then a chunk has parts of one group at most, besides whole ones.
+
+        Args:
+            tails, shorts: tail slices, and sequences that are not cut.
+
+        Returns:
+            tails and chunks of such groups, all as tails to go on with; the joined items; and what is in the first already.
+        """
+        groups, own_tails = self.problem.loss_groups, dict[int, list[PackedItem]]()
+        members: dict[int, list[PackedItem]] = {groups[tail.sequences[0]]: [] for tail in tails}
+        for tail in tails:
+            own_tails.setdefault(groups[tail.sequences[0]], []).append(tail)
+        for item in shorts:
+            members.setdefault(groups[item.sequences[0]], []).append(item)
+        whole, of_tail, more = list[PackedItem](), dict[PackedItem, Bucket](), list[Bucket]()
+        for number, items in members.items():
+            its_tails = own_tails.get(number, [])
+            tokens = sum(item.tokens for item in items)
+            if not its_tails and tokens <= limit:
+                sequences = tuple(q for item in items for q in item.sequences)
+                whole.append(PackedItem(sum(item.time_us for item in items), tokens, sequences))
+                continue
+            buckets = pack(its_tails, items, time_us, limit)
+            of_tail |= zip(its_tails, buckets, strict=False)
+            more += buckets[len(its_tails) :]
+        before = [*(of_tail[tail] for tail in tails), *more]
+        return [PackedItem(bucket.time_us, bucket.tokens, ()) for bucket in before], whole, before
+
+    def _token_limit(self, first_slice: int, shorts: Sequence[PackedItem], time_us: float) -> int:
+        """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.
+
+        Args:
+            first_slice: tokens of the first slice of the longest sequence.
+            shorts: sequences that are not cut.
+        """
+        short_us = sum(item.time_us for item in shorts)
+        typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0
+        most = max((item.tokens for item in shorts), default=0) if self.problem.spans else 0  # some cannot be cut
+        return max(min(self.token_cap, max(first_slice, typical)), most)
+
+
+def slice_boundaries(ends: Sequence[int], sequences: Iterable[int], lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Cut sequences at the same tokens: the start of each, and the end of each of its slices.
+
+    Args:
+        ends: of the slices of the longest sequence.
+    """
+    return {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in sequences}
