@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.cost import H100, Costs, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, check, to_grid
-from megatron_epp.planner import PLANNERS, Chunker, Decisions, Options, Problem, elastic_1f1b, fitted, plan
+from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, chunks_of, elastic_1f1b, fitted, plan
 
 
 def zero_bubble(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
-    chunks = chunker.table(chunker.grain(slices=options.slices, chunks=2 * problem.num_ranks))  # sliced and packed by time
+    chunks = chunks_of(problem, costs, options, 2 * problem.num_ranks)  # sliced and packed by time
     order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
     split = tuple(tuple(with_weights(row, waiting=rank)) for rank, row in enumerate(order))
     return fitted(split, chunks, problem, costs, options)

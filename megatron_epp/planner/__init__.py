@@ -12,7 +12,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import brief, nearest
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.chunk_tables import chunks_of
 from megatron_epp.planner.decisions import Decisions, Planner
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
@@ -27,7 +27,6 @@ from megatron_epp.planner.tables import Tables, tabulate
 __all__ = [
     "PLANNERS",
     "UNLIMITED_BYTES",
-    "Chunker",
     "Decisions",
     "ListScheduling",
     "Options",
@@ -35,6 +34,7 @@ __all__ = [
     "Problem",
     "Tables",
     "WarmUp",
+    "chunks_of",
     "elastic_1f1b",
     "fitted",
     "for_table",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.chunker import whole_sequences
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, Segment
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
 from megatron_epp.planner.chunks.in_runs import (
     LOCKSTEP_SHAPES,
     SHAPES,
@@ -19,7 +20,7 @@ from megatron_epp.planner.chunks.in_runs import (
     falling_times,
 )
 from megatron_epp.planner.order import arranged, slice_groups
-from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import (
     LONGEST,
@@ -104,6 +105,18 @@ class ChunkTables:
             runs = slice_groups(chunks, groups)[::-1] if recipe.grain <= LONGEST else ()
             return Aligned((tuple(chunks[c] for run in runs for c in run),)) if runs else None
         return Aligned((with_other_starts(chunks, self.problem.num_ranks, groups)[STARTS.index(recipe.start) - 1],))
+
+
+def chunks_of(problem: Problem, costs: Costs, options: Options, chunks: float) -> tuple[Chunk, ...]:
+    """Cut a batch into about so many chunks that take equally long, or as `options.slices` and `options.chunk_tokens` say.
+
+    Raises:
+        InfeasibleError: there are too many chunks.
+    """
+    table = ChunkTables(Replicas((problem,), costs, options)).table(Recipe(chunks / problem.num_ranks, str(Shape(1))))
+    if table is None:
+        raise InfeasibleError(f"{chunks:g} chunks are more than the {MOST_CHUNKS} that a plan may have")
+    return table.chunks[0]
 
 
 def microbatch_tables(problem: Problem) -> dict[str, tuple[Chunk, ...]]:

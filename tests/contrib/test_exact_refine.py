@@ -98,7 +98,7 @@ def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped
 
 def test_under_a_cap_a_batch_is_refined_also_without_exchanges_to_overlap(caplog: pytest.LogCaptureFixture):
     lengths = (16_000, 9000, 3000, 700)
-    asked = problem(lengths, 2, int(1.1 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))  # above the least
+    asked = problem(lengths, 2, int(1.02 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))  # above the least
     options = replace(OPTIONS, overlap_exchanges=True)
     with caplog.at_level(logging.INFO):
         made = milp(asked, COSTS, options)

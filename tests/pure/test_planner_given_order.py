@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Chunker, Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
+from megatron_epp.planner import Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fit import held_bytes
 from megatron_epp.planner.given_order import in_given_order
@@ -157,7 +158,7 @@ BATCH = problem(BATCH_LENGTHS, 3)
 
 
 def cut(asked: Problem, chunks: int = 12) -> tuple[Chunk, ...]:
-    chunker = Chunker.of(asked, COSTS, None)
+    chunker = Slicer.of(asked, COSTS, None)
     return chunker.table(chunker.grain(chunks=chunks))
 
 

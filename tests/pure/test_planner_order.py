@@ -8,11 +8,12 @@ from itertools import chain, pairwise
 
 import pytest
 
+from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, PlanError, Segment
 from megatron_epp.plan.check import check
-from megatron_epp.planner import Chunker, Options, WarmUp, fitted, plan, tabulate
+from megatron_epp.planner import Options, WarmUp, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunk_tables import with_other_starts
@@ -149,7 +150,7 @@ RANKS = 4
 def one_f_one_b(seed: int):
     """A batch in slices, its tables, an order of whole backwards, and no recompute."""
     asked, costs = problem(web_lengths(40, seed, longest=65536), RANKS), pipeline(RANKS)
-    chunker = Chunker.of(asked, costs, None)
+    chunker = Slicer.of(asked, costs, None)
     chunks = chunker.table(chunker.grain(chunks=6 * RANKS))
     tables = tabulate(chunks, asked, costs)
     return asked, tables, coded(WarmUp(1).order(chunks, tables, asked), len(chunks)), [[0] * len(chunks)] * RANKS
@@ -170,7 +171,7 @@ STAGES = 4
 COSTS = pipeline(STAGES)
 LENGTHS = (60000, 16000, 9000, *[5000] * 4, *[2000] * 24)
 BATCH = problem(LENGTHS, STAGES, token_multiple=16)
-CHUNKER = Chunker.of(BATCH, COSTS, None)
+CHUNKER = Slicer.of(BATCH, COSTS, None)
 TABLE = CHUNKER.table(CHUNKER.grain(chunks=12 * STAGES))
 
 

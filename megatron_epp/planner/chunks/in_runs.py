@@ -115,7 +115,7 @@ def cut_in_runs(
 
     Args:
         falling: sequences of every replica (`falling_times`).
-        least_tokens: of a sequence on a side of a cut.
+        least_tokens: that a cut leaves of a sequence on either side.
 
     Returns:
         None where there would be too many, or where one of several replicas has too few sequences or tokens for as many as
