@@ -91,11 +91,12 @@ def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
         cap_bytes: the smallest cap that may do.
         plan_under: plans under a cap; raises `InfeasibleError` or `MessageRoomError` where it makes no plan.
     """
-    for _ in range(2 * ROUNDS):  # a named cap may be short by ever less
+    for number in range(2 * ROUNDS):
         try:
             plan_under(cap_bytes)
-        except InfeasibleError as error:
-            cap_bytes = error.least_cap_bytes if error.least_cap_bytes > cap_bytes else cap_bytes + cap_bytes // 64
+        except InfeasibleError as error:  # a named cap may be short by ever less, so each step is longer
+            least = cap_bytes + max(error.least_cap_bytes <= cap_bytes, number) * cap_bytes // 64
+            cap_bytes = max(error.least_cap_bytes, least)
         except MessageRoomError:
             cap_bytes += cap_bytes // 64
         else:
