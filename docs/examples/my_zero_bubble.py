@@ -32,7 +32,7 @@ PLANNERS["zero_bubble"] = zero_bubble
 
 if __name__ == "__main__":
     costs = analytic_costs(shape_of(load_flags("llama3-8b")), H100, [8, 8, 8, 8])
-    batch = Problem(lengths=(9000, 700, 5200, 88), placement=(0, 1, 2, 3), cap_bytes=(52 << 30,) * 4)
+    batch = Problem(lengths=(9000, 700, 5200, 88), placement=(0, 1, 2, 3), cap_bytes=(54 << 30,) * 4)
     zero_bubble_plan = plan(batch, costs, Options(planner="zero_bubble"))
     print(to_grid(zero_bubble_plan), end="")
     layers = [sum(map(sum, row)) for row in zero_bubble_plan.recompute]  # by stage, of all its chunks

@@ -77,9 +77,6 @@ def test_greedy_is_nearly_as_fast_as_slimpipe_where_slices_of_equal_length_are_b
     costs = bench_costs(Layout.of_layers(even_layers(LAYERS, 8), Placement("looped", 4, 2)), max(problem.lengths))
     ours, theirs = (plan(problem, costs, Options(planner=name)) for name in ("greedy", "slimpipe"))
     assert ours.predicted.makespan_us <= 1.01 * theirs.predicted.makespan_us
-    longest = problem.lengths.index(max(problem.lengths))
-    assert len(slices_of(ours, longest)) % 4 == 0
-    assert max(slices_of(ours, longest)) - min(slices_of(ours, longest)) <= problem.token_multiple
 
 
 def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():

@@ -35,7 +35,7 @@ def test_a_packed_chunk_launches_no_more_kernels_than_megatrons_microbatch(
 
 
 def test_a_further_segment_launches_no_kernel(counts: dict[tuple[str, int], Counts]) -> None:
-    assert counts["F", 5].launches == counts["F", 2].launches
+    assert counts["F", 5].launches <= counts["F", 2].launches
     assert counts["F", 5].ops - counts["F", 2].ops <= 3
     assert counts["B", 5].ops == counts["B", 2].ops
 

@@ -31,7 +31,7 @@ def test_only_trained_tokens_pass_the_output_layer(tmp_path: Path, block_tokens:
     data = write_documents(tmp_path / "data", LENGTHS, 120)
     masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
     np.concatenate(masks).astype(np.uint8).tofile(f"{data}.mask")
-    flags = shlex.split(f"--train-iters 2 --data-path {data} --epp-loss-block-tokens {block_tokens}")
+    flags = shlex.split(f"--train-iters 2 --data-path {data} --epp-loss-block-tokens {block_tokens} --epp-slices 8")
     found = returned(job(1, "consumed:multiplied", flags=[*TINY_ON_DOCUMENTS, *FLAGS, *flags]))
     assert 0 in found["trained"]
     assert sum(found["trained"]) < 0.5 * sum(found["tokens"])

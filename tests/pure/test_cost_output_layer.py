@@ -213,7 +213,7 @@ def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():
 
 def test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence(tmp_path):
     def planned(*flags):
-        batch = ["--lengths", "60000,2000", "--stages", "2", "--layout", "even", "--tensor-parallel", "8"]
+        batch = ["--lengths", "60000,2000", "--stages", "2", "--layout", "even", "--tensor-parallel", "8", "--slices", "1"]
         assert cli.main(["plan", *batch, *flags, "-o", str(tmp_path / "plan.json")]) == 0
         return load(tmp_path / "plan.json").predicted
 

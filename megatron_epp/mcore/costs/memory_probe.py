@@ -75,7 +75,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
-        return replace(known, bytes_per_token=per_token, full_bytes_per_token=per_token + above)
+        return replace(known, bytes_per_token=per_token, full_bytes_per_token=max(0.0, per_token + above))
 
     first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute

@@ -151,7 +151,7 @@ class MegatronStage:
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
         self.routed_layers: tuple[int, ...] = ()
-        if config.num_moe_experts is not None:
+        if getattr(config, "num_moe_experts", None) is not None:
             self.routed_layers = resolve_name(f"{_ROUTES}:routed_layers")(self.decoder)
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.

@@ -82,15 +82,15 @@ def step(data: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
     return losses, lambda output: (output.sum(), torch.tensor(output.numel(), dtype=torch.int), {})
 
 
-def started(spread: float = 0.2, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
+def started(spread: float = 0.2, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Return a loop whose weights have such a standard deviation, which tells cases apart, and its samples."""
-    loop = begin(LENGTHS, calculate_per_token_loss=True, **settings)
+    loop = begin(lengths, calculate_per_token_loss=True, **settings)
     random = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in loop.models[0].parameters():
             if weight.dim() == 2:
                 weight.normal_(0, spread)
-    return loop, [{"tokens": torch.randint(64, (length + 1,), generator=random)} for length in LENGTHS]
+    return loop, [{"tokens": torch.randint(64, (length + 1,), generator=random)} for length in lengths]
 
 
 def schedule_of(plans: Mapping[str, Any] | None) -> Any:
@@ -243,9 +243,9 @@ def of_microbatches() -> tuple[float, str]:
 
 def collective_in_a_hook() -> None:
     """Train on two replicas, of which one has more chunks, with a collective over both where a weight gets its gradient."""
-    loop, samples = started(replicas=2)
+    loop, samples = started(lengths=(48, 3), replicas=2)
     training = DataParallel(loop, samples)
-    schedule = schedule_of({"wait_limit_seconds": 4})
+    schedule = schedule_of({"wait_limit_seconds": 4, "slices": 8})
     training.sliced(schedule)
     weight = loop.models[0].output_layer.weight
     weight.register_post_accumulate_grad_hook(lambda weight: torch.distributed.all_reduce(torch.ones(1)))
