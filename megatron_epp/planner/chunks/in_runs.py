@@ -5,11 +5,11 @@ sequences, those are cut in which a chunk ends, and the next chunk goes on with 
 backwards in reverse.
 
 Chunks take equally long, but for those at the ends of a table, which are smaller: a pipeline fills and empties sooner with
-small chunks, and has less overhead with large ones between. With small ends plans of 12 batches of 16 and 32 sequences were 2.1 %
-faster on average, on 4 and 8 stages, than with equal chunks alone.
+small chunks, and has less overhead with large ones between. On 12 batches of 16 and 32 sequences, on 4 and 8 stages, plans with
+small ends were 2.1 % faster on average than with equal chunks alone.
 
 Widths are common to all replicas of a lockstep group, so that the k-th chunks of all take equally long, and one order serves
-them all: the group takes 1.6 % longer than its slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
+them all: the group takes 2.9 % longer than its slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
 """
 
 from __future__ import annotations
