@@ -34,7 +34,7 @@ from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import WHOLE, Recipe, values_of
+from megatron_epp.planner.settings import WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.work_limit import spend
 
@@ -87,6 +87,11 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     if not begins_with_greedy(options.planner):
         return True
     if not one_order_decides(problem, options) and (problem.forward_only or has_groups(problem.loss_groups)):
+        return True
+    replicas = Replicas((problem,), costs, options)
+    chunk_tables = ChunkTables(replicas)
+    first = chunk_tables.table(first_recipe(problem, next(iter(chunk_tables.cuts))))
+    if first is not None and _fit(replicas, first)[2].recompute_steps is not None:  # as most do, without all other tables
         return True
     return any(not floor for floor, _ in _needs(problem, costs, options))
 
