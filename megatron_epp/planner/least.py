@@ -91,8 +91,9 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
     first = chunk_tables.table(first_recipe(problem, next(iter(chunk_tables.cuts))))
-    if first is not None and _fit(replicas, first)[2].recompute_steps is not None:  # as most do, without all other tables
-        return True
+    has_floor = first is None or bool(_floors([first], problem, costs, options)[0])
+    if first is not None and not has_floor and _fit(replicas, first)[2].recompute_steps is not None:
+        return True  # as most do, without all other tables
     return any(not floor for floor, _ in _needs(problem, costs, options))
 
 
