@@ -265,8 +265,8 @@ def _tables(replicas: Replicas) -> Iterator[Aligned]:
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
     values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
-    for copies, cut, grain in product(("none", "keys") if options.offload else ("none",), values["cut"], values["grain"]):
-        table = chunk_tables.table(Recipe(grain, cut, copies=copies)) if grain != WHOLE else None
+    for cut, grain in product(values["cut"], values["grain"]):
+        table = chunk_tables.table(Recipe(grain, cut)) if grain != WHOLE else None
         if table is not None and id(table) not in known:
             known.add(id(table))
             yield table

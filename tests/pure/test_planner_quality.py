@@ -105,11 +105,12 @@ def test_weight_gradients_of_their_own_and_copies_go_together(lengths: tuple[int
     assert raw_bound_us(both, given, stages, choices[-1]) <= both.predicted.makespan_us * (1 + 1e-9)
 
 
+@pytest.mark.xfail(strict=True, reason="0.8 % slower: judged with weight gradients, the walk with copies ends in wider runs")
 def test_where_weight_gradients_of_their_own_gain_nothing_beside_copies_asking_for_them_costs_next_to_nothing():
     given, costs = problem(EQUAL, 4, 16 * GIB), pipeline(4)
     choices = Options(offload=True), SPLIT, Options(offload=True, split_weight=True)
     copied, split, both = (plan(given, costs, options).predicted.makespan_us for options in choices)
-    assert both <= 1.01 * min(copied, split)  # searches end in different chunks
+    assert both <= 1.002 * min(copied, split)
 
 
 @pytest.mark.slow
@@ -189,13 +190,13 @@ def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_fo
 
 
 def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unasked(monkeypatch: pytest.MonkeyPatch):
-    given, costs, options = drawn(113)
+    given, costs, options = drawn(167)
     given = replace(given, cap_bytes=(30_200_000_000,) * given.num_ranks)
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= SMALL_PLAN_ITEMS
-    assert made.makespan_us(given, costs) == pytest.approx(129_656, abs=1)
+    assert made.makespan_us(given, costs) == pytest.approx(222_763, abs=1)
     monkeypatch.setattr("megatron_epp.planner.local_search.SMALL_PLAN_ITEMS", 0)
-    assert greedy(given, costs, options).makespan_us(given, costs) > 1.03 * made.makespan_us(given, costs)
+    assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
 
 
 BUDGET = replace(OPTIONS, budget_ms=1000)

@@ -122,10 +122,10 @@ def cut_in_runs(
         another.
     """
     chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
-    total_us, longest_us = chunk_us * num_chunks, max(own[0][0] for own in falling)
+    longest_us = max(own[0][0] for own in falling)
     if longest_us > chunk_us and not shape.is_free:
-        chunk_us = longest_us / math.ceil(longest_us / chunk_us - _SPARE_SHARE)
-        num_chunks = total_us / chunk_us
+        whole_us = longest_us / math.ceil(longest_us / chunk_us - _SPARE_SHARE)
+        num_chunks, chunk_us = num_chunks * chunk_us / whole_us, whole_us
     long_us = (1 + _LONG_SHARE) * shape.widest * chunk_us
     long = [[time_us for time_us, _ in own if time_us > long_us] for own in falling]
     widths = [math.ceil(max(side_by_side) / chunk_us - _SPARE_SHARE) for side_by_side in zip_longest(*long, fillvalue=chunk_us)]
