@@ -74,8 +74,8 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(pipeline, "num_stages", default=None)
     add(pipeline, "layout")
     add(pipeline, "vocab_parallel")
-    add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges", "steps")
-    add(pipeline, "budget_ms", "plan_limit_s", "seed")
+    add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges")
+    add(pipeline, "plan_limit_s", "seed")
     memory = parser.add_argument_group("memory")
     add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
     costs = parser.add_argument_group(

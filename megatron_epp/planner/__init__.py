@@ -21,7 +21,7 @@ from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
-from megatron_epp.planner.result import for_table, plan_or_refuse, plan_within_budget
+from megatron_epp.planner.result import for_table, plan_or_refuse
 from megatron_epp.planner.tables import Tables, tabulate
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options(), names_cap: bool = True) -> Plan:  # noqa: B008 - frozen
-    """Plan one iteration. Equal arguments give equal plans in every process, but for the planner "milp" and a time budget.
+    """Plan one iteration. Equal arguments give equal plans in every process, but for the planner "milp".
 
     Args:
         names_cap: a refusal names a cap under which there is a plan. With several stages per rank that takes many searches.
@@ -69,8 +69,6 @@ def plan(problem: Problem, costs: Costs, options: Options = Options(), names_cap
     if problem.microbatches and entry is not None and not entry.begins_with_greedy:
         reason = f"planner {options.planner!r} makes chunks of its own, and the batch has microbatches that run whole"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
-    if options.planner == "greedy" and options.budget_ms:
-        return plan_within_budget(problem, costs, options)
     with uncollected():
         if options.planner == "greedy":
             return plan_or_refuse((problem,), costs, options, names_cap)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
@@ -89,7 +89,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:
     """Make a few candidates, of which the best fits. Raises what `estimate_us` raises."""
     validate(problem, costs, options)
-    candidates = Candidates(Replicas((problem,), costs, replace(options, steps=0)))
+    candidates = Candidates(Replicas((problem,), costs, options))
     first, reaches = first_recipe(problem, candidates.values["cut"][0]), candidates.values["reach"][:2]
     cut = [first._replace(grain=float(grain)) for grain in (grains if options.slices is None else grains[:1])]
     recipes = [recipe._replace(reach=reach) for recipe in cut for reach in reaches]

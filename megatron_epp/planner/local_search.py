@@ -51,12 +51,12 @@ are slower, by up to 3 %.
 
 
 def searches(options: Options, num_items: int) -> bool:
-    """Return whether the search runs. A budget is spent elsewhere (`budget`), so with one it does not run unasked.
+    """Return whether the search runs.
 
     Args:
         num_items: stages of the pipeline times chunks of the table.
     """
-    return options.steps > 0 or (options.budget_ms is None and num_items <= SMALL_PLAN_ITEMS)
+    return num_items <= SMALL_PLAN_ITEMS if options.steps is None else options.steps > 0
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     Args:
         makespan_us: predicted for the decisions from which the search starts, in microseconds.
     """
-    if options.steps:
+    if options.steps is not None:
         return (options.steps,)
     is_long = LONG_RUN_SHARE * makespan_us >= LONG_RUN_STEPS * STEP_US
     return (LONG_RUN_STEPS,) if is_long else SHORT_RUN_STEPS

@@ -62,7 +62,7 @@ def plan_microbatches(microbatches: Lengths, problem: Problem, costs: Costs, opt
     chunks, problem = _problem_of(microbatches, problem)
     numbers = tuple(number for number, lengths in enumerate(microbatches) for _ in lengths)
     is_small = problem.num_stages * len(chunks) <= SMALL_PLAN_ITEMS
-    asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0, budget_ms=None if is_small else 0)
+    asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0)
     best = planner.plan(replace(problem, microbatches=numbers), costs, asked)
     return OrderedPlan(best, tuple(chunks.index(chunk) for chunk in best.chunks))
 

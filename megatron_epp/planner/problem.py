@@ -113,9 +113,7 @@ class Options:
         offload: copy activations to the host and back where the costs have a link, and keep keys and values of slices there (KV
             offload).
         kv_offload: with `offload`, use KV offload for slices where memory is short.
-        steps: changes that the local search behind the planner tries. Equal numbers give equal plans on every machine.
-        budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
-            depend on the machine. 0 takes no steps but `steps`.
+        steps: changes that the local search behind the planner tries; None for as many as pay (`local_search.runs_of`).
         plan_limit_s: seconds for which the planner "milp" looks for a better plan; None for its default.
         seed: of the planner's random choices; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
@@ -131,8 +129,7 @@ class Options:
     split_weight: bool = False
     offload: bool = False
     kv_offload: bool = True
-    steps: int = 0
-    budget_ms: int | None = None
+    steps: int | None = None
     plan_limit_s: float | None = None
     seed: int = 0
     overlap_exchanges: bool = False

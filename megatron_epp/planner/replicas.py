@@ -226,9 +226,8 @@ def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -
                 )
     if len({len(set(problem.microbatches)) for problem in problems}) > 1:
         raise PlanError("replicas that share experts run equally many microbatches; give all as many")
-    if options.planner != "greedy" or options.budget_ms:
-        remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
-        raise PlanError("only the planner greedy, without a time budget, plans replicas that share experts", remedy)
+    if options.planner != "greedy":
+        raise PlanError("only the planner greedy plans replicas that share experts", Remedy("set", "planner", "greedy"))
 
 
 def too_few_tokens(replicas: Replicas) -> InfeasibleError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,11 +32,6 @@ FINISHED_CANDIDATES = 8
 """Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS = 16
 """Plans tried with ever more memory for messages."""
-FIRST_STEPS = 32
-"""Steps of the first run of the local search; few, to time a step. Each further run takes twice as many while there is time."""
-IDLE_S = 1e-6
-"""Seconds below which a step counts as none: the search has proven the decisions, or cannot change them."""
-Clock = Callable[[], float]
 
 
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
@@ -72,7 +66,7 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
 
     Args:
         problems: one for each replica, equal but for their lengths.
-        options: the settings of the user. The planner must be "greedy", without a budget.
+        options: the settings of the user. The planner must be "greedy".
 
     Returns:
         A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is the slowest
@@ -229,48 +223,3 @@ def _decisions(candidates: Candidates) -> Decisions:
     if not candidates.fitting():
         planned(candidates)  # raises
     return finished(candidates).decisions[0]
-
-
-def improved_until(
-    decisions: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
-) -> Decisions:
-    """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline.
-
-    Args:
-        deadline_s: time of the clock at which to end.
-        clock: seconds.
-    """
-    tables = decisions.tables(problem, costs)
-    steps, seed, now_s = FIRST_STEPS, options.seed, clock()
-    while steps and now_s < deadline_s:
-        decisions = improve(decisions, tables, problem, replace(options, steps=steps, seed=seed))
-        before_s, now_s = now_s, clock()
-        step_s = (now_s - before_s) / steps
-        if step_s < IDLE_S:
-            break
-        steps, seed = min(2 * steps, int((deadline_s - now_s) / step_s)), seed + 1
-    return decisions
-
-
-def plan_within_budget(problem: Problem, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> Plan:
-    """Plan one batch by `greedy` in `options.budget_ms`: local search gets the time that the search for a plan leaves.
-
-    The number of steps depends on the machine, so equal arguments may give different plans. Use it where one process decides.
-    Raises what `planner.plan` raises.
-    """
-    deadline_s = clock() + (options.budget_ms or 0) / 1000
-    steady = replace(options, budget_ms=None)
-    candidates = search(Replicas((problem,), costs, steady))
-    try:
-        if not candidates.fitting():
-            planned(candidates)  # raises
-        start = finished(candidates)
-        whole = improved_until(start.whole_backwards[0], problem, costs, options, deadline_s, clock)
-        best = start.decisions[0]
-        if whole is not start.whole_backwards[0]:
-            best = min(start, completed(candidates, start, whole), key=attrgetter("key")).decisions[0]
-        if (improve_further := finisher_of(options)) is not None:
-            best = improve_further([best, whole], problem, costs, options)
-        return build_plan(problem, costs, options, best)
-    except (InfeasibleError, MessageRoomError):  # what fits, or would, is told without a budget
-        return plan_or_refuse((problem,), costs, steady)[0]

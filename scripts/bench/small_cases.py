@@ -68,7 +68,7 @@ def row(args: Namespace, seed: int) -> Figures:
     begin_s = time.perf_counter()
 
     def solve(asked: Problem) -> Figures:
-        start = greedy(asked, costs, replace(options, steps=0))
+        start = greedy(asked, costs, options)
         greedy_us = build_plan(asked, costs, options, start).predicted.makespan_us
         case = hashlib.sha256(repr((asked, start.chunks)).encode()).hexdigest()[:12]
         figures = {"digest": case, "greedy_us": greedy_us, "chunks": len(start.chunks)}

@@ -57,8 +57,6 @@ PARTING = ("--reset-position-ids", "--reset-attention-mask", "--dataloader-inter
 SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
 REFUSED = [
     # planning
-    ("--epp-plan-budget-ms 9 --epp-planner 1f1b", "--epp-plan-budget-ms", "--epp-planner greedy, not 1f1b"),
-    ("--epp-plan-budget-ms 2000 --epp-wait-limit-seconds 2", "--epp-plan-budget-ms 2000", "--epp-wait-limit-seconds 2"),
     ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
     ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
     ("--epp-offload --epp-planner 1f1b", "--epp-offload", "--epp-planner greedy and orders of papers, not 1f1b"),
@@ -96,7 +94,6 @@ REFUSED = [
     (f"{EXPERTS} {BALANCING} aux_loss quantile_balancing", f"{BALANCING} quantile_balancing"),
     (f"{EXPERTS} --epp-schedule packed", "--epp-schedule packed", "use padded"),
     (f"{EXPERTS} --epp-planner stp", "replicas are planned together", "--epp-planner greedy"),
-    (f"{EXPERTS} --epp-plan-budget-ms 50", "without --epp-plan-budget-ms"),
     # stages
     (f"{PP} 2 {PER_RANK} 3 --epp-planner 1f1b", "--num-layers 8", f"2 x {PER_RANK} 3"),
     (f"{PP} 2 --account-for-loss-in-pipeline-split", "--num-layers 8", "1 for --account-for-loss-in-pipeline-split"),
@@ -143,7 +140,6 @@ REFUSED = [
 ]
 TAKEN = [
     f"{PP} 4 --global-batch-size 96",
-    "--epp-plan-budget-ms 500",
     "--epp-loss-block-tokens 0",
     "--epp-offload off --epp-planner zb-v",
     "--epp-offload --epp-planner sppo",

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.mcore.arguments.flag import WHOLE, Flag
+from megatron_epp.mcore.arguments.flag import COUNT, Flag
 from megatron_epp.mcore.arguments.parser import add_epp_args, options_from
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.planner import Options
@@ -20,7 +20,6 @@ GIVEN = [
     ("recompute-modes", "full", "recompute_modes", "full"),
     ("offload", "on", "offload", True),
     ("offload", "off", "offload", False),
-    ("plan-budget-ms", "70", "budget_ms", 70),
     ("planner", "seq1f1b", "planner", "seq1f1b"),
 ]
 
@@ -52,11 +51,11 @@ def test_commands_offload_where_the_host_memory_is_known():
 
 
 def test_a_flag_of_megatron_of_the_same_name_is_no_setting_of_the_planner():
-    assert training(seed=77, context=5, steps=9) == Options()
+    assert training(seed=77, context=5) == Options()
 
 
 def test_every_option_that_users_may_set_has_a_row():
-    assert {field.name for field in dataclasses.fields(Options)} - set(ROWS) == {"kv_offload"}
+    assert {field.name for field in dataclasses.fields(Options)} - set(ROWS) == {"kv_offload", "steps"}
     assert len(ROWS) == len(TABLE)
 
 
@@ -68,9 +67,9 @@ def test_commands_take_the_settings_that_have_a_flag_there_and_no_others():
 
 def test_a_row_is_all_that_a_new_setting_needs(monkeypatch):
     """Parsers and options take it from the row; its effect is the planner's."""
-    row = Flag("steps", "--epp-search-steps", "--search-steps", WHOLE, "Steps of local search (default: 0).", default=0)
+    row = Flag("plan_limit_s", "--epp-most-seconds", "--most-seconds", COUNT, "Time for the solver (default: 10).")
     monkeypatch.setattr("megatron_epp.mcore.arguments.parser.TABLE", (row,))
-    monkeypatch.setitem(ROWS, "steps", row)
-    assert training("--epp-search-steps", "5") == Options(steps=5)
-    args = cli._parser().parse([*BATCH, "--search-steps", "6"])
-    assert options_from(args) == Options(steps=6)
+    monkeypatch.setitem(ROWS, "plan_limit_s", row)
+    assert training("--epp-most-seconds", "5") == Options(plan_limit_s=5)
+    args = cli._parser().parse([*BATCH, "--most-seconds", "6"])
+    assert options_from(args) == Options(plan_limit_s=6)

@@ -173,7 +173,6 @@ FIRST, SECOND = problems(*ROUGH)
         ([replace(FIRST, placement=(0, 1, 0))], Options(), "the placement has 3 stages, but the costs are of"),
         ([], Options(), "there are none"),
         ([FIRST, SECOND], Options(planner="1f1b"), "share experts"),
-        ([FIRST, SECOND], Options(budget_ms=5), "share experts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

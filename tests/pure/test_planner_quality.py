@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import greedy, improved_until, plan_within_budget
+from megatron_epp.planner.result import greedy
 from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
 from scripts.bench.small_cases import drawn
@@ -197,36 +196,3 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     assert made.makespan_us(given, costs) == pytest.approx(222_763, abs=1)
     monkeypatch.setattr("megatron_epp.planner.local_search.SMALL_PLAN_ITEMS", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)
-
-
-BUDGET = replace(OPTIONS, budget_ms=1000)
-
-
-def ticking(step_s: float):
-    """A clock that advances by as much whenever it is read."""
-    ticks = itertools.count()
-    return lambda: next(ticks) * step_s
-
-
-def test_more_time_is_never_slower():
-    untouched = replace(BUDGET, budget_ms=0)
-    spans = [plan(GIVEN, COSTS, untouched).predicted.makespan_us]
-    for step_s in (0.9, 0.3, 0.15):  # of a second's budget, so more and more runs
-        made = plan_within_budget(GIVEN, COSTS, BUDGET, ticking(step_s))
-        assert check(made) == []
-        spans.append(made.predicted.makespan_us)
-    assert spans == sorted(spans, reverse=True)
-    assert spans[-1] < spans[0]
-
-
-def test_even_no_time_at_all_is_never_slower_than_no_budget():
-    without = plan(GIVEN, COSTS, replace(BUDGET, budget_ms=None))
-    assert plan_within_budget(GIVEN, COSTS, BUDGET, ticking(9)).predicted.makespan_us <= without.predicted.makespan_us
-
-
-@pytest.mark.parametrize(("deadline_s", "tick_s"), [(0, 1), (10, 3), (100, 0.7)])
-def test_it_ends_at_the_deadline(deadline_s: float, tick_s: float):
-    start, clock = greedy(GIVEN, COSTS, replace(BUDGET, budget_ms=0)), ticking(tick_s)
-    made = improved_until(start, GIVEN, COSTS, BUDGET, deadline_s, clock)
-    assert clock() <= deadline_s + 2 * tick_s
-    assert deadline_s or made == start

@@ -212,16 +212,9 @@ def _memory(settings: Any, door: Door) -> Iterator[str]:
 
 def _plans(args: Namespace, _: Door) -> Iterator[str]:
     """Yield which of our flags are incompatible with each other, or with Megatron's."""
-    planner, budget_ms, wait_s = args.epp_planner, args.epp_plan_budget_ms, args.epp_wait_limit_seconds
+    planner = args.epp_planner
     if (entry := PLANNERS.entry(planner)) is not None and entry.lacks:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
-    if budget_ms is not None and planner != "greedy":
-        yield f"--epp-plan-budget-ms is for --epp-planner greedy, not {planner}; leave one of them out"
-    elif budget_ms is not None and budget_ms >= 1000 * wait_s:
-        yield (
-            f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {wait_s:g}: the run would end while it "
-            "plans"
-        )
     if args.epp_documents == "stream" and (parting := given_flags(PARTING, args)):
         yield f"--epp-documents stream runs samples across documents: leave out {parting}, or use --epp-documents split"
     if args.epp_order == GIVEN:

@@ -30,7 +30,6 @@ from megatron_epp.mcore.arguments.flag import (
     SHARE,
     STAGES,
     SWITCH,
-    WHOLE,
     Flag,
     Number,
     planner,
@@ -52,15 +51,8 @@ _PLANNING = (
     Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
         "Who plans: a name that `megatron-epp schedules` lists, or module:function (default: greedy)."
     ),
-    Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(
-        "Time for planning a replica's share of a batch. The planner greedy spends what is left of it on local search, so a "
-        "resumed run repeats losses only to rounding (default: none; plans are the same in every run)."
-    ),
     Flag("plan_limit_s", "", "--plan-limit-seconds", AMOUNT, metavar="S").described(
         "With --planner milp, time for which the solver looks for a better plan (default: 10)."
-    ),
-    Flag("steps", "", "--steps", WHOLE, default=0).described(
-        "Steps of local search (default: 4,000 to 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
     Flag("seed", "", "--seed", SEED, default=0, metavar="S").described(
         "Seed of the planner's search, and of lengths that are drawn (default: 0)."

@@ -390,4 +390,4 @@ def _typical(problems: Sequence[Problem], times_us: Sequence[float]) -> tuple[Pr
 
 def steady(options: Options) -> Options:
     """Return options whose plans do not depend on the clock: of such a planner, the one by which it begins."""
-    return replace(options, budget_ms=None, planner="greedy" if begins_with_greedy(options.planner) else options.planner)
+    return replace(options, planner="greedy" if begins_with_greedy(options.planner) else options.planner)

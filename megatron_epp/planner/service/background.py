@@ -37,7 +37,7 @@ CACHED_PLANS = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context. Not measured: other batches
 hardly ever come again, and each plan takes memory.
 """
-LOADED_OPTIONS = (Options(split_weight=True, steps=1), Options(offload=True))
+LOADED_OPTIONS = (Options(split_weight=True), Options(offload=True))
 """Options that use all loops of the default planner."""
 
 
@@ -59,8 +59,7 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
     costs = analytic_costs(shape, H100, [2, 2], state_bytes_per_parameter=8.0)
     problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
     for asked in options:
-        steps = int(asked.steps > 0 or asked.budget_ms is not None)
-        settings = replace(asked, planner="greedy", steps=steps, budget_ms=None, chunk_tokens=None, slices=None, context=None)
+        settings = replace(asked, planner="greedy", steps=1, chunk_tokens=None, slices=None, context=None)
         free = planner.plan(problem, costs, settings)
         cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
         planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
@@ -187,12 +186,11 @@ def _planning(
     costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
 ) -> Callable[..., PackedPlans]:
     """Make the function that the process calls for every batch."""
-    steady = replace(options, budget_ms=None)
 
     @functools.lru_cache(CACHED_PLANS)
     def plans_of(problems: tuple[Problem, ...], slices: int | None = options.slices) -> tuple[Plan, ...]:
         if len(problems) > 1:
-            return plan_lockstep(problems, costs, replace(steady, slices=slices))
+            return plan_lockstep(problems, costs, replace(options, slices=slices))
         return (planner.plan(problems[0], costs, replace(options, slices=slices)),)
 
     def of_grain(plans: tuple[Plan, ...], problems: tuple[Problem, ...], grain: float) -> tuple[Plan, ...]:
@@ -209,7 +207,7 @@ def _planning(
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
 
         def slowest_us(shares: tuple[Problem, ...]) -> float:
-            return max(about_us(share, costs, steady) for share in shares)
+            return max(about_us(share, costs, options) for share in shares)
 
         return divide(problem, costs, lockstep_groups, slowest_us)
 

@@ -135,11 +135,8 @@ def _of_lockstep(args: argparse.Namespace, ranks: int) -> Iterator[str]:
             f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
             "cannot run: use padded"
         )
-    if args.epp_schedule == "elastic" and (not begins_with_greedy(args.epp_planner) or args.epp_plan_budget_ms is not None):
-        yield (
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
-            "without --epp-plan-budget-ms"
-        )
+    if args.epp_schedule == "elastic" and not begins_with_greedy(args.epp_planner):
+        yield f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does"
 
 
 EXPERTS = LayerKind(

@@ -1,4 +1,4 @@
-"""Trains with one planner after the other; what processes each leaves behind goes to its report folder."""
+"""Trains a few iterations; the processes that it leaves behind go to its report folder."""
 
 import os
 import shlex
@@ -10,10 +10,6 @@ from megatron_epp.mcore import entry
 from scripts.parity.runs import train
 
 ITERATIONS = 6
-PLANNERS = {
-    "greedy": "",
-    "budget": "--epp-plan-budget-ms 200",
-}
 FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0 "
     "--attention-dropout 0 --transformer-impl local --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 "
@@ -25,8 +21,6 @@ FLAGS = shlex.split(
 
 def run(data: str, folder: Path) -> None:
     entry.prepare()
-    for name, flags in PLANNERS.items():
-        report = folder / name
-        train([*FLAGS, *shlex.split(flags), "--data-path", data, "--epp-report-dir", str(report)])
-        left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-        (report / f"left{os.environ['RANK']}").write_text("\n".join(map(str, left)))
+    train([*FLAGS, "--data-path", data, "--epp-report-dir", str(folder)])
+    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    (folder / f"left{os.environ['RANK']}").write_text("\n".join(map(str, left)))
