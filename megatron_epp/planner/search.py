@@ -38,6 +38,8 @@ LEADS_RATIO = 1.02
 """Makespan with copies, as a multiple of the fastest without caps, above which other leads are tried."""
 COPIES_RATIO = 0.992
 """Makespan without caps, as a share of the best, below which copies to the host are tried."""
+FEW_ITEMS, MOST_FEW_GRAIN = 400, 4.0
+"""Stages times chunks up to which the grains to this one are tried with every way to cut: there both depend on each other."""
 MOST_WHOLE_SEQUENCES = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
 
@@ -142,9 +144,8 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
     first = settings.first_recipe(free.problem, free.values["cut"][0])
-    best, others = descend(free, first_candidate(free, first)), list[Recipe]()
-    cuts = free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]
-    others += (best.recipe._replace(cut=cut) for cut in cuts)
+    best = descend(free, first_candidate(free, first))
+    others = [*other_cuts(free, best, first)]
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
         others += (recipe for recipe, _ in openings(free, first, settings.WHOLE_OPENINGS))
     for recipe in others:
@@ -155,13 +156,28 @@ def free_of_caps(free: Candidates) -> Candidate:
     return best if free.is_single else at_next_grains(free, best)
 
 
+def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Recipe]:
+    """Yield recipes at which walks begin with other ways to cut: of few chunks, each at the grain that suits it best.
+
+    Args:
+        first: recipe at which the search began.
+    """
+    is_few = free.problem.num_stages * len(best.table) <= FEW_ITEMS
+    grains = [grain for grain in free.values["grain"] if is_few and settings.WHOLE < grain <= MOST_FEW_GRAIN]
+    for cut in free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]:
+        yield best.recipe._replace(cut=cut)
+        made = [free.of(first._replace(cut=cut, grain=grain)) for grain in grains]
+        if fitting := [candidate for candidate in made if candidate is not None]:
+            yield min(fitting, key=attrgetter("key")).recipe
+
+
 def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
     """Go on from the fastest plan without caps."""
     best = candidates.of(fastest.recipe)
     assert best is not None
     if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is
         return best
-    best = descend(candidates, best)
+    best = descend(candidates, walk(candidates, best, settings.CUT))
     return best if candidates.is_single else at_next_grains(candidates, best)
 
 

@@ -17,7 +17,7 @@ from megatron_epp.planner.orders.warm_up import CappedWarmUp, OrderRule, WarmUp
 from megatron_epp.planner.problem import Options, Problem
 
 WHOLE, LONGEST = 0.0, 0.001  # before 1, so that a walk to coarser grains comes by them last
-GRAINS = (WHOLE, LONGEST, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)
+GRAINS = (WHOLE, LONGEST, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)
 """Chunks of a rank to aim at. Coarser grains leave ranks waiting, finer ones cost overhead. `LONGEST`: chunks as long as the
 longest sequence; `WHOLE`: a chunk for each sequence.
 """
@@ -65,10 +65,11 @@ class RecipeSetting(NamedTuple):
     keeps_chunks: bool = False
 
 
-GRAIN, LEAD, REACH = (
+GRAIN, LEAD, REACH, CUT = (
     RecipeSetting("grain"),
     RecipeSetting("lead", keeps_chunks=True),
     RecipeSetting("reach", is_ordered=False, keeps_chunks=True),
+    RecipeSetting("cut", is_ordered=False),
 )
 EVERY_GRAIN = RecipeSetting("grain", is_ordered=False)
 """Where memory is short, coarse grains and fine ones may fit, and none between."""
@@ -77,7 +78,7 @@ SETTINGS = (
     LEAD,
     REACH,
     RecipeSetting("start", is_ordered=False, keeps_chunks=True),
-    RecipeSetting("cut", is_ordered=False),
+    CUT,
 )
 """In the order in which they are walked along. With the reach before the lead, reaches without a lead won too early: plans of
 several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).

@@ -131,7 +131,7 @@ def cut_in_runs(
     widths = [math.ceil(max(side_by_side) / chunk_us - _SPARE_SHARE) for side_by_side in zip_longest(*long, fillvalue=chunk_us)]
     if num_chunks > MOST_CHUNKS:
         return None
-    rest = _rest(num_chunks - sum(widths), shape.ends, chunkers[0].problem.num_ranks, at_least=0 if widths else 1)
+    rest = _rest(num_chunks - sum(widths), shape, chunkers[0].problem.num_ranks, at_least=0 if widths else 1)
     runs = [(1.0,) * width for width in widths]
     runs += [rest[at : at + shape.widest] for at in range(0, len(rest), shape.widest)]
     held = [_held(*of, runs) for of in zip(falling, map(len, long), strict=True)]
@@ -165,16 +165,18 @@ def _cut_alike(
     return None
 
 
-def _rest(num_chunks: float, ends: Ends, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
+def _rest(num_chunks: float, shape: Shape, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
     """Return the shares of a chunk's time that the chunks behind those of long sequences have, of about so many in all."""
     rising, falling = (
-        [1 - (1 - ends.least) * number / count for number in range(1, count + 1)]
-        for count in (int(ends.rising * num_ranks), int(ends.falling * num_ranks))
+        [1 - (1 - shape.ends.least) * number / count for number in range(1, count + 1)]
+        for count in (int(shape.ends.rising * num_ranks), int(shape.ends.falling * num_ranks))
     )
     while (rising or falling) and sum(rising) + sum(falling) > num_chunks:  # there are few: the largest of these go
         longer = rising if 2 * len(rising) > len(falling) else falling
         del longer[:1]
-    between = max(0 if rising or falling else at_least, round(num_chunks - sum(rising) - sum(falling)))
+    left, is_even = num_chunks - sum(rising) - sum(falling), shape.ends == EVEN and not shape.is_free
+    # A small rest joins the small ends, and is a chunk of its own where there are none.
+    between = max(0 if rising or falling else at_least, math.ceil(left - _SPARE_SHARE) if is_even else round(left))
     return (*rising[::-1], *[1.0] * between, *falling)
 
 
