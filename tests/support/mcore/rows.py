@@ -459,7 +459,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 _CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
 CHOSEN: dict[str, dict[str, Any]] = {
     "there and back": {"cell": {"pp": 2}, "plan": f"{_CHOOSING} --epp-placement v", "model": "gpt2"},
-    "experts of replicas": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "plan": _CHOOSING, "optimizer": OVERLAPPED},
+    "experts of replicas": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": _CHOOSING,
+        "optimizer": OVERLAPPED,
+        "model": "gpt2",
+    },
     "two stages": {"cell": {"pp": 2}, "plan": _CHOOSING},
     "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": _CHOOSING, "model": "grouped"},
     "context parallel": {"cell": {"pp": 2, "cp": 2}, "plan": _CHOOSING},
@@ -517,10 +522,11 @@ CUT_SHARDS: dict[str, dict[str, Any]] = {
         "model": "gpt2",
         "plan": f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5",
     },
-    "tensor and sequence parallel": {
+    "tensor and sequence parallel, windows and sinks": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
         "model": "llama",
         "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
+        "both": "--window-size 30,0 --softmax-type learnable",
     },
     "experts of replicas, tied": {
         "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
@@ -740,7 +746,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
     },
 }
-"""The last is in the default set with uneven heads."""
+"""The second is in the default set with cut layers (`CUT_SHARDS`), the last with uneven heads."""
 
 
 def _of_layers(kind: str, cases: dict[str, dict[str, Any]], slow: Collection[str] = ()) -> list[Row]:
@@ -967,7 +973,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
     *_hybrid_predictions(),
-    *_of_layers("windows and sinks", WINDOWS, slow=("context parallel, experts",)),
+    *_of_layers("windows and sinks", WINDOWS, slow=("tensor and sequence parallel", "context parallel, experts")),
     *_uneven_heads(),
     *_long_of_layers(),
     *_flex(),
