@@ -405,8 +405,6 @@ def _masks() -> list[Row]:
     blocks = "--epp-slices 3 --epp-loss-block-tokens 3"
     shared, context = {"tp": 2, "sp": True}, {"cp": 2}
     answers = {
-        "sequence parallel": case(shared, "llama", "--epp-slices 3"),
-        "context parallel by blocks": case(context, "llama", blocks),
         "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),  # by default with learnt costs
         "sequence parallel by blocks": case(shared, "llama", blocks),
         "context parallel": case(context, "llama", "--epp-slices 3"),
@@ -735,18 +733,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": "--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
     },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "plan": "--epp-slices 7",
-        "both": "--window-size 30,0 --softmax-type learnable",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 4",
-        "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
-    },
 }
-"""The second is in the default set with cut layers (`CUT_SHARDS`), the last with uneven heads."""
+"""Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
 def _of_layers(kind: str, cases: dict[str, dict[str, Any]], slow: Collection[str] = ()) -> list[Row]:
@@ -973,7 +961,7 @@ ROWS = (
     _HYBRID_EXPERTS,
     *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
     *_hybrid_predictions(),
-    *_of_layers("windows and sinks", WINDOWS, slow=("tensor and sequence parallel", "context parallel, experts")),
+    *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),
     *_long_of_layers(),
     *_flex(),
