@@ -381,7 +381,6 @@ def profile_of(path, tensor=1, hidden=512):
     return str(path)
 
 
-@pytest.mark.usefixtures("_smallest_searches")
 def test_measured_costs_take_the_place_of_formulas_for_the_sizes_that_were_measured(tmp_path, capsys):
     command = [*ADVISE, "--devices", "4", "--json"]
     costs = ["--costs", profile_of(tmp_path / "one.json"), "--costs", profile_of(tmp_path / "two.json", tensor=2)]
