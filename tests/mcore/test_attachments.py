@@ -17,9 +17,9 @@ from tests.support.mcore.forked import CHANGED, job, launch, returned, train
 from tests.support.mcore.jobs.attachments import OWN_ROTARY
 from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+from tests.support.seeds import some_by_default
 
 TOLERANCE = 1e-5
-SLOW = pytest.mark.slow
 HOOKS = ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook")
 ALL = (*HOOKS, "forward")
 LAYER = "decoder.layers.1"
@@ -52,9 +52,17 @@ BY_BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("mode", [None, "mlp", pytest.param("selective", marks=SLOW), pytest.param("full", marks=SLOW)])
-def test_what_is_attached_between_two_calls_acts_or_is_refused(mode):
-    check(returned(job(1, "attachments:between_calls", cases=GPT, positions="rope", mode=mode)), GPT, REFUSED)
+MODES = [
+    (None, GPT),
+    ("mlp", {path: GPT[path] for path in (LAYER, f"{LAYER}.mlp")}),  # all others run as if nothing recomputed
+    *((mode, GPT) for mode in ("mlp", "selective", "full")),
+]
+"""Modes of recompute, and what is attached."""
+
+
+@some_by_default(("mode", "cases"), MODES, 2)
+def test_what_is_attached_between_two_calls_acts_or_is_refused(mode, cases):
+    check(returned(job(1, "attachments:between_calls", cases=cases, positions="rope", mode=mode)), cases, REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +195,15 @@ LATENTS = (
 SPLIT = "--epp-split-weight-gradient --no-gradient-accumulation-fusion"
 SHARDS = "--epp-vocab-parallel on --untie-embeddings-and-output-weights"
 TRAININGS = {
-    "rotary": ("", {"rotary_pos_emb": OWN_ROTARY, f"{OF_LAYER}.core_attention": "forward hook"}, ""),
-    "apart": (SPLIT, {f"{OF_LAYER}.linear_qkv": "backward hook", f"{OF_LAYER}.linear_proj": "forward hook"}, ""),
+    "rotary, weights apart": (
+        SPLIT,
+        {
+            "rotary_pos_emb": OWN_ROTARY,
+            f"{OF_LAYER}.linear_qkv": "backward hook",
+            f"{OF_LAYER}.linear_proj": "forward hook",
+        },
+        "",
+    ),
     "latents": (
         f"{LATENTS} --epp-latents on",
         {f"{OF_LAYER}.linear_kv_up_proj": "forward pre-hook", f"{OF_LAYER}.core_attention": "forward hook"},

@@ -11,8 +11,11 @@ LAYOUTS = [
         4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
     ),
     pytest.param(2, {"frozen": "vision_model"}, id="a frozen tower"),
-    pytest.param(2, {"frozen": "language_model"}, id="a frozen language model"),
-    pytest.param(2, {"plans": {"recompute": 1}, "feature_layers": 2}, id="recompute, features behind layers"),
+    pytest.param(
+        2,
+        {"frozen": "language_model", "plans": {"recompute": 1}, "feature_layers": 2},
+        id="a frozen language model, recompute, features behind layers",
+    ),
 ]
 
 

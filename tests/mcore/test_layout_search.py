@@ -24,6 +24,7 @@ from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import CHOOSING, PLANNED
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+from tests.support.seeds import some_by_default
 
 FLAGS = shlex.split(
     "--pipeline-model-parallel-size 2 --num-layers 8 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0.1 "
@@ -38,27 +39,31 @@ def trained(*flags: object, begin: list[str] = PLANNED) -> str:
     return done.output
 
 
+def from_iteration(number: int, folder: Path) -> list[object]:
+    """Return the flags of a run that goes on from an earlier iteration than the last one whose checkpoint is in a folder."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(number))
+    return ["--load", folder]
+
+
 def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
     folder = tmp_path / "checkpoints"
     given = ["--data-path", data, "--epp-layout", "auto", "--train-iters", 4]
+    given += ["--save", folder, "--save-interval", 2, "--epp-report-dir"]
 
-    said = trained(*given, "--epp-report-dir", tmp_path / "whole", "--epp-trace", 1)
+    said = trained(*given, tmp_path / "whole", "--epp-trace", 1)
     assert "less time than Megatron's layers for batches like the first 8" in said
-    saving = ["--save", folder, "--save-interval", 2]
-    trained(*given, *saving, "--exit-interval", 2, "--epp-report-dir", tmp_path / "before")
     layout = Layout.from_json((folder / "epp_layout.json").read_text())
     assert sum(layout.halves) == 16
     assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
     assert layout.chosen_with["epp_layout"] == "auto"
     assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
 
-    resumed = ["--load", folder, "--epp-memory-cap-gb", 100]
-    said = trained(*given, *saving, *resumed, "--epp-report-dir", tmp_path / "after")
+    said = trained(*given, tmp_path / "after", *from_iteration(2, folder), "--epp-memory-cap-gb", 100)
     assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
-    whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
+    whole, after = (losses(tmp_path / name) for name in ("whole", "after"))
     assert sorted(whole) == [1, 2, 3, 4]
-    assert before | after == whole
+    assert after == {number: whole[number] for number in (3, 4)}
 
 
 def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,17 +232,16 @@ def test_a_run_without_flags_says_in_a_line_what_was_chosen_and_one_with_them_do
     assert load(tmp_path / "even" / "plan.json").num_layers == (4, 4)
 
 
-@pytest.mark.parametrize("stages", ["--epp-placement v", f"{PER_RANK} 4"])
+@some_by_default("stages", [f"{PER_RANK} 4", "--epp-placement v"], 1)
 def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(tmp_path: Path, stages: str) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
-    given = ["--data-path", data, "--train-iters", 4]
-    keeps = ["--save", tmp_path / "saved", "--save-interval", 2, "--epp-report-dir"]
-    trained(*given, *shlex.split(stages), "--epp-report-dir", tmp_path / "whole", begin=CHOOSING)
-    trained(*given, *shlex.split(stages), *keeps, tmp_path / "before", "--exit-interval", 2, begin=CHOOSING)
-    said = trained(*given, *keeps, tmp_path / "after", "--load", tmp_path / "saved", begin=CHOOSING)
+    given = ["--data-path", data, "--train-iters", 4, "--save", tmp_path / "saved", "--save-interval", 2, "--epp-report-dir"]
+    trained(*given, tmp_path / "whole", *shlex.split(stages), begin=CHOOSING)
+    said = trained(*given, tmp_path / "after", *from_iteration(2, tmp_path / "saved"), begin=CHOOSING)
     assert f", {4 if PER_RANK in stages else 2} per rank" in said
-    whole, before, after = (losses(tmp_path / name) for name in ("whole", "before", "after"))
-    assert before | after == whole
+    whole, after = (losses(tmp_path / name) for name in ("whole", "after"))
+    assert sorted(whole) == [1, 2, 3, 4]
+    assert after == {number: whole[number] for number in (3, 4)}
 
 
 SHARDED = ["--use-distributed-optimizer", "--untie-embeddings-and-output-weights"]
@@ -247,16 +251,13 @@ SHARDED = ["--use-distributed-optimizer", "--untie-embeddings-and-output-weights
 def test_a_checkpoint_of_stock_goes_on_in_layers_that_its_optimizer_state_can_have(tmp_path: Path, form: str) -> None:
     """Any, where that is saved for all layouts; and Megatron goes on from a checkpoint of chosen ones."""
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
-    common = ["--data-path", data, *SHARDED, *form.split(), "--train-iters", 4, "--hidden-dropout", 0]
-    keeps = ["--save", tmp_path / "stock", "--save-interval", 2, "--exit-interval", 2]
+    given = ["--data-path", data, *SHARDED, *form.split(), "--train-iters", 4, "--hidden-dropout", 0, "--save-interval", 1]
     stock = [*CHOOSING, "--epp-schedule", "stock", "--epp-layout", "even"]
-    trained(*common, *keeps, "--epp-report-dir", tmp_path / "before", begin=stock)
-    trained(*common, "--epp-report-dir", tmp_path / "reference", begin=stock)
-    saves = ["--save", tmp_path / "ours", "--save-interval", 1]
-    said = trained(*common, "--load", tmp_path / "stock", *saves, "--epp-report-dir", tmp_path / "after", begin=CHOOSING)
+    trained(*given, "--save", tmp_path / "stock", "--epp-report-dir", tmp_path / "reference", begin=stock)
+    ours = ["--save", tmp_path / "ours", "--epp-report-dir", tmp_path / "after"]
+    said = trained(*given, *from_iteration(2, tmp_path / "stock"), *ours, begin=CHOOSING)
     assert ("since no others can load its optimizer state" in said) == (not form)
     reference, after = losses(tmp_path / "reference"), losses(tmp_path / "after")
     assert after == pytest.approx({number: reference[number] for number in (3, 4)}, rel=1e-5)
-    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("3")
-    trained(*common, "--load", tmp_path / "ours", "--epp-report-dir", tmp_path / "back", begin=stock)
+    trained(*given, *from_iteration(3, tmp_path / "ours"), "--epp-report-dir", tmp_path / "back", begin=stock)
     assert losses(tmp_path / "back") == pytest.approx({4: reference[4]}, rel=1e-5)

@@ -32,7 +32,7 @@ def test_the_test_command_is_what_ci_runs():
     assert "scripts/test.sh" in (ROOT / ".ci/run").read_text()
 
 
-@some_by_default("sizes", ["--context 8192 --global-batch-size 8", "--context 131072 --global-batch-size 32"], 1)
+@some_by_default("sizes", ["--context 8192 --global-batch-size 2", "--context 131072 --global-batch-size 32"], 1)
 def test_the_other_shell_block_runs(sizes):
     (block,) = (block for block in BLOCKS if block != QUICKSTART)
     assert block.count("--context 131072 --global-batch-size 32") == 1

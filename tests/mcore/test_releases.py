@@ -16,9 +16,11 @@ from tests.support.mcore.jobs.frameworks import UNEVEN
 from tests.support.mcore.launch import REPOSITORY, launch, run
 from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
-from tests.support.mcore.rows import HYBRID, LATENT, STATES
+from tests.support.mcore.rows import LATENT, STATES
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
+HYBRID = STATES["two stages, weights apart"]
+SINKS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 CASES = {
     "weights apart, vocabulary, cut layers": {
         "cell": {"pp": 2, "split": True},
@@ -39,13 +41,7 @@ CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-latents on",
         "both": f"{LATENT} --mtp-num-layers 1",
     },
-    "Mamba-2 and gated delta nets": STATES["two stages, weights apart"] | {"model": "llama"},
-    "hybrid, windows and sinks": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{HYBRID} --window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
-    },
+    "Mamba-2 and gated delta nets, windows and sinks": HYBRID | {"model": "llama", "both": f"{HYBRID['both']} {SINKS}"},
 }
 
 MORE_CASES = {

@@ -50,14 +50,15 @@ MAMBA = {
     "mamba_state_dim": 6,
 }
 LAYOUTS = [
-    pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
+    pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),  # by default with experts
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(2, LATENT, id="latent attention"),
     pytest.param(2, DELTA, id="gated delta nets", marks=SLOW),  # states are handed on as those of Mamba-2
     pytest.param(2, MAMBA, id="Mamba-2"),
     pytest.param(2, {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}, id="sinks", marks=SLOW),
-    pytest.param(4, FLEX, id="experts by DeepEP"),
+    pytest.param(4, FLEX | {"per_token": False}, id="experts of replicas by DeepEP"),
+    pytest.param(4, FLEX, id="experts by DeepEP, losses per token", marks=SLOW),
 ]
 
 

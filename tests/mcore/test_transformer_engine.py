@@ -88,6 +88,7 @@ def test_checkpoints_go_from_its_layers_to_local_ones_and_back_and_both_train_al
 WHOLE = {"some recompute": "--epp-planner 1f1b --epp-recompute 1"}
 APART = {"weights apart": "--epp-planner zb-h1 --epp-split-weight-gradient"}
 SLICES = {"slices": "--epp-chunk-tokens 32 --epp-recompute 1"}
+SLICES_APART = {"slices, weights apart": f"{SLICES['slices']} --epp-split-weight-gradient"}
 OF_128 = "--seq-length 128 --max-position-embeddings 128"
 LONGER = {"slices": "--epp-chunk-tokens 64 --epp-recompute 1"}
 WIDE = f"--hidden-size 64 {OF_128}"
@@ -100,7 +101,8 @@ MAMBA = (
     "--mamba-state-dim 8"
 )
 IN_FP8: dict[str, dict[str, Any]] = {
-    "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | APART | SLICES},
+    "mxfp8": {"recipe": "mxfp8", "plans": WHOLE | SLICES_APART},
+    "mxfp8, weights apart": {"recipe": "mxfp8", "plans": APART | SLICES},
     "tensor and sequence parallel": {"recipe": "mxfp8", "both": WIDE, "cell": SHARED, "batch": 16, "plans": LONGER},
     "experts": {"recipe": "mxfp8", "both": GROUPED, "cell": EXPERTS, "plans": SLICES},
     "tensorwise": {"recipe": "tensorwise", "both": "--first-last-layers-bf16", "plans": WHOLE},

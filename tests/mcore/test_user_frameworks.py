@@ -19,7 +19,10 @@ from tests.support.seeds import some_by_default
 PLANS = ("--epp", "--epp-microbatches", "user")
 STAGES = ("--pipeline-model-parallel-size", "2")
 ITERATIONS = 6
-PIPELINES = [pytest.param(2, UNEVEN, id="a stage per rank"), pytest.param(4, EVEN, id="two stages per rank")]
+PIPELINES = [
+    pytest.param(2, UNEVEN, id="a stage per rank", marks=pytest.mark.slow),  # the other has queues of several chunks
+    pytest.param(4, EVEN, id="two stages per rank"),
+]
 TOLERANCE = 1e-5
 
 
@@ -124,13 +127,7 @@ def test_replicas_that_share_experts_train_microbatches_of_their_own_lengths_in_
     assert orders[::2] == orders[1::2]  # by stage, of the two replicas
 
 
-@pytest.mark.parametrize(
-    ("stages", "lengths"),
-    [
-        pytest.param(2, UNEVEN, id="a stage per rank", marks=pytest.mark.slow),  # the other has queues of several chunks
-        pytest.param(4, EVEN, id="two stages per rank"),
-    ],
-)
+@pytest.mark.parametrize(("stages", "lengths"), PIPELINES)
 def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given_order(
     stages: int, lengths: tuple[int, ...]
 ) -> None:

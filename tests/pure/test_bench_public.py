@@ -17,6 +17,7 @@ from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
 from scripts.bench.rl.rules import decreasing, padded
+from tests.support.seeds import some_by_default
 
 MANY_STAGES = {"1", "2", "3"}
 """Rows whose plans of 128 stages take several seconds each."""
@@ -99,7 +100,7 @@ def recipe_of(name):
     return next(recipe for recipe in RECIPES if recipe.name == name)
 
 
-@pytest.mark.parametrize("name", ["32b-sft", "dapo-7b"])
+@some_by_default("name", ["dapo-7b", "32b-sft"], 1)
 def test_a_recipe_is_planned_as_it_ships_with_megatrons_flags_at_their_best_and_by_plans(name, tmp_path, capsys):
     file = tmp_path / "figures.json"
     assert RECIPES_BENCH.main(["--only", name, "--no-advice", "--json", str(file)]) == 0

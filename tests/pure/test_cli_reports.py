@@ -125,7 +125,7 @@ def test_plan_and_compare_say_why_the_exact_planner_leaves_a_plan_as_it_is(flags
 
 def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(capsys):
     pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
-    batch = ["--lengths", "2000,1500", "--stages", "2", "--slices", "2", "--planner", "milp", "--plan-limit-seconds", "0.5"]
+    batch = shlex.split(f"--lengths 2000,1500 {MODEL} --layout even --slices 2 --planner milp --plan-limit-seconds 0.5")
     for command in ("plan", "compare"):
         assert main([command, *batch]) == 0
         assert "above the bound" in "".join(capsys.readouterr())

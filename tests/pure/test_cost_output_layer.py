@@ -214,12 +214,13 @@ def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():
 def test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence(tmp_path):
     def planned(*flags):
         batch = ["--lengths", "60000,2000", "--stages", "2", "--layout", "even", "--tensor-parallel", "8", "--slices", "1"]
+        batch += ["--layers", "8", "--planner", "1f1b"]
         assert cli.main(["plan", *batch, *flags, "-o", str(tmp_path / "plan.json")]) == 0
         return load(tmp_path / "plan.json").predicted
 
-    whole = planned("--loss-block-tokens", "0")
-    assert planned() == planned("--context", "100000") == planned("--loss-block-tokens", "16384")
-    assert planned().peak_bytes[1] < whole.peak_bytes[1]
+    whole, by_itself = planned("--loss-block-tokens", "0"), planned()
+    assert by_itself == planned("--context", "100000") == planned("--loss-block-tokens", "16384")
+    assert by_itself.peak_bytes[1] < whole.peak_bytes[1]
     assert planned("--context", "16000") == planned("--context", "16000", "--loss-block-tokens", "0")
 
 

@@ -16,7 +16,7 @@ from tests.support.failing_disk import swept
 PLAN = str(ROOT / "docs" / "examples" / "plan.json")
 BATCH = ["--lengths", "900,300,50", "--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
 COMMANDS = {
-    "plan": ["plan", *BATCH, "--layout", "even", "-o"],
+    "plan": ["plan", *BATCH, "--layout", "even", "--planner", "1f1b", "-o"],
     "page": ["show", PLAN, "-o"],
     "trace": ["show", PLAN, "--trace"],
     "picture": ["show", PLAN, "--png"],

@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -38,10 +39,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's code."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+def imports(path: Path, known: Mapping[str, object]) -> Iterator[str]:
     """Modules of this package that code imports anywhere: at its top, inside functions, or for type checking."""
     prefix = "megatron_epp."
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
             module = str(node.module).removeprefix(prefix)
             whole = (f"{module}.{alias.name}" for alias in node.names)
@@ -52,7 +59,7 @@ def imports(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
 
 def graph() -> dict[str, set[str]]:
     known = modules()
-    return {name: set(imports(ast.parse(path.read_text()), known)) - {name} for name, path in known.items()}
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
 
 
 def upward(edges: Mapping[str, set[str]]) -> list[str]:
@@ -111,7 +118,7 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
             continue
         is_pure = package in PURE or name.startswith(PURE_CONTRIB)
         heavy = {"torch", "transformer_engine", "megatron"} if is_pure else {"megatron"}
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not heavy & {module.partition(".")[0] for module in found}, name

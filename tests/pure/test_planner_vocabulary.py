@@ -202,7 +202,7 @@ def test_the_command_line_plans_with_shards_where_they_are_asked_for_or_pay(sett
 
 
 def test_advice_names_the_flag(capsys):
-    sizes = ["--devices", "4", "--tensor-parallel", "1", "--context-parallel", "1", "--pipeline-parallel", "4"]
+    sizes = ["--devices", "4", "--tensor-parallel", "1", "--context-parallel", "1", "--pipeline-parallel", "4", "--layers", "8"]
     asked = ["--lengths", "9000,8000,8000", "--global-batch-size", "6", "--vocab-parallel", "on", "--json"]
     assert main(["advise", *sizes, *asked]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["epp"]["vocab_parallel"] == "on"

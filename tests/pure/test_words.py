@@ -75,6 +75,12 @@ def files() -> list[Path]:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's code."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def lines(path: Path) -> tuple[list[str], list[tuple[int, str]]]:
     """Return a file's lines, and the names in its code with the numbers of their lines."""
     text = path.read_text()
@@ -89,6 +95,8 @@ def uses(word: Retired) -> list[str]:
     found = []
     for path in files():
         text, names = lines(path)
+        if not re.search(word.pattern, "\n".join(text)):
+            continue
         candidates = names if word.names_only else enumerate(text, 1)
         for number, part in candidates:
             if re.search(word.pattern, part) and not re.search(word.allowed, text[number - 1]):
@@ -108,12 +116,11 @@ GENERIC = {"found", "one", "made", "given", "kept", "told"}
 
 def bound(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the names that a file gives, but for the fields of its records, with their lines."""
-    tree = ast.parse(path.read_text())
     fields = {
-        entry.target for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for entry in node.body
+        entry.target for node in nodes(path) if isinstance(node, ast.ClassDef) for entry in node.body
         if isinstance(entry, ast.AnnAssign)
     }  # fmt: skip
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
@@ -139,7 +146,7 @@ FRAGMENT = re.compile(
 def summaries(path: Path) -> list[tuple[int, str]]:
     """Return the first lines of a file's docstrings, of classes, functions and what stands above them."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
             text := ast.get_docstring(node)
         ):
@@ -176,7 +183,7 @@ def test_docstrings_say_of_an_argument_what_its_name_and_type_do_not() -> None:
         f"{path.relative_to(ROOT)}:{node.name}: {text}"
         for path in files()
         if path.suffix == ".py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
         for text in arguments(ast.get_docstring(node) or "")
         if len(text) <= SHORT and not SAYS_MORE_THAN_A_NAME.search(text)
@@ -207,7 +214,7 @@ def test_docstrings_are_more_than_the_name_in_another_order() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {ast.get_docstring(node)}"
         for path in files()
         if path.suffix == ".py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and repeats_its_name(node, path.stem)
     ]
     assert not bad, "\n".join(bad)
@@ -221,8 +228,8 @@ DOTTED = re.compile(r"(?<!`)`((?!\w+\.py`)[a-z_]\w*(?:\.\w+)+)`(?!`)")
 @cache
 def names_in(path: Path) -> set[str]:
     """Return the names in a file's code."""
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
-    return {name for node in nodes for key in ("id", "attr", "arg", "name", "asname") if (name := getattr(node, key, None))}
+    keys = ("id", "attr", "arg", "name", "asname")
+    return {name for node in nodes(path) for key in keys if (name := getattr(node, key, None))}
 
 
 @cache

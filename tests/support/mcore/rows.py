@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,12 @@ BY_DEFAULT = (
     "tp2 sp cp2: grouped, packed, plain",
 )
 """Rows of four processes in which every two kinds meet, with one of the two placements of several stages."""
+OF_ANSWERS = (
+    "cp2 pp2 v2 split experts4: llama, recompute, distributed",
+    "tp2 sp dp2 experts4 ep2: learned, recompute, distributed",
+    "tp2 sp cp2: grouped, packed, plain",
+)
+"""Those whose documents train their ends alone, so that some chunks, and some ranks' parts of chunks, have no trained token."""
 CHOICES = tuple(choices for choices in all_rows() if str(choices) in BY_DEFAULT)
 PAIRS = tuple(choices for choices in covering_rows() if choices not in CHOICES)
 """Rows in which every two choices meet."""
@@ -135,7 +141,8 @@ def _kinds() -> Iterator[Row]:
     for choices in CHOICES:
         row = _chosen(str(choices), choices, 2, BATCH if choices.cell.dp > 1 else SMALL_BATCH, is_slow=False)
         layers = "" if choices.cell.pp > 1 else " --num-layers 2"
-        yield replace(row, case=replace(row.case, both=row.case.both + layers))
+        documents = "answers" if str(choices) in OF_ANSWERS else "plain"
+        yield replace(row, case=replace(row.case, both=row.case.both + layers), documents=documents)
 
 
 KINDS = tuple(_kinds())
@@ -263,16 +270,11 @@ def _latents() -> list[Row]:
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
 
 PREDICTIONS: dict[str, dict[str, Any]] = {
-    "two depths, tied": {
+    "repeated layer, tied, masks": {
         "cell": {"pp": 2},
         "model": "grouped",
-        "both": "--mtp-num-layers 2",
-        "plan": "--epp-slices 7 --epp-recompute 1",
-    },
-    "repeated layer, masks": {
-        "cell": {"pp": 2},
         "both": "--mtp-num-layers 2 --mtp-use-repeated-layer",
-        "plan": "--epp-slices 3 --epp-recompute 1",
+        "plan": "--epp-slices 7 --epp-recompute 1",
     },
 }
 LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
@@ -301,6 +303,12 @@ LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
 }
 """Cases of `LATENTS` with multi-token prediction, and a choice of --epp-latents other than ``on``."""
 MORE_PREDICTIONS: dict[str, dict[str, Any]] = {
+    "two depths, tied": {
+        "cell": {"pp": 2},
+        "model": "grouped",
+        "both": "--mtp-num-layers 2",
+        "plan": "--epp-slices 7 --epp-recompute 1",
+    },
     "weights apart": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
     "there and back": {
         "cell": {"pp": 2, "virtual": 2, "placement": "v"},
@@ -391,18 +399,12 @@ def _check_one_each(figures: Figures, _: Path) -> None:
 
 
 def _masks() -> list[Row]:
-    """Return rows of masked labels. The answers are at the end of documents, so that some chunks, and some ranks' parts of
-    chunks, have no trained token.
-    """
+    """Return rows of masked labels. By default answers are trained on ranks that share tokens in rows of `OF_ANSWERS`."""
     parts = case({"pp": 2}, "llama", "--epp-slices 3 --epp-loss-block-tokens 5", both=f"--seed {SEED}")
     few = case({"dp": 2}, "gpt2", "--epp-slices 3", both=f"--seed {SEED} --global-batch-size 2")
     blocks = "--epp-slices 3 --epp-loss-block-tokens 3"
     shared, context = {"tp": 2, "sp": True}, {"cp": 2}
     answers = {
-        "sequence parallel": case(shared, "llama", "--epp-slices 3"),
-        "context parallel by blocks": case(context, "llama", blocks),
-    }
-    more = {
         "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),  # by default with learnt costs
         "sequence parallel by blocks": case(shared, "llama", blocks),
         "context parallel": case(context, "llama", "--epp-slices 3"),
@@ -413,8 +415,8 @@ def _masks() -> list[Row]:
         Row(name="masked labels: part of every document", case=parts, check=_check_slices, documents="parts"),
         Row(name="masked labels: one of two replicas", case=few, check=_check_one_each, documents="one of two replicas"),
         *(
-            Row(name=f"answers: {name}", case=one, check=_check_slices, documents="answers", is_slow=name in more)
-            for name, one in (answers | more).items()
+            Row(name=f"answers: {name}", case=one, check=_check_slices, documents="answers", is_slow=True)
+            for name, one in answers.items()
         ),
     ]
 
@@ -454,14 +456,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 _CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
 CHOSEN: dict[str, dict[str, Any]] = {
-    "two stages": {"cell": {"pp": 2}, "plan": _CHOOSING},
     "there and back": {"cell": {"pp": 2}, "plan": f"{_CHOOSING} --epp-placement v", "model": "gpt2"},
-    "experts of replicas": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "plan": _CHOOSING, "optimizer": OVERLAPPED},
+    "experts of replicas": {
+        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": _CHOOSING,
+        "optimizer": OVERLAPPED,
+        "model": "gpt2",
+    },
+    "two stages": {"cell": {"pp": 2}, "plan": _CHOOSING},
     "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": _CHOOSING, "model": "grouped"},
     "context parallel": {"cell": {"pp": 2, "cp": 2}, "plan": _CHOOSING},
     "four stages": {"cell": {"pp": 4}, "plan": _CHOOSING},
 }
-"""Rows in which the run chooses; the first three are in the default set."""
+"""Rows in which the run chooses; the first two are in the default set."""
 
 
 def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
@@ -475,7 +482,7 @@ def _check_chosen(figures: Figures, _: Path) -> None:
 
 def _layouts() -> list[Row]:
     chosen = [
-        Row(name=f"chosen: {name}", case=case(**{"model": "llama"} | given), check=_check_chosen, is_slow=number > 2)
+        Row(name=f"chosen: {name}", case=case(**{"model": "llama"} | given), check=_check_chosen, is_slow=number > 1)
         for number, (name, given) in enumerate(CHOSEN.items())
     ]
     cut = [
@@ -513,10 +520,11 @@ CUT_SHARDS: dict[str, dict[str, Any]] = {
         "model": "gpt2",
         "plan": f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5",
     },
-    "tensor and sequence parallel": {
+    "tensor and sequence parallel, windows and sinks": {
         "cell": {"pp": 2, "tp": 2, "sp": True},
         "model": "llama",
         "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
+        "both": "--window-size 30,0 --softmax-type learnable",
     },
     "experts of replicas, tied": {
         "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
@@ -635,8 +643,6 @@ def _cut_shards() -> list[Row]:
 
 # ---- hybrid models ---------------------------------------------------------------------------------------------------
 
-HYBRID = "--hybrid-layer-pattern *-*|-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
-
 
 def _check_hybrid(figures: Figures, _: Path) -> None:
     assert kinds_of(figures) & {"split", "hybrid"}
@@ -673,13 +679,10 @@ STATES: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 7",
         "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-G",
     },
-    **{
-        f"context parallel, experts, {kind}": {
-            "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-            "plan": "--epp-slices 3 --epp-recompute 1",
-            "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern {kind}E*E",
-        }
-        for kind in "MG"
+    "context parallel, experts": {
+        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern GME*E",
     },
     "gated delta nets in a GPT, multi-token prediction": {
         "cell": {"pp": 2},
@@ -687,7 +690,7 @@ STATES: dict[str, dict[str, Any]] = {
         "both": f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1",
     },
 }
-"""Layers by their letters in a pattern."""
+"""Layers by their letters in a pattern. The first is in the default set with multi-token prediction (`HYBRID_PREDICTIONS`)."""
 
 
 HYBRID_PREDICTIONS: dict[str, dict[str, Any]] = {
@@ -730,33 +733,30 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "plan": "--epp-slices 3 --epp-recompute 1",
         "both": "--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
     },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "plan": "--epp-slices 7",
-        "both": "--window-size 30,0 --softmax-type learnable",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 4",
-        "both": "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
-    },
 }
+"""Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
-def _of_layers(kind: str, cases: dict[str, dict[str, Any]]) -> list[Row]:
-    """Return the rows of a kind of layers."""
+def _of_layers(kind: str, cases: dict[str, dict[str, Any]], slow: Collection[str] = ()) -> list[Row]:
+    """Return the rows of a kind of layers, of which `slow` are in the slow set."""
     return [
-        Row(name=f"{kind}: {name}", case=case(model="llama", **given), check=_check_slices) for name, given in cases.items()
+        Row(
+            name=f"{kind}: {name}",
+            case=case(model="llama", **given),
+            check=_check_slices,
+            is_slow=name in slow,
+        )
+        for name, given in cases.items()
     ]
 
 
 _HEADS = "--kv-channels 8 --num-attention-heads"
 UNEVEN_HEADS: dict[str, dict[str, Any]] = {
-    "more ranks than key heads": {
+    "more ranks than key heads, windows, sinks": {
         "cell": {"cp": 4},
         "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_HEADS} 6",
+        "plan": "--epp-slices 3 --epp-recompute 4",
+        "both": f"{_HEADS} 6 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
     },
     "tensor and sequence parallel": {
         "cell": {"tp": 2, "sp": True, "cp": 2},
@@ -959,7 +959,7 @@ ROWS = (
     *_vocabularies(2, VOCABULARIES),
     *_cut_shards(),
     _HYBRID_EXPERTS,
-    *_of_layers("Mamba-2 and gated delta nets", STATES),
+    *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
     *_hybrid_predictions(),
     *_of_layers("windows and sinks", WINDOWS),
     *_uneven_heads(),

@@ -56,7 +56,8 @@ class ScriptRow:
         assert "costs learnt from 3 iterations" in "\n".join(line for rank in planned for line in rank["log"])
 
     def _train(self, *more: str) -> list[dict[str, Any]]:
-        flags = [*TINY, "--train-iters", str(self.iterations), *self.flags.split(), *more]
+        iterations = ["--train-iters", str(self.iterations), "--eval-iters", str(int(self.is_slow))]
+        flags = [*TINY, *iterations, *self.flags.split(), *more]
         return worker.call(self.num_processes, "tests.support.mcore.trainings:tensors", limit_s=300, flags=flags)
 
 

@@ -31,7 +31,6 @@ ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT: dict[str, dict[str, Any]] = {
     "slices, some recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
-    "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},
     "weights apart, half layers": {
         "cell": {"pp": 2, "split": True},
         "model": "grouped",
@@ -60,6 +59,7 @@ BY_DEFAULT: dict[str, dict[str, Any]] = {
     },
 }
 MORE: dict[str, dict[str, Any]] = {
+    "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},  # slices share chunks with whole documents, too
     "slices": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 7"},
     "all recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 2"},
     "parts of layers recompute": {

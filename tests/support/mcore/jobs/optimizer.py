@@ -40,7 +40,7 @@ def run(documents, names):
         return done
 
     common = [*COMMON[: COMMON.index("--epp-measure-memory")], "--train-iters", "1", "--global-batch-size", "2"]
-    common += ["--seq-length", "64", "--max-position-embeddings", "64"]
+    common += ["--seq-length", "64", "--max-position-embeddings", "64", "--num-layers", "4"]
     for name in names:
         now["name"], training.train_step = name, noting
         train([*common, *shlex.split(LLAMA), *shlex.split(SETTINGS[name]), "--data-path", documents])
