@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.contrib.papers.packing import Bucket, PackedItem, pack
+from megatron_epp.contrib.papers.packing import PackedItem, pack
 from megatron_epp.cost import Costs, LinearTime
 from megatron_epp.plan import Chunk
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined, longest_first, round_up
-from megatron_epp.planner.order import arranged, has_groups
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.spans import allowed_cuts, within
 
@@ -160,15 +159,9 @@ class Slicer(Chunker):
         short = [q for q in range(len(lengths)) if q not in boundaries]
         shorts = [PackedItem(self.part_us(q, 0, lengths[q]), lengths[q], (q,)) for q in short]
         limit = self._token_limit(ends[0], shorts, time_us)
-        before: list[Bucket] = []
-        if has_groups(self.problem.loss_groups):
-            tails, shorts, before = self._by_groups(tails, shorts, time_us, limit)
         buckets = pack(tails, shorts, time_us, limit)
-        for own, bucket in zip(before, buckets, strict=False):
-            bucket.sequences = own.sequences + bucket.sequences
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
-        table = joined(boundaries, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
-        return arranged(table, self.problem.loss_groups)
+        return joined(boundaries, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
 
     def _boundaries_with_spans(self, boundaries: Mapping[int, list[int]], time_us: float) -> dict[int, list[int]]:
         """Return boundaries of all sequences that have several slices, where those with spans are cut by themselves.
@@ -195,39 +188,6 @@ class Slicer(Chunker):
         nearest = {int(np.abs(ahead - ahead[-1] * number / count).argmin()) for number in range(1, count)}
         ends = [int(allowed[at]) for at in sorted({*nearest, len(allowed) - 1})]
         return within(ends, allowed, self.token_cap)
-
-    def _by_groups(
-        self, tails: Sequence[PackedItem], shorts: Sequence[PackedItem], time_us: float, limit: int
-    ) -> tuple[list[PackedItem], list[PackedItem], list[Bucket]]:
-        """Join the short sequences of every loss group that fits a chunk; the others get chunks of their groups alone.
-
-        Then a chunk has parts of one group at most, besides whole ones.
-
-        Args:
-            tails, shorts: tail slices, and sequences that are not cut.
-
-        Returns:
-            tails and chunks of such groups, all as tails to go on with; the joined items; and what is in the first already.
-        """
-        groups, own_tails = self.problem.loss_groups, dict[int, list[PackedItem]]()
-        members: dict[int, list[PackedItem]] = {groups[tail.sequences[0]]: [] for tail in tails}
-        for tail in tails:
-            own_tails.setdefault(groups[tail.sequences[0]], []).append(tail)
-        for item in shorts:
-            members.setdefault(groups[item.sequences[0]], []).append(item)
-        whole, of_tail, more = list[PackedItem](), dict[PackedItem, Bucket](), list[Bucket]()
-        for number, items in members.items():
-            its_tails = own_tails.get(number, [])
-            tokens = sum(item.tokens for item in items)
-            if not its_tails and tokens <= limit:
-                sequences = tuple(q for item in items for q in item.sequences)
-                whole.append(PackedItem(sum(item.time_us for item in items), tokens, sequences))
-                continue
-            buckets = pack(its_tails, items, time_us, limit)
-            of_tail |= zip(its_tails, buckets, strict=False)
-            more += buckets[len(its_tails) :]
-        before = [*(of_tail[tail] for tail in tails), *more]
-        return [PackedItem(bucket.time_us, bucket.tokens, ()) for bucket in before], whole, before
 
     def _token_limit(self, first_slice: int, shorts: Sequence[PackedItem], time_us: float) -> int:
         """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice.
