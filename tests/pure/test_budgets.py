@@ -34,16 +34,16 @@ def file_of(module: str) -> Path | None:
 @cache
 def imported(file: Path) -> frozenset[str]:
     """Modules of the package that a file imports when it is imported, and the packages above them."""
-    found = set()
+    modules = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron_epp":
             module = str(node.module).removeprefix("megatron_epp").removeprefix(".")
-            found |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
+            modules |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
         elif isinstance(node, ast.Import):
             found |= {
                 alias.name.removeprefix("megatron_epp.") for alias in node.names if alias.name.startswith("megatron_epp.")
             }
-    return frozenset(above for module in found for above in packages(module))
+    return frozenset(above for module in modules for above in packages(module))
 
 
 def packages(module: str) -> Iterator[str]:
