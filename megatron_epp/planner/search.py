@@ -166,9 +166,9 @@ def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Rec
     grains = [grain for grain in free.values["grain"] if is_few and settings.WHOLE < grain <= MOST_FEW_GRAIN]
     for cut in free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]:
         yield best.recipe._replace(cut=cut)
-        made = [free.of(first._replace(cut=cut, grain=grain)) for grain in grains]
-        if fitting := [candidate for candidate in made if candidate is not None]:
-            yield min(fitting, key=attrgetter("key")).recipe
+        tried = [free.of(first._replace(cut=cut, grain=grain)) for grain in grains]
+        if others := [candidate for candidate in tried if candidate is not None]:
+            yield min(others, key=attrgetter("key")).recipe
 
 
 def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:

@@ -40,7 +40,7 @@ def imported(file: Path) -> frozenset[str]:
             module = str(node.module).removeprefix("megatron_epp").removeprefix(".")
             modules |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {
+            modules |= {
                 alias.name.removeprefix("megatron_epp.") for alias in node.names if alias.name.startswith("megatron_epp.")
             }
     return frozenset(above for module in modules for above in packages(module))
