@@ -20,7 +20,6 @@ from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.least import one_order_decides, proof_of
-from megatron_epp.planner.limits import longest_sequence
 from megatron_epp.planner.problem import static_bytes
 from megatron_epp.planner.work_limit import WorkSpentError, limited
 
@@ -95,7 +94,9 @@ class _Search:
     def run(self) -> None:
         """Search, and fill `fitting` and `late`."""
         tries = {next(iter(changes[0])): changes for changes in _changes(self.args) if changes}
-        tries |= {"context": []} if self.args.context is None else {}
+        contexts = [max(self.lengths) >> times for times in range(1, _MOST_CONTEXTS + 1)] if self.args.context is None else []
+        if contexts := [*filter(None, contexts)]:
+            tries["context"] = [{"context": context} for context in contexts]
         self.late = list(tries)
         with suppress(WorkSpentError), limited(MOST_WORK):
             for setting in filter("offload".__ne__, tries):
@@ -110,10 +111,7 @@ class _Search:
         self.late = [setting for setting in self.late if setting not in self.fitting]
 
     def _try(self, setting: str, changes: list[Change], *, offload: bool) -> None:
-        """Find the least value of a setting, or the longest context, with which the batch fits, without offload or with it."""
-        if setting == "context":
-            self._longest(offload)
-            return
+        """Find the least change of a setting with which the batch fits, without offload or with it."""
         flags = [_flags(change, names_of(self.args.parser)) for change in changes]
         known = self.fitting.get(setting, "").partition(" (")[0]
         most = flags.index(known) if known else len(flags)
@@ -124,30 +122,11 @@ class _Search:
                 self.fitting[setting] = f"{named} ({format_gib(peak_bytes)})"
                 return
 
-    def _longest(self, offload: bool) -> None:
-        """Find a context that fits, without offload or with it, at most the longest one that fits one sequence with the others.
-
-        A shorter context makes more sequences of a document, whose messages may need more room.
-        """
-        problem, costs, options = _planned(self.args, self.lengths)
-        if not problem.has_one_stage_per_rank or max(static_bytes(problem, costs)) > min(problem.cap_bytes):
-            return
-        with suppress(EppError):
-            choice, others = replace(options, offload=offload), sorted(self.lengths)[:-1]
-            longest, step = longest_sequence(problem, costs, choice, others)
-            if longest is None or longest >= max(self.lengths):
-                return
-            for context in range(longest, 0, -max(step, problem.token_multiple))[:_MOST_CONTEXTS]:
-                changed = _changed(self.args, {"context": context})
-                if _peak_bytes(changed, batches.limited(self.lengths, changed), offload) is not None:
-                    self.fitting["context"] = f"{names_of(self.args.parser)['context']} {context}"
-                    return
-
 
 def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int | None:
     """Return the peak of the fullest rank of a plan under the caps; None if none is found, or flags do not go together."""
     try:
-        problem, costs, options = _planned(args, lengths)
+        problem, costs, options = _planned(args, batches.limited(lengths, args))
         if max(static_bytes(problem, costs)) > min(problem.cap_bytes):
             return None
         options = replace(options, offload=offload)

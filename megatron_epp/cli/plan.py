@@ -40,14 +40,13 @@ from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.plan.writing import write_text
-from megatron_epp.planner import Problem, plan
-from megatron_epp.planner.limits import smallest_cap
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.why import explain
 from megatron_epp.report.gantt import memory_picture, save_picture
 from megatron_epp.report.page.data import Shown
 from megatron_epp.report.page.html import save_page
-from megatron_epp.report.text import curves, format_us, headline, memory_figures, peak_lines, peak_table, summary, table
+from megatron_epp.report.text import curves, format_us, headline, memory_figures, peak_lines, peak_table, summary
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -171,7 +170,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[
 
 
 def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, best: Plan, refusal: str) -> None:
-    """Print what every rank holds, draw it, and find the smallest cap, which takes some more plans.
+    """Print what every rank holds, draw it, and tell the smallest cap without offload, which takes a plan more.
 
     Args:
         refusal: why the batch does not fit under the caps that were asked for; empty if it does.
@@ -187,23 +186,25 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
         if refusal:
             blocks.insert(0, [*refusal.splitlines(), "What follows is of the smallest cap that would do."])
         say("\n\n".join("\n".join(lines) for lines in blocks), flush=True)
-    options = options_from(args)
-    choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
-    smallest = {}
     with progress("looking for the smallest cap"):
-        for name, choice in choices.items():
-            smallest[name] = smallest_cap(problem, costs, choice)
+        smallest = _smallest_cap(problem, costs, replace(options_from(args), offload=False))
+    cap_bytes, makespan_us = smallest.cap_bytes[0], smallest.predicted.makespan_us
     if args.json:
-        caps = {
-            name: {"cap_bytes": plan.cap_bytes[0], "makespan_us": plan.predicted.makespan_us} for name, plan in smallest.items()
-        }
-        say(json.dumps({"refusal": refusal, "ranks": memory_figures(breakdown), "smallest_cap": caps}, indent=1))
+        figures = {"cap_bytes": cap_bytes, "makespan_us": makespan_us}
+        say(json.dumps({"refusal": refusal, "ranks": memory_figures(breakdown), "smallest_cap": figures}, indent=1))
         return
-    rows = [
-        [name, format_gib(plan.cap_bytes[0], decimals=4), format_us(plan.predicted.makespan_us)]
-        for name, plan in smallest.items()
-    ]
-    say("\n" + "\n".join(table(("smallest cap for this batch (--memory-cap-gb)", "", "makespan"), rows)))
+    cap = f"{format_gib(cap_bytes, decimals=4)}, in {format_us(makespan_us)}"
+    say(f"\nsmallest cap for this batch without offload (--memory-cap-gb): {cap}")
+
+
+def _smallest_cap(problem: Problem, costs: Costs, options: Options) -> Plan:
+    """Return the plan under the smallest cap, equal on all ranks, that the planner names."""
+    try:
+        return plan(replace(problem, cap_bytes=(1,) * problem.num_ranks), costs, options)
+    except InfeasibleError as error:
+        if not error.least_cap_bytes:
+            raise
+        return plan(replace(problem, cap_bytes=(error.least_cap_bytes,) * problem.num_ranks), costs, options)
 
 
 _PURPOSE = "make a plan for a batch of sequence lengths and print its summary"

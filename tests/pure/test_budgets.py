@@ -23,7 +23,7 @@ PROGRAMS = {
     "command line": (("cli.main",), 11_710),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 67_900, "megatron_epp/contrib": 6_570, "tests": 57_690, "scripts": 9_910}
+FOLDERS = {"megatron_epp": 67_750, "megatron_epp/contrib": 6_570, "tests": 57_560, "scripts": 9_910}
 
 
 def file_of(module: str) -> Path | None:

@@ -9,13 +9,11 @@ import pytest
 
 from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.cost.work import causal_pairs
-from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, least, plan
-from megatron_epp.planner import limits as search_limits
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import least_plan, proof_of
-from megatron_epp.planner.limits import longest_sequence, smallest_cap
 from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.problem import MOST_BYTES, check_amounts
 from megatron_epp.planner.replicas import Replicas
@@ -28,65 +26,16 @@ BATCH = (20000, 3000, 500)
 CAP = 7 * GIB
 
 
-def fits(lengths: tuple[int, ...], cap: int = CAP) -> bool:
-    try:
-        return plan(problem(lengths, 2, cap), COSTS) is not None
-    except InfeasibleError:
-        return False
-
-
-@pytest.mark.parametrize("others", [(), (3000, 500)])
-def test_the_longest_sequence_fits_and_a_step_more_does_not(others: tuple[int, ...]):
-    longest, step = longest_sequence(problem(BATCH, 2, CAP), COSTS, Options(), others)
-    assert longest is not None
-    assert step <= longest / 16
-    assert fits((longest, *others))
-    assert not fits((longest + step, *others))
-    assert not fits((2 * longest, *others))
-
-
 def test_a_batch_is_held_to_what_a_plan_can_hold_by_its_tokens_and_not_by_their_pairs():
     tokens = 1 << 24
     assert causal_pairs(0, tokens) * COSTS.stages[0].layers.bytes_per_token > 10 * MOST_BYTES
     check_amounts((tokens,), COSTS)
 
 
-def test_the_smallest_cap_fits_and_a_hundredth_less_does_not():
-    least = smallest_cap(problem(BATCH, 2, CAP), COSTS, Options())
-    (cap,) = set(least.cap_bytes)
-    assert max(least.predicted.peak_bytes) <= cap
-    assert fits(BATCH, cap)
-    assert not fits(BATCH, int(0.99 * cap))
-
-
-def test_with_offload_a_smaller_cap_is_found():
-    costs, asked = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5), problem(BATCH, 2, CAP)
-    without, having = (smallest_cap(asked, costs, Options(slices=4, offload=offload)) for offload in (False, True))
-    assert max(having.predicted.peak_bytes) <= having.cap_bytes[0] < without.cap_bytes[0]
-
-
-@pytest.mark.parametrize("most", [1, 31, 32, 33, 47, 1 << 20])
-@pytest.mark.parametrize("guess", [1, 20, 500])
-def test_the_largest_that_fits_is_found_from_any_guess(most: int, guess: int):
-    largest, step = search_limits._largest(lambda size: size <= most, 1, 1 << 12, guess)
-    assert largest is not None
-    assert largest == 1 << 12 if most >= 1 << 12 else largest <= most < largest + step
-
-
-def test_where_nothing_fits_nothing_is_named():
-    asked = problem(BATCH, 2, max(COSTS.static_bytes(s) for s in range(2)))
-    assert longest_sequence(asked, COSTS, Options())[0] is None
-
-
-def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
-    with pytest.raises(PlanError, match="at least 1"):
-        longest_sequence(problem(BATCH, 2, CAP), COSTS, Options(slices=0))
-
-
 def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
     asked = problem(BATCH, 2, CAP, token_multiple=8)
     with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
-        smallest_cap(asked, COSTS, Options(chunk_tokens=4))
+        plan(asked, COSTS, Options(chunk_tokens=4))
 
 
 def test_weights_are_too_large_only_where_they_exceed_the_cap_of_their_own_rank():
