@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import add
 from typing import Any, NamedTuple, overload
 
@@ -252,6 +252,17 @@ def work_of(
         span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
         span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,
     )
+
+
+def joined_work(works: Sequence[ChunkWork]) -> ChunkWork:
+    """Join the columns of several tables: of all of them, or of none, the trained tokens and the spans are known."""
+    rows = {field.name: [getattr(work, field.name) for work in works] for field in fields(ChunkWork) if field.name != "begun"}
+    columns: dict[str, Any] = {name: np.concatenate(own) for name, own in rows.items() if any(x is not None for x in own)}
+    if any(work.begun for work in works):
+        names = columns.keys() - {"trained", "span_work", "span_kept"}
+        nothing = (ChunkWork(**{name: getattr(work, name) & False for name in names}) for work in works)
+        columns["begun"] = joined_work([work.begun or none for work, none in zip(works, nothing, strict=True)])
+    return ChunkWork(**columns)
 
 
 def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:

@@ -85,8 +85,7 @@ def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
 def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> float:
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
 
-    Args:
-        order, tables, recompute_steps, copies: as `play` takes them.
+    Arguments as in `play`.
     """
     return _play(order, tables, recompute_steps, copies)[0]
 

@@ -7,15 +7,15 @@ table fits under a cap if and only if it does in that order, and one order of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise, product
 from operator import add, itemgetter
-from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost import Costs, work_of
+from megatron_epp.cost.work import joined_work
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
@@ -182,10 +182,7 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
         runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
     works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
     # Without the caches of sequences that begin behind others, which only add to what is needed.
-    names = [field.name for field in fields(ChunkWork) if field.name != "begun"]
-    columns = {name: [getattr(work, name) for work in works] for name in names}
-    joined: dict[str, Any] = {name: None if own[0] is None else np.concatenate(own) for name, own in columns.items()}
-    work = ChunkWork(**joined)
+    work = joined_work([replace(work, begun=None) for work in works])
     sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
     away = sizes
     if options.offload:

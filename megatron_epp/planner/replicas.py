@@ -32,7 +32,7 @@ from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.problem import FULL_ONLY, OF_SEQUENCES, Options, Problem, validate
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables, tabulate, tabulate_each
 
 LOCKSTEP_MODES = ("selective", "full")
 """Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
@@ -101,8 +101,9 @@ class Replicas:
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""
-        every = zip(table.chunks, self.problems, strict=True)
-        return slowest_times([tabulate(*each, self.costs, self.modes, self.is_lockstep) for each in every])
+        if not self.is_lockstep:
+            return (tabulate(table.chunks[0], self.problems[0], self.costs, self.modes),)
+        return slowest_times(tabulate_each(table.chunks, self.problems, self.costs, self.modes))
 
     def choices(self, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
         """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute.
@@ -129,8 +130,7 @@ class Replicas:
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
         """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
 
-        Args:
-            table, pairs: as `kv_offload` takes them.
+        Arguments as in `kv_offload`.
         """
         every = zip(table.chunks, self.problems, pairs, strict=True)
         return [
@@ -139,11 +139,7 @@ class Replicas:
         ]
 
     def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> RecomputeFit:
-        """Fit the recompute of all replicas under their caps.
-
-        Args:
-            by_stay: as `fit_recompute` takes it.
-        """
+        """Fit the recompute of all replicas under their caps. Arguments as in `fit_recompute`."""
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 
     def above_caps(self, by_replica: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:

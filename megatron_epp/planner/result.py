@@ -84,8 +84,7 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
 def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_host: int) -> tuple[Plan, ...]:
     """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so.
 
-    Args:
-        least_host: as `infeasible` takes it.
+    Arguments as in `infeasible`.
     """
     try:
         proof = proven(problem, costs, replace(options, offload=False))

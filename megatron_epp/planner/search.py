@@ -75,11 +75,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
 
 
 def descend(candidates: Candidates, best: Candidate, along: Sequence[RecipeSetting] = settings.SETTINGS) -> Candidate:
-    """Walk along all settings in turn until none makes it better.
-
-    Args:
-        candidates, best: as `walk` takes them.
-    """
+    """Walk along all settings in turn until none makes it better. Arguments as in `walk`."""
     unchanged = at = 0
     while unchanged < len(along):
         after = walk(candidates, best, along[at % len(along)])

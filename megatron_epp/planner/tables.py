@@ -18,7 +18,7 @@ from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
 from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers
 from megatron_epp.planner.kernels.table_columns import Columns, by_node, need_columns, stacked
 from megatron_epp.planner.message_room import message_room
-from megatron_epp.planner.passes import StagePasses, Ways, num_steps_of, passes_of, recompute_of
+from megatron_epp.planner.passes import StagePasses, Ways, num_steps_of, passes_of, passes_of_each, recompute_of
 from megatron_epp.planner.problem import FULL_ONLY, Problem
 
 Times = list[list[float]]
@@ -256,19 +256,20 @@ def tabulate(
     problem: Problem,
     costs: Costs,
     modes: Sequence[str] = FULL_ONLY,
-    in_order: bool = False,
     work: ChunkWork | None = None,
+    of_stages: Mapping[int, StagePasses] | None = None,
 ) -> Tables:
     """Evaluate the costs of every stage and chunk. Stages with equal costs share passes and rows, which must not be changed.
 
     Args:
         work: of the chunks; None for the one that follows from the problem.
+        of_stages: passes of the first of equal stages; None to compute them.
     """
-    if work is None:
-        work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
-    equal_stages, trains = costs.equal_stages_of(work), not problem.forward_only
-    by_stage = {stage: passes_of(stage, work, costs, modes, in_order, problem.forward_only) for stage in set(equal_stages)}
-    passes = tuple(by_stage[stage] for stage in equal_stages)
+    work, trains = work_of_table(chunks, problem) if work is None else work, not problem.forward_only
+    equal_stages = costs.equal_stages_of(work)
+    if of_stages is None:
+        of_stages = {stage: passes_of(stage, work, costs, modes, forward_only=not trains) for stage in set(equal_stages)}
+    passes = tuple(of_stages[stage] for stage in equal_stages)
     added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
     shards = shard_room(added, trains) or (0,) * problem.num_ranks
@@ -297,6 +298,27 @@ def tabulate(
         added=added,
         **rows_of(passes, trains),
     )
+
+
+def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
+    """Derive the work of a problem's chunks."""
+    return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
+
+
+def tabulate_each(
+    chunks: Sequence[tuple[Chunk, ...]], problems: Sequence[Problem], costs: Costs, modes: Sequence[str]
+) -> list[Tables]:
+    """Tabulate a table of every replica in lockstep: recompute modes come in one order in all.
+
+    Args:
+        modes: in this order; each must save more than the one before.
+    """
+    works = [*map(work_of_table, chunks, problems)]
+    stages = set(costs.equal_stages_of(works[0]))
+    each = {stage: passes_of_each(stage, works, costs, modes, problems[0].forward_only) for stage in stages}
+    own = [{stage: of_all[at] for stage, of_all in each.items()} for at in range(len(works))]
+    every = zip(chunks, problems, works, own, strict=True)
+    return [tabulate(table, problem, costs, modes, work, passes) for table, problem, work, passes in every]
 
 
 def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, OperationRows]:

@@ -23,11 +23,6 @@ class Work:
     limit: float = math.inf
     steps: int = 0
 
-    @property
-    def left(self) -> int:
-        """Steps up to the limit."""
-        return max(0, int(self.limit) - self.steps)
-
 
 _WORK = ContextVar[Work | None]("work", default=None)
 

@@ -76,7 +76,7 @@ SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
 
 @some_by_default("split", [True, False], 1)
 def test_shards_of_the_vocabulary_are_refined(split: bool):
-    asked = problem((9000, 4000, 2000), 2)
+    asked = problem((12_000, 4000, 2000, 500), 2)
     options = Options(chunk_tokens=9500, split_weight=split, plan_limit_s=20)
     start, like = greedy(asked, SHARDED, options), milp(asked, SHARDED, options)
     assert {action.op for row in like.order for action in row} >= {Op.S, Op.N, Op.T}

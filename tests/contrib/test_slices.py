@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -13,7 +11,6 @@ from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 
 WHALE = (131072, 90000, 40000, *web_lengths(60, seed=1, longest=4000))
@@ -58,27 +55,6 @@ def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
     assert slices_of(cut.table(cut.grain(chunks=1)), 0) == [(0, 30), (30, 50), (50, 80), (80, 81)]
 
 
-def test_a_cap_asks_for_as_many_slices_more_as_it_has_to_and_leaves_the_others_of_equal_time():
-    cut = chunker((262_144,), chunk_tokens=8192)
-    (equal,) = (variant for variant in cut.variants if variant.equal_lengths_at_cap)
-    assert len(equal.slice_ends(1)) == 32  # of equal length
-    for slices in (48, 64, 128):
-        cuts = list(pairwise([0, *equal.slice_ends(slices)]))
-        long = [end - start for start, end in cuts if end - start == 8192]
-        times = [equal.slice_us(start, end) for start, end in cuts]
-        assert len(cuts) <= 32 + slices
-        assert max(times[: len(long)]) < equal.sequence_us(262_144) / slices
-        assert max(times[len(long) :]) == pytest.approx(min(times[len(long) :]), rel=2e-3)  # to the nearest token
-        assert [end - start for start, end in cuts] == sorted((end - start for start, end in cuts), reverse=True)
-
-
-@pytest.mark.parametrize(("tokens", "cap", "variants"), [(9000, None, 1), (9000, 9000, 1), (9000, 3000, 2), (262_144, 1000, 1)])
-def test_slices_that_all_take_as_little_as_the_first_under_the_cap_are_tried_unless_they_are_too_many(tokens, cap, variants):
-    found = chunker((tokens,), chunk_tokens=cap).variants
-    assert [variant.equal_lengths_at_cap for variant in found] == [False, True][-variants:] if cap and cap < tokens else [False]
-    assert all(len(variant.slice_ends(variant.grain(chunks=48).slices)) <= MOST_CHUNKS for variant in found)
-
-
 @pytest.mark.parametrize(("tokens", "cap"), [(1 << 20, 8192), (1 << 18, 1000), (1 << 17, 1024), (30_000, 4096)])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_under_a_cap_plans_are_no_slower_than_slices_of_one_size(tokens: int, cap: int, stages: int):
@@ -96,14 +72,11 @@ def test_a_million_tokens_under_a_cap_take_less_than_in_slices_of_one_size():
     assert made.predicted.makespan_us <= 0.995 * fixed.predicted.makespan_us
 
 
-@pytest.mark.parametrize("equal_lengths", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("multiple", "cap"), [(1, None), (128, 8192), (8, 1000), (1, 50)])
-def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(
-    seed: int, multiple: int, cap: int | None, equal_lengths: bool
-):
+def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None):
     lengths = web_lengths(40, seed, longest=20000)
-    cut = replace(chunker(lengths, multiple=multiple, chunk_tokens=cap), equal_lengths_at_cap=equal_lengths)
+    cut = chunker(lengths, multiple=multiple, chunk_tokens=cap)
     for chunks in (cut.table(cut.grain(chunks=3 + 5 * seed)), cut.table(cut.grain(slices=1 + seed))):
         found = sorted(segment for chunk in chunks for segment in chunk.segments)
         assert all(s.start == 0 and s.end == lengths[s.sequence] for chunk in chunks for s in chunk.segments[1:])

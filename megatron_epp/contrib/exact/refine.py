@@ -41,11 +41,7 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def why_greedy(decisions: Decisions, problem: Problem) -> str:
-    """Return why greedy decisions stay as they are; empty where the oracle can look for better ones.
-
-    Args:
-        problem: as `milp` takes it.
-    """
+    """Return why greedy decisions stay as they are; empty where the oracle can look for better ones. Arguments as in `milp`."""
     if problem.forward_only:
         return "it does not know evaluations"
     if len(decisions.chunks) > MOST_CHUNKS:

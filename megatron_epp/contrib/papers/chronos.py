@@ -45,8 +45,7 @@ def shallow_then_all(tables: Tables) -> tuple[RecomputeSteps, RecomputeSteps]:
 def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Recompute layers of each rank's first stage alone if that fits the caps; otherwise as `fitted`, with its errors.
 
-    Args:
-        order, chunks, problem, costs, options: as `fitted` takes them.
+    Arguments as in `fitted`.
     """
     if options.recompute == "auto" and not problem.forward_only:
         tables = tabulate(chunks, problem, costs, options.modes(costs))

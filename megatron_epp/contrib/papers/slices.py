@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.contrib.papers.packing import PackedItem, pack
-from megatron_epp.cost import Costs, LinearTime
+from megatron_epp.cost import Costs, LinearTime, causal_pairs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined, longest_first, round_up
+from megatron_epp.planner.baselines.contest import joined, longest_first
+from megatron_epp.planner.chunks.chunker import Chunker, round_up
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.spans import allowed_cuts, within
 
@@ -31,15 +32,7 @@ class Grain:
 
 @dataclass(frozen=True, slots=True)
 class Slicer(Chunker):
-    """A batch cut into slices.
-
-    Attributes:
-        equal_lengths_at_cap: slices are of equal length where those of equal time would exceed the token cap. If not, the cap
-            bounds the time of the first slice, and so of all. Tokens late in a sequence take longer, so where the cap is far
-            below the longest sequence, that makes many times as many slices.
-    """
-
-    equal_lengths_at_cap: bool = False
+    """A batch cut into slices."""
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Slicer:
@@ -47,17 +40,12 @@ class Slicer(Chunker):
         return Slicer(own.problem, own.line, own.token_cap, own.total_us, own.span_us)
 
     @property
-    def variants(self) -> tuple[Slicer, ...]:
-        """Slicers to try: this one and, if the token cap binds, one with `equal_lengths_at_cap`, alone if it has too many."""
-        if max(self.problem.lengths) <= self.token_cap:
-            return (self,)
-        other = replace(self, equal_lengths_at_cap=True)
-        return (self, other) if self._num_equal_time_slices <= MOST_CHUNKS else (other,)
-
-    @property
     def _num_equal_time_slices(self) -> int:
         """Slices of the longest sequence that all take as long as the first may under the token cap."""
         return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
+
+    def sequence_us(self, tokens: int) -> float:
+        return self.line.time_us(tokens, causal_pairs(0, tokens))
 
     def grain(self, *, slices: int | None = None, chunks: float = 0.0) -> Grain:
         """The grain with a number of slices of the longest sequence, or with about so many chunks in all.
@@ -72,7 +60,7 @@ class Slicer(Chunker):
 
     def _allowed_slices(self, slices: int) -> int:
         longest = max(self.problem.lengths)
-        if longest > self.token_cap and not self.equal_lengths_at_cap:
+        if longest > self.token_cap:
             slices = max(slices, self._num_equal_time_slices)
         return max(1, min(slices, -(-longest // self.problem.token_multiple)))
 
@@ -94,28 +82,17 @@ class Slicer(Chunker):
     def slice_ends(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
 
-        All but the last are multiples of the padding; no slice exceeds the token cap. With `equal_lengths_at_cap` there are
-        slices of equal length first, as many as leave none of that time above the cap.
+        All but the last are multiples of the padding; no slice exceeds the token cap.
         """
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         if self.line.per_read_us:  # a slice of the mean length has as many pairs with each token that it reads
             pair_us = self.line.per_pair_us + self.line.per_read_us * slices / longest
             return replace(self, line=LinearTime(0.0, self.line.per_token_us, pair_us)).slice_ends(slices)
-        whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
-        ends: list[int] = []
-        before = 0
-        if self.equal_lengths_at_cap:
-            equal = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
-            while before + equal < longest and self.slice_us(before, before + self.token_cap) < time_us:
-                before += equal
-                ends.append(before)
-            slices = max(1, math.ceil(self.slice_us(before, longest) / time_us - 1e-9))
-        start_us = self.sequence_us(before)
+        whole_us, before, ends = self.sequence_us(longest), 0, list[int]()
         for number in range(1, slices + 1):
             end = longest
             if number < slices:
-                part_us = start_us + (whole_us - start_us) * number / slices
-                end = (self._prefix(part_us) + multiple // 2) // multiple * multiple
+                end = (self._prefix(whole_us * number / slices) + multiple // 2) // multiple * multiple
             if number < slices and end >= longest:
                 continue
             while end - before > self.token_cap:

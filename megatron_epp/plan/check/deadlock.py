@@ -143,11 +143,7 @@ class _Shared[T](NamedTuple):
 
     @staticmethod
     def of(op: Op, replica: int, num_ranks: int, lockstep: bool) -> _Shared[int]:
-        """Look up an operation.
-
-        Args:
-            lockstep: as `blocked` takes it.
-        """
+        """Look up an operation. Arguments as in `blocked`."""
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
             return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, longest_first, round_up
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy, Segment
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import is_within, peaks_bytes
@@ -101,6 +102,26 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
         held[at].append(q)
         left[at] -= lengths[q]
     return held
+
+
+def joined(boundaries: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
+    """Chunk table of slices and whole sequences.
+
+    Args:
+        boundaries: of every sliced sequence in forward order: its start, and the end of each slice.
+        held: whole sequences that follow the tail slice of each of these, then the sequences of every batched chunk.
+    """
+    whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
+    chunks: list[Chunk] = []
+    for q, ends in boundaries.items():
+        *parts, tail = ((Segment(q, start, end),) for start, end in pairwise(ends))
+        chunks += [*map(Chunk, parts), Chunk(tail + next(whole))]
+    return (*chunks, *map(Chunk, whole))
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
+    return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
 
 
 def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:

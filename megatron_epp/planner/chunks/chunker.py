@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -60,9 +59,6 @@ class Chunker:
         most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
         total_us = line.time_us(tokens, pairs) + span_us * all_span_work(problem)
         return Chunker(problem, line, most, total_us, span_us=span_us)
-
-    def sequence_us(self, tokens: int) -> float:
-        return self.line.time_us(tokens, causal_pairs(0, tokens))
 
     def slice_us(self, start: int, end: int) -> float:
         return self.line.time_us(end - start, causal_pairs(start, end), start)
@@ -143,26 +139,6 @@ def all_span_work(problem: Problem) -> float:
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
     """One sequence per chunk, in batch order."""
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
-
-
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
-    return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-
-
-def joined(boundaries: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunk table of slices and whole sequences.
-
-    Args:
-        boundaries: of every sliced sequence in forward order: its start, and the end of each slice.
-        held: whole sequences that follow the tail slice of each of these, then the sequences of every batched chunk.
-    """
-    whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
-    chunks: list[Chunk] = []
-    for q, ends in boundaries.items():
-        *parts, tail = ((Segment(q, start, end),) for start, end in pairwise(ends))
-        chunks += [*map(Chunk, parts), Chunk(tail + next(whole))]
-    return (*chunks, *map(Chunk, whole))
 
 
 def round_up(number: int, multiple: int) -> int:

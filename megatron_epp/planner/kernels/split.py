@@ -159,11 +159,7 @@ def puts_off(columns: Columns, item: int) -> bool:
 
 @compiled
 def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bool:
-    """Play an order and put weight gradients in as it goes; False if it deadlocks.
-
-    Args:
-        gap_share: as `split_off` takes it.
-    """
+    """Play an order and put weight gradients in as it goes; False if it deadlocks. Arguments as in `split_off`."""
     ranks = len(whole.starts) - 1
     for node in range(len(filled.ended_us)):
         filled.ended_us[node] = -1.0

@@ -110,8 +110,7 @@ def _needs(
 ) -> tuple[Numbers, Numbers, list[list[Carried]]]:
     """Return `Columns.need_starts` and `needs`, and the transfers for every kind and site that has needs.
 
-    Args:
-        kinds, rank_of, num_items, num_chunks: as `need_columns` takes them.
+    Arguments as in `need_columns`.
     """
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)

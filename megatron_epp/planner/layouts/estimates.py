@@ -66,8 +66,7 @@ class Estimates:
     def by_business(self, layout: Layout, grains: Grains) -> list[int]:
         """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch.
 
-        Args:
-            grains: as `mean_like_us` takes it.
+        Arguments as in `mean_like_us`.
         """
         estimate = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if estimate is None else estimate.busy_us

@@ -143,8 +143,7 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
 def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[KVOffload, ...]:
     """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
 
-    Args:
-        chunks, problem, costs, pairs: as `with_kv_offload` takes them.
+    Arguments as in `with_kv_offload`.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)
@@ -193,11 +192,7 @@ def choices(
 
 
 def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
-    """Compute the most bytes that every rank has in host memory by KV offload.
-
-    Args:
-        chunks, problem, costs, pairs: as `kv_offload_entries` takes them.
-    """
+    """Compute the most bytes that every rank has in host memory by KV offload. Arguments as in `kv_offload_entries`."""
     entries = kv_offload_entries(chunks, problem, costs, pairs)
     changes: Counter[tuple[Action, bool]] = Counter()
     for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):

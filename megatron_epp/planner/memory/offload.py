@@ -267,8 +267,7 @@ def peaks_with_copies(order: Order | Codes, tables: Tables, offload: Offload, pl
 def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[int]]:
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
-    Args:
-        tables, offload, played: as `peaks_with_copies` takes them.
+    Arguments as in `peaks_with_copies`.
     """
     away_rows = []
     for rank, starts in enumerate(played.start_us):
@@ -282,8 +281,7 @@ def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[in
 def _changes(tables: Tables, offload: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
     """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
 
-    Args:
-        tables, offload, played: as `peaks_with_copies` takes them.
+    Arguments as in `peaks_with_copies`.
     """
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions, moved = [action for action, _ in offload.copies[rank]], cache(lambda stage, c: offload.moved(tables, stage, c))

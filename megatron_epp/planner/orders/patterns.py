@@ -221,11 +221,7 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
 
 
 def running(orders: Sequence[Order], chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-    """Return the first order that runs, otherwise list scheduling's.
-
-    Args:
-        chunks, tables, problem: as `OrderRule.order` takes them.
-    """
+    """Return the first order that runs, otherwise list scheduling's. Arguments as in `OrderRule.order`."""
     for order in (coded(actions, len(chunks)) for actions in orders):
         with suppress(PlanError):
             makespan_us(order, tables, [[0] * len(chunks)] * problem.num_stages)

@@ -27,11 +27,7 @@ def has_shards(tables: Tables) -> bool:
 
 
 def completed_with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
-    """Insert the operations of vocabulary shards if there are any and the order has none.
-
-    Args:
-        order, tables, recompute_steps: as `with_shards` takes them.
-    """
+    """Insert the operations of vocabulary shards if there are any and the order has none. Arguments as in `with_shards`."""
     if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
         return order
     return with_shards(order, tables, recompute_steps)

@@ -23,10 +23,10 @@ from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagona
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.baselines.contest import Contest, own_recompute_only
+from megatron_epp.planner.baselines.contest import Contest, joined, longest_first, own_recompute_only
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, longest_first
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import peaks_bytes
@@ -57,7 +57,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
-    slicer = Slicer.of(problem, costs, options.chunk_tokens).variants[0]
+    slicer = Slicer.of(problem, costs, options.chunk_tokens)
     seen: set[tuple[Chunk, ...]] = set()
     worse, effort = 0, Effort()
     for slices in SLICES if options.slices is None else (options.slices,):
