@@ -22,13 +22,7 @@ from megatron_epp.planner.chunks.in_runs import (
 from megatron_epp.planner.order import arranged, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import (
-    LONGEST,
-    MICROBATCH_STARTS,
-    STARTS,
-    WHOLE,
-    Recipe,
-)
+from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, STREAMING, WHOLE, Recipe
 
 
 class ChunkTables:
@@ -64,23 +58,23 @@ class ChunkTables:
         """Return the chunks of a recipe, always the same object; None where there are none."""
         if self._by_start:
             return self._by_start.get(recipe.start, self._by_start[STARTS[0]])
-        key = recipe.grain, recipe.cut, recipe.start
+        key = recipe.grain, recipe.cut, recipe.start, recipe.copies in STREAMING
         if key not in self._tables:
             table = self._cut_all(recipe) if recipe.start == STARTS[0] else self._with_start(recipe)
             self._tables[key] = None if table is None else self._by_chunks.setdefault(table.chunks, table)
         return self._tables[key]
 
     def _cut_all(self, recipe: Recipe) -> Aligned | None:
-        shape, slices = self.cuts[recipe.cut], self.options.slices
+        shape, slices, streams = self.cuts[recipe.cut], self.options.slices, recipe.copies in STREAMING
         total_us, longest_us = self._total_us, self._longest_us
         if slices is not None:  # fewer where a replica has too few tokens for another's
             counts = (total_us / longest_us * count for count in range(slices, 0, -1))
-            tables = (cut_in_runs(self.chunkers, self._falling, count, shape, least_tokens=1) for count in counts)
+            tables = (cut_in_runs(self.chunkers, self._falling, count, shape, 1, streams) for count in counts)
             return next((table for table in tables if table is not None), None)
         if recipe.grain == WHOLE:
             return self._whole()
         count = total_us / longest_us if recipe.grain == LONGEST else recipe.grain * self.problem.num_ranks
-        return cut_in_runs(self.chunkers, self._falling, count, shape)
+        return cut_in_runs(self.chunkers, self._falling, count, shape, streams=streams)
 
     def _whole(self) -> Aligned | None:
         """Return a chunk for each sequence, where the cap allows them and replicas have equally many."""

@@ -34,7 +34,7 @@ from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import WHOLE, Recipe, first_recipe, values_of
+from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.work_limit import spend
 
@@ -262,8 +262,9 @@ def _tables(replicas: Replicas) -> Iterator[Aligned]:
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
     values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
-    for cut, grain in product(values["cut"], values["grain"]):
-        table = chunk_tables.table(Recipe(grain, cut)) if grain != WHOLE else None
+    copies = ("none", STREAMING[0]) if options.offload and options.kv_offload else ("none",)
+    for away, cut, grain in product(copies, values["cut"], values["grain"]):
+        table = chunk_tables.table(Recipe(grain, cut, copies=away)) if grain != WHOLE else None
         if table is not None and id(table) not in known:
             known.add(id(table))
             yield table

@@ -87,8 +87,9 @@ several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come
 SETTINGS_WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
 """Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
 COPIES = ("activations", "keys", "both")
+STREAMING = COPIES[1:]
 """Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""
-COPIES_GRAINS = (3.0, 6.0, 12.0, 24.0, 48.0)
+COPIES_GRAINS = (3.0, 6.0, 12.0, 24.0, 48.0, 96.0, 128.0)
 """Grains that are tried with copies where nothing fits: a candidate that does not fit takes long to tell."""
 COPIES_GRAIN = 6.0
 """Grain at which a walk with keys and values at the host begins: short slices compute too little to hide the copies."""

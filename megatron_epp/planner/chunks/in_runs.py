@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import repeat, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, round_up
 from megatron_epp.planner.order import as_slices, stand_in
 
 
@@ -110,12 +110,15 @@ def cut_in_runs(
     num_chunks: float,
     shape: Shape,
     least_tokens: int = _LEAST_TOKENS,
+    streams: bool = False,
 ) -> Aligned | None:
     """Cut the batches of all replicas into chunks, about so many if none were smaller than others.
 
     Args:
         falling: sequences of every replica (`falling_times`).
         least_tokens: that a cut leaves of a sequence on either side.
+        streams: keys and values of slices come from the host. Then slices of a long sequence have at most twice their mean
+            tokens: those of equal time are uneven in tokens, and so in the memory of their passes.
 
     Returns:
         None where there would be too many, or where one of several replicas has too few sequences or tokens for as many as
@@ -138,7 +141,9 @@ def cut_in_runs(
     tables: list[list[Chunk]] = [[] for _ in chunkers]
     sizes = []
     for number, shares in enumerate(runs):
-        cuts = _cut_alike(chunkers, [own[number] for own in held], shares, least_tokens)
+        of_run = [own[number] for own in held]
+        capped = [*map(_capped_at_twice_mean, chunkers, of_run, repeat(len(shares)))] if streams else chunkers
+        cuts = _cut_alike(capped, of_run, shares, least_tokens)
         if cuts is None:
             return None
         for table, own in zip(tables, cuts, strict=True):
@@ -149,6 +154,12 @@ def cut_in_runs(
     return Aligned(tuple(map(tuple, tables)), tuple(filter(None, sizes)) if len(tables) > 1 else ())
 
 
+def _capped_at_twice_mean(chunker: Chunker, run: Sequence[Timed], num_slices: int) -> Chunker:
+    longest = max((chunker.problem.lengths[q] for _, sequences in run for q in sequences), default=0)
+    cap = round_up(-(-2 * longest // num_slices), chunker.problem.token_multiple)
+    return replace(chunker, token_cap=min(chunker.token_cap, cap)) if longest and num_slices > 1 else chunker
+
+
 def _cut_alike(
     chunkers: Sequence[Chunker], runs: Sequence[Sequence[Timed]], shares: Sequence[float], least_tokens: int
 ) -> list[list[Chunk]] | None:
@@ -157,7 +168,7 @@ def _cut_alike(
     A token cap may ask for more chunks than there are shares, in one replica and then in all.
     """
     for _ in range(_ROUNDS):
-        cuts = [_cut(*of, shares, least_tokens) for of in zip(chunkers, runs, strict=True)]
+        cuts = [_cut(*of, shares, least_tokens, len(runs) == 1) for of in zip(chunkers, runs, strict=True)]
         most = max(map(len, cuts))
         if all(len(own) == most for own in cuts):
             return cuts
@@ -210,10 +221,11 @@ def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, .
     return held
 
 
-def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_tokens: int) -> list[Chunk]:
+def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_tokens: int, keeps_time: bool) -> list[Chunk]:
     """Return the chunks of a run, by their shares of its time.
 
-    There are fewer where there is too little to cut, and more where they would have more tokens than the cap.
+    There are fewer where there is too little to cut, and more where they would have more tokens than the cap. If it
+    `keeps_time`, a chunk that ends at the cap leaves the rest of its time to the next, and so later ones take no longer.
     """
     sequences = [q for _, own in run for q in own]
     if not sequences:
@@ -223,12 +235,12 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
     unit_us = sum(chunker.part_us(q, 0, lengths[q]) for q in sequences) / sum(shares)
     least = -(-least_tokens // multiple) * multiple
     chunks, parts = list[Chunk](), list[Segment]()
-    room_us, room = unit_us * shares[0], cap
+    room_us, room, at = unit_us * shares[0], cap, 0
     for q in sequences:
         begin = 0
         while begin < lengths[q]:
             rest_us, end = chunker.part_us(q, begin, lengths[q]), lengths[q]
-            is_last = len(chunks) >= len(shares) - 1
+            is_last, took_us = at >= len(shares) - 1, 0.0
             if not is_last and rest_us > room_us + _NEAR_SHARE * unit_us:
                 end = chunker.cut_near(q, begin, room_us)
                 if min(end - begin, lengths[q] - end) < least:  # too little of the sequence on one side of the cut
@@ -236,15 +248,18 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
             if end - begin > room:
                 end = begin if parts and lengths[q] - begin <= cap else chunker.cut_within(q, begin, begin + room)
                 end = begin if parts and end - begin > room else end
+                took_us = chunker.part_us(q, begin, end) if keeps_time else 0.0
             if end > begin:
                 parts.append(Segment(q, begin, end))
-                room_us -= rest_us if end == lengths[q] else room_us
+                room_us -= took_us or (rest_us if end == lengths[q] else room_us)
                 room -= end - begin
                 begin = end
             if begin < lengths[q] or (not is_last and room_us <= _NEAR_SHARE * unit_us):
                 chunks.append(_chunk_of(parts, lengths))
                 parts, room = [], cap
-                room_us = unit_us * shares[min(len(chunks), len(shares) - 1)]
+                if room_us < took_us or not took_us:  # what another chunk at the cap has no use for is the next share's
+                    at = min(at + 1, len(shares) - 1)
+                    room_us = unit_us * shares[at] + (room_us if took_us else 0.0)
     return [*chunks, _chunk_of(parts, lengths)] if parts else chunks
 
 
