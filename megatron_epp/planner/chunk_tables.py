@@ -39,8 +39,8 @@ class ChunkTables:
         self.replicas, self.problem, self.options = replicas, replicas.problems[0], replicas.options
         self.chunkers = replicas.chunkers()
         shapes: Sequence[Shape] = SHAPES if self.problem.has_one_stage_per_rank else SHAPES_OF_SEVERAL
-        shapes = LOCKSTEP_SHAPES if replicas.is_lockstep else SLICED_SHAPES if self.options.slices else shapes
-        self.cuts = {str(shape): shape for shape in shapes}
+        shapes = LOCKSTEP_SHAPES if replicas.is_lockstep else shapes
+        self.cuts = {str(shape): shape for shape in (SLICED_SHAPES if self.options.slices else shapes)}
         self._falling = [*map(falling_times, self.chunkers)]
         self._total_us = max(chunker.total_us for chunker in self.chunkers)
         self._longest_us = max(chunker.longest_us for chunker in self.chunkers)
@@ -53,6 +53,8 @@ class ChunkTables:
             for start in MICROBATCH_STARTS:
                 table = Aligned(tuple(own[start] for own in orders), runs)
                 self._by_start[start] = self._by_chunks.setdefault(table.chunks, table)
+        if replicas.is_lockstep and self.table(Recipe(cut=next(iter(self.cuts)))) is None:  # a replica has too few sequences
+            self.cuts = {str(shape): shape for shape in shapes}
 
     def table(self, recipe: Recipe) -> Aligned | None:
         """Return the chunks of a recipe, always the same object; None where there are none."""

@@ -89,6 +89,20 @@ def test_streams_begin_a_sequence_in_the_chunk_where_another_one_ends():
     assert [group.stop - group.start for group in slice_groups(chunks)] == [len(chunks)], "one run"
 
 
+def test_slices_whose_keys_and_values_stream_have_at_most_twice_their_mean_tokens():
+    (chunker,) = chunkers_of((1 << 20,))
+    plain, streamed = (
+        cut_in_runs([chunker], [falling_times(chunker)], 96, Shape(1), streams=streams).chunks[0] for streams in (False, True)
+    )
+    mean = -(-(1 << 20) // len(plain))
+    most, longest_us = (
+        [max(map(of, (chunk.segments[0] for chunk in chunks))) for chunks in (plain, streamed)]
+        for of in (lambda part: part.num_tokens, lambda part: chunker.slice_us(part.start, part.end))
+    )
+    assert most[1] <= 2 * mean + 1 < most[0]
+    assert longest_us[1] <= 1.15 * longest_us[0]
+
+
 def test_chunks_at_both_ends_are_smaller_if_they_shall_be():
     (chunker,) = chunkers_of([200] * 400)
     even, small = (cut([chunker], 40, shape) for shape in (Shape(1), Shape(1, SMALL_ENDS)))
