@@ -233,7 +233,9 @@ def _sample(
         num_layers=num_layers,
         options=options_from(args, planner=planner),
         placements=() if may_search else (own.placement,),
-        vocabulary=_vocabulary(args.vocab_parallel, own.placement.num_ranks if may_search else 1),
+        vocabulary=_vocabulary(
+            args.vocab_parallel if may_search or args.vocab_parallel == "on" else "off", own.placement.num_ranks
+        ),
         halves=not pattern_of(flags_of(args)),
     )
 

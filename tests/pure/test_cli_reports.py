@@ -186,6 +186,11 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
     assert smallest["makespan_us"] > 0
 
 
+def test_a_divided_vocabulary_is_compared_with_planners_that_search_no_layout(run):
+    text = run(f"compare {HELD} --vocab-parallel on --layout even --planner greedy --planner 1f1b")
+    assert text.count("the vocabulary over all ranks") == 1
+
+
 def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(run):
     there = "--optimizer-cpu-offload --use-precision-aware-optimizer"
     device, host = (row_of(run(f"plan --memory {HELD} {flags}"), "static, in all") for flags in ("", there))
