@@ -93,10 +93,7 @@ class _Search:
 
     def run(self) -> None:
         """Search, and fill `fitting` and `late`."""
-        tries = {next(iter(changes[0])): changes for changes in _changes(self.args) if changes}
-        contexts = [max(self.lengths) >> times for times in range(1, _MOST_CONTEXTS + 1)] if self.args.context is None else []
-        if contexts := [*filter(None, contexts)]:
-            tries["context"] = [{"context": context} for context in contexts]
+        tries = {next(iter(changes[0])): changes for changes in _changes(self.args, max(self.lengths)) if changes}
         self.late = list(tries)
         with suppress(WorkSpentError), limited(MOST_WORK):
             for setting in filter("offload".__ne__, tries):
@@ -138,7 +135,7 @@ def _peak_bytes(args: Namespace, lengths: tuple[int, ...], offload: bool) -> int
         return None
 
 
-def _changes(args: Namespace) -> Iterator[list[Change]]:
+def _changes(args: Namespace, longest: int) -> Iterator[list[Change]]:
     """Yield the changes to try of every setting, from the one that helps least to the one that helps most."""
     ranks = pipeline_ranks(args)
     if args.layout in (None, EVEN, BALANCED) and not has_costs_of_stages(args):
@@ -158,6 +155,8 @@ def _changes(args: Namespace) -> Iterator[list[Change]]:
         yield [{"recompute": "auto"}]
     elif not offloads(args):
         yield [{"offload": "on"}]
+    if args.context is None:
+        yield [{"context": longest >> times} for times in range(1, _MOST_CONTEXTS + 1) if longest >> times]
 
 
 def _flags(change: Change, names: Names) -> str:

@@ -227,15 +227,14 @@ def _sample(
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     planner = planners[0] if len(planners) == 1 else "greedy"
     may_search = all(map(begins_with_greedy, planners))
+    divides = "off" if args.vocab_parallel == AUTO and not may_search else args.vocab_parallel
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
         options=options_from(args, planner=planner),
         placements=() if may_search else (own.placement,),
-        vocabulary=_vocabulary(
-            args.vocab_parallel if may_search or args.vocab_parallel == "on" else "off", own.placement.num_ranks
-        ),
+        vocabulary=_vocabulary(divides, own.placement.num_ranks),
         halves=not pattern_of(flags_of(args)),
     )
 

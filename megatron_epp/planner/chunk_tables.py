@@ -53,8 +53,8 @@ class ChunkTables:
             for start in MICROBATCH_STARTS:
                 table = Aligned(tuple(own[start] for own in orders), runs)
                 self._by_start[start] = self._by_chunks.setdefault(table.chunks, table)
-        if replicas.is_lockstep and self.table(Recipe(cut=next(iter(self.cuts)))) is None:  # a replica has too few sequences
-            self.cuts = {str(shape): shape for shape in shapes}
+        if self.options.slices and replicas.is_lockstep and self.table(Recipe(cut=str(SLICED_SHAPES[0]))) is None:
+            self.cuts = {str(shape): shape for shape in shapes}  # a replica has too few sequences for chunks of whole ones
 
     def table(self, recipe: Recipe) -> Aligned | None:
         """Return the chunks of a recipe, always the same object; None where there are none."""

@@ -14,7 +14,7 @@ from operator import add, itemgetter
 
 import numpy as np
 
-from megatron_epp.cost import Costs, work_of
+from megatron_epp.cost import Costs
 from megatron_epp.cost.work import joined_work
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
@@ -35,7 +35,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables, tabulate, work_of_table
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
@@ -180,7 +180,7 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     for (chunks,) in (table.chunks for table in tables):
         own = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
         runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
-    works = [work_of(run, problem.lengths, problem.token_multiple, problem.trained, problem.spans) for run in runs]
+    works = [work_of_table(run, problem) for run in runs]
     # Without the caches of sequences that begin behind others, which only add to what is needed.
     work = joined_work([replace(work, begun=None) for work in works])
     sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)

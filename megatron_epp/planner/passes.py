@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs
 from megatron_epp.cost import memory as items
-from megatron_epp.cost.work import IntColumn, TimeColumn, joined_work
+from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.kernels.compiled import Numbers
@@ -461,10 +461,10 @@ def _with_backward(passes: StagePasses, stage: int, work: ChunkWork, costs: Cost
 
 
 def passes_of_each(
-    stage: int, works: Sequence[ChunkWork], costs: Costs, modes: Sequence[str], forward_only: bool = False
+    stage: int, works: Sequence[ChunkWork], joined: ChunkWork, costs: Costs, modes: Sequence[str], forward_only: bool = False
 ) -> list[StagePasses]:
-    """Compute the passes of a stage in several tables at once, with `in_order`: it takes little longer than for one."""
-    every, starts = passes_of(stage, joined_work(works), costs, modes, True, forward_only), [0]
+    """Compute the passes of a stage in several tables at once, `joined`, with `in_order`: that takes little longer than one."""
+    every, starts = passes_of(stage, joined, costs, modes, True, forward_only), [0]
     names = [field.name for field in fields(StagePasses) if isinstance(getattr(every, field.name), np.ndarray)]
     parts = []
     for work in works:

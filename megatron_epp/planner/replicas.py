@@ -205,7 +205,7 @@ def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -
     """Refuse problems of replicas in lockstep that make no sense, or differ in more than their lengths.
 
     Raises:
-        PlanError: there is no problem, they differ, or another planner than "greedy", or one with a time budget, is asked for.
+        PlanError: there is no problem, they differ, or another planner than "greedy" is asked for.
         InfeasibleError, PlanError: as `validate` raises them.
     """
     for problem in problems:

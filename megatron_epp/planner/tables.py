@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost.work import joined_work
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operations
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
@@ -314,8 +315,8 @@ def tabulate_each(
         modes: in this order; each must save more than the one before.
     """
     works = [*map(work_of_table, chunks, problems)]
-    stages = set(costs.equal_stages_of(works[0]))
-    each = {stage: passes_of_each(stage, works, costs, modes, problems[0].forward_only) for stage in stages}
+    stages, joined = set(costs.equal_stages_of(works[0])), joined_work(works)
+    each = {stage: passes_of_each(stage, works, joined, costs, modes, problems[0].forward_only) for stage in stages}
     own = [{stage: of_all[at] for stage, of_all in each.items()} for at in range(len(works))]
     every = zip(chunks, problems, works, own, strict=True)
     return [tabulate(table, problem, costs, modes, work, passes) for table, problem, work, passes in every]

@@ -38,6 +38,11 @@ def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
         plan(asked, COSTS, Options(chunk_tokens=4))
 
 
+def test_a_sequence_that_fits_only_in_slices_of_bounded_length_is_not_refused():
+    costs = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5)
+    assert plan(problem((1 << 20,), 2, 12 * GIB), costs, Options(offload=True)).kv_offload
+
+
 def test_weights_are_too_large_only_where_they_exceed_the_cap_of_their_own_rank():
     shape = ModelShape(num_layers=8, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, vocab_size=4096)
     costs = analytic_costs(shape, H100, [6, 2], state_bytes_per_parameter=8.0)

@@ -180,6 +180,12 @@ def test_what_cannot_be_kept_in_step_is_refused(asked, options, words):
         plan_lockstep(asked, COSTS, options)
 
 
+@pytest.mark.parametrize("batches", [ROUGH, (MIXED, MIXED), ((1000,) * 4, (200,) * 20)])
+def test_with_one_slice_no_sequence_of_any_replica_is_cut(batches):
+    plans = plan_lockstep(problems(*batches), COSTS, Options(slices=1))
+    assert {segment.start for made in plans for chunk in made.chunks for segment in chunk.segments} == {0}
+
+
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ class Slicer(Chunker):
 
         The token cap may ask for more slices. Slices are never smaller than the padding multiple.
         """
-        longest_us = self._longest_us
+        longest_us = self.longest_us
         if slices is None:
             slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
         slices = self._allowed_slices(slices)
@@ -69,15 +69,7 @@ class Slicer(Chunker):
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
         ends = [round_up(-(-longest * k // slices), multiple) for k in range(1, slices)]
         capped = replace(self, token_cap=ends[0] if ends else self.token_cap)
-        return capped.table_from_ends([*ends, longest], self._longest_us / slices)
-
-    @property
-    def _longest_us(self) -> float:
-        """Time of the sequence that takes longest."""
-        lengths = self.problem.lengths
-        if not self.problem.spans:
-            return self.sequence_us(max(lengths))
-        return max(self.part_us(q, 0, length) for q, length in enumerate(lengths))
+        return capped.table_from_ends([*ends, longest], self.longest_us / slices)
 
     def slice_ends(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.

@@ -23,7 +23,7 @@ from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import BackwardBytes, StagePasses, passes_of
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tables import Tables, work_of_table
 
 Pairs = frozenset[tuple[int, int]]
 """Stages and sequences whose keys and values are in host memory."""
@@ -56,7 +56,7 @@ def with_kv_offload(
         pairs: stages and sequences whose keys and values are in host memory.
         sharing: one of `SHARINGS`; 1 without copies of activations.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
+    work = work_of_table(chunks, problem)
     host_costs, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
     for stage, host in host_costs.items():

@@ -117,7 +117,7 @@ class PlanningProcess:
 class BackgroundPlanner(PlanningProcess):
     """Plans the batches of one run for a group of its replicas.
 
-    Without a budget, equal problems get equal plans, on every machine and after a resume. The division over replicas is the
+    Equal problems get equal plans, on every machine and after a resume. The division over replicas is the
     same for equal problems in any case.
 
     Args:
