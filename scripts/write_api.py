@@ -36,7 +36,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Planning": {
         "planner/__init__.py": ("megatron_epp.planner.plan",),
-        "planner/problem.py": ("megatron_epp.planner.Problem", "megatron_epp.planner.Options"),
+        "plan/problem.py": ("megatron_epp.planner.Problem", "megatron_epp.planner.Options"),
         "cost/analytic.py": ("megatron_epp.cost.analytic_costs",),
         "cost/library.py": ("megatron_epp.cost.library.load_costs",),
         "plan/check/__init__.py": ("megatron_epp.plan.check",),

@@ -20,7 +20,7 @@ from megatron_epp.plan.errors import EppError, InfeasibleError, Names
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.least import one_order_decides, proof_of
-from megatron_epp.planner.problem import static_bytes
+from megatron_epp.planner.validation import static_bytes
 from megatron_epp.planner.work_limit import WorkSpentError, limited
 
 type Change = dict[str, Any]

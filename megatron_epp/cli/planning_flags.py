@@ -36,7 +36,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
-from megatron_epp.planner.problem import check_amounts
+from megatron_epp.planner.validation import check_amounts
 
 _SHAPE = tuple(row.setting for row in SHAPE)
 SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.problem import Spans, TrainedParts
 
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
@@ -23,28 +24,6 @@ def causal_pairs(start: int, end: int) -> int:
     themselves.
     """
     return (end * (end + 1) - start * (start + 1)) // 2
-
-
-TrainedParts = tuple[int, ...]
-"""Numbers of trained tokens in equal parts of a sequence, in order; the length of a part is rounded."""
-
-
-class TokenSpan(NamedTuple):
-    """Tokens ``[start, end)`` of a sequence that no cut may part, such as a picture's.
-
-    Attributes:
-        work: what the first stage does for them besides its layers, as the number of tokens that takes as long in one layer.
-        kept: what that keeps from forward to backward, as the number of tokens of which one layer keeps as much.
-    """
-
-    start: int
-    end: int
-    work: float = 0.0
-    kept: float = 0.0
-
-
-Spans = tuple[TokenSpan, ...]
-"""Spans of a sequence, ascending; they do not overlap."""
 
 
 def span_work(spans: Spans, start: int, end: int) -> float:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost.work import Spans, TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.problem import Spans, TrainedParts
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.cost.work import TokenSpan
 from megatron_epp.data.batch import OF_TOKENS, PADDING_TOKEN, InputColumns, LossColumns
 from megatron_epp.data.records import records
 from megatron_epp.data.routes import ROUTES, Routing, read_routes
 from megatron_epp.plan.errors import EppError, Remedy
+from megatron_epp.plan.problem import TokenSpan
 from megatron_epp.plan.reading import naming_file
 
 if TYPE_CHECKING:

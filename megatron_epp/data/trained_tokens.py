@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.indexed_documents import Index, Mask
+from megatron_epp.plan.problem import TrainedParts
 
 if TYPE_CHECKING:  # which needs torch
     from megatron_epp.data.batch import SequenceDataset

@@ -58,6 +58,8 @@ A new mode is a row here, its costs by formula in `cost.analytic`, and, where `m
 again without others, the way to do so there."""
 
 FULL = "full"
+FULL_ONLY = (FULL,)
+"""The recompute mode that all costs know and all planners use."""
 """Mode whose costs are always known: a layer's forward once more."""
 
 RECOMPUTE_MODES = tuple(MODES)

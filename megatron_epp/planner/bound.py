@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.kernels.table_columns import stacked
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.passes import StagePasses
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, Times, subtract_times
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Segment
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
 from megatron_epp.planner.chunks.in_runs import (
     LOCKSTEP_SHAPES,
@@ -20,7 +21,6 @@ from megatron_epp.planner.chunks.in_runs import (
     falling_times,
 )
 from megatron_epp.planner.order import arranged, slice_groups
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, STREAMING, WHOLE, Recipe
 

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.evaluate import backward_times
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.message_room import planned_with_room
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import MOST_WHOLE_SEQUENCES
 from megatron_epp.planner.settings import WHOLE, first_recipe
+from megatron_epp.planner.validation import validate
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
 """Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders; not compared with other

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Action
+from megatron_epp.plan.problem import Options
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import live_bytes as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
@@ -22,7 +23,6 @@ from megatron_epp.planner.kernels.live_bytes import fit, fit_rank, peak
 from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 
 Sharing = Callable[[Sequence[Action], Tables, list[int], list[int]], None]

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play, split_off
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
@@ -20,8 +21,8 @@ from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_
 from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.validation import validate
 
 ROUNDS = 8
 """Times that recompute or copies are chosen again with a lower aim, because of what waits for weight gradients. With
@@ -58,7 +59,7 @@ def fitted(
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
-    decisions = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
+    decisions = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs.recompute_modes))
     refuse_mistakes(decisions, problem, costs, planner)
     tables = decisions.tables(problem, costs)
     order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import is_within, least_peaks, peaks_bytes
@@ -14,9 +15,9 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
 from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, OrderRule
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.settings import REACHES
 from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.validation import validate
 
 
 def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options, plain: bool) -> Decisions:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Remedy
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner.problem import Options, Problem, static_bytes
+from megatron_epp.planner.validation import static_bytes
 
 
 def infeasible(

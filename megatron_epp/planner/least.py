@@ -20,6 +20,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
@@ -31,11 +32,11 @@ from megatron_epp.planner.kernels.codes import CodedOrder, coded
 from megatron_epp.planner.message_room import MessageRoomError, message_room, proven_cap, raised, with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate, work_of_table
+from megatron_epp.planner.validation import validate
 from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
@@ -224,7 +225,7 @@ def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) 
         tables, order, fit = _fit(Replicas((asked,), costs, options), table)
         if fit.recompute_steps is None:
             raise infeasible(asked, costs, options, fit.needed_bytes)
-        decisions = Decisions(table.chunks[0], order, fit.recompute_steps, options.modes(costs))
+        decisions = Decisions(table.chunks[0], order, fit.recompute_steps, options.modes(costs.recompute_modes))
         plan = written(asked, costs, options, decisions, tables)
         peaks = tuple(map(_peak_bytes, plan.static_bytes, plan.ranks))
         needed = (0,) * len(peaks)

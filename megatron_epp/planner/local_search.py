@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from megatron_epp.plan import is_unlimited
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, room_for
@@ -22,7 +23,6 @@ from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, has_shards, no_storage
 from megatron_epp.planner.orders.vocabulary_order import storage as shard_storage
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 LOG = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.communicators import directions
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.problem import Options, Problem
 
 ROUNDS = 8
 """Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""

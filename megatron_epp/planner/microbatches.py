@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, Segment
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
@@ -17,7 +18,6 @@ from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 
 _STEPS = 500

@@ -33,10 +33,11 @@ from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.plan_tables import check_kv_offload, check_tokens
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.operations import Track, operations
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.problem import Problem, as_one_chunk
 from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.validation import as_one_chunk
 
 
 def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions, Planner
-from megatron_epp.planner.problem import Options, Problem
 
 
 @runtime_checkable

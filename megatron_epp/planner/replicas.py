@@ -18,6 +18,8 @@ import numpy as np
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
+from megatron_epp.plan.problem import OF_SEQUENCES, Options, Problem
+from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import Aligned
@@ -31,8 +33,8 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.passes import StagePasses
-from megatron_epp.planner.problem import FULL_ONLY, OF_SEQUENCES, Options, Problem, validate
 from megatron_epp.planner.tables import Tables, tabulate, tabulate_each
+from megatron_epp.planner.validation import validate
 
 LOCKSTEP_MODES = ("selective", "full")
 """Recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
@@ -60,7 +62,7 @@ class Replicas:
     @property
     def modes(self) -> tuple[str, ...]:
         """Names of the recompute modes that plans may use."""
-        known = self.options.modes(self.costs)
+        known = self.options.modes(self.costs.recompute_modes)
         if not self.is_lockstep:
             return known
         return LOCKSTEP_MODES if set(LOCKSTEP_MODES) <= set(known) else FULL_ONLY

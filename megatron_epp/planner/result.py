@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
@@ -21,10 +22,10 @@ from megatron_epp.planner.least import may_fit, one_order_decides, proven
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.mistakes import refuse_table
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
 from megatron_epp.planner.search import descend, search, with_copies
 from megatron_epp.planner.settings import first_recipe
+from megatron_epp.planner.validation import validate
 
 IMPROVED_TABLES = 3
 """Chunk tables, the fastest, from whose plans local search starts."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, is_v
 from megatron_epp.planner.orders.warm_up import CappedWarmUp, OrderRule, WarmUp
-from megatron_epp.planner.problem import Options, Problem
 
 WHOLE, LONGEST = 0.0, 0.001  # before 1, so that a walk to coarser grains comes by them last
 GRAINS = (WHOLE, LONGEST, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cost.work import IntColumn, Spans
+from megatron_epp.cost.work import IntColumn
 from megatron_epp.plan import Chunk, InfeasibleError, Remedy
+from megatron_epp.plan.problem import Spans
 
 
 def allowed_cuts(length: int, spans: Spans, multiple: int) -> IntColumn:

@@ -15,12 +15,13 @@ from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import joined_work
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operations
+from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
 from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers
 from megatron_epp.planner.kernels.table_columns import Columns, by_node, need_columns, stacked
 from megatron_epp.planner.message_room import message_room
 from megatron_epp.planner.passes import StagePasses, Ways, num_steps_of, passes_of, passes_of_each, recompute_of
-from megatron_epp.planner.problem import FULL_ONLY, Problem
 
 Times = list[list[float]]
 Sizes = list[list[int]]

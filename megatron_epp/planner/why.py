@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.candidates import Candidate, Candidates, codes_of
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
-from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned
 from megatron_epp.planner.search import search
 from megatron_epp.planner.settings import COPIES, LEAD, REACHES, SETTINGS, Recipe
+from megatron_epp.planner.validation import validate
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron_epp.cost.work import TokenSpan
 from megatron_epp.data.batch import GlobalBatch, InputColumns, LossColumns
 from megatron_epp.data.iterator import spans_of
 from megatron_epp.data.samples import Samples, TokenSample
 from megatron_epp.losses import Average
 from megatron_epp.plan import EppError, Segment
+from megatron_epp.plan.problem import TokenSpan
 
 LOSS = LossColumns((), Average.TOKENS)
 ASKS = InputColumns(("volume", "place"), 3)

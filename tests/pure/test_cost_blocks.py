@@ -16,9 +16,9 @@ from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
 from megatron_epp.plan.check import check
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import item_colours
 from megatron_epp.report.text import headline, peak_table

@@ -15,9 +15,9 @@ from megatron_epp.planner import Options, least, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import least_plan, proof_of
 from megatron_epp.planner.message_room import MessageRoomError, with_room
-from megatron_epp.planner.problem import MOST_BYTES, check_amounts
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
+from megatron_epp.planner.validation import MOST_BYTES, check_amounts
 from megatron_epp.planner.work_limit import COPIES_STEPS, WorkSpentError, limited, spend
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 

@@ -17,6 +17,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, Problem, elastic_1f1b, fitted, for_table, plan
 from megatron_epp.planner.assemble import build_plan
@@ -28,7 +29,6 @@ from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload_choice import with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
@@ -211,7 +211,7 @@ def even(count: int, weights: bool) -> tuple[Problem, Tables, tuple, list[int]]:
     """An even order of whole sequences, and what each rank holds without copies."""
     asked, costs = batch(count), costs_of()
     chunks = plan(replace(asked, cap_bytes=(1 << 50,) * RANKS), costs, Options(slices=1)).chunks
-    tables = tabulate(chunks, asked, costs, OFFLOAD.modes(costs))
+    tables = tabulate(chunks, asked, costs, OFFLOAD.modes(costs.recompute_modes))
     if weights:
         order = Spacing.of(RANKS, 2, 1, SPLIT_UNITS).order(slice_groups(chunks), PLACEMENT)
     else:

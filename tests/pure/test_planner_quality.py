@@ -44,7 +44,9 @@ def gap(made: Plan) -> float:
 
 def raw_bound_us(made: Plan, given: Problem, stages: int, options: Options, recompute_steps: int = 4) -> float:
     costs = pipeline(stages, recompute_steps)
-    return lower_bound_us(tabulate(made.chunks, given, costs, options.modes(costs)), made.chunks, given, options)
+    return lower_bound_us(
+        tabulate(made.chunks, given, costs, options.modes(costs.recompute_modes)), made.chunks, given, options
+    )
 
 
 def ops(made: Plan) -> set[Op]:
@@ -141,7 +143,7 @@ def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int
     stages = draw.randint(1, 3)
     asked, costs = problem([draw.randint(3000, 50_000) for _ in range(draw.randint(1, 5))], stages), pipeline(stages)
     chunks = plan(asked, costs, Options(slices=6)).chunks
-    tables = tabulate(chunks, asked, costs, Options().modes(costs))
+    tables = tabulate(chunks, asked, costs, Options().modes(costs.recompute_modes))
     order = WarmUp(lead=2, minimal=True).order(chunks, tables, asked)
     least = offload.floors(order, encode(order, len(chunks)), tables)
     unlimited = [[UNLIMITED_BYTES] * stages]

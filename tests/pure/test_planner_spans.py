@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.cost.work import TokenSpan, span_work_of, work_of
+from megatron_epp.cost.work import span_work_of, work_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import TokenSpan
 from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
 from megatron_epp.planner.baselines.table import PLANNERS as BASELINES
 from megatron_epp.planner.bound import lower_bound_us

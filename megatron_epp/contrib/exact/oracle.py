@@ -12,10 +12,10 @@ from megatron_epp.contrib.exact.choices import SHARES
 from megatron_epp.contrib.exact.solve import Case, logger, solve
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
 TOLERANCE = 1e-4
@@ -75,7 +75,7 @@ def oracle(
         PlanError: an evaluation, which it does not know; or OR-tools is not installed.
     """
     chunks = tuple(chunks)
-    modes = options.modes(costs) if start is None else start.modes
+    modes = options.modes(costs.recompute_modes) if start is None else start.modes
     judge = partial(makespan_us, problem, costs, options)
     tables = tabulate(chunks, problem, costs, modes) if start is None else start.tables(problem, costs)
     if problem.forward_only:

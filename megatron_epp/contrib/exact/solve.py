@@ -16,11 +16,11 @@ from megatron_epp.contrib.exact.library_output import printing_to_stderr
 from megatron_epp.contrib.exact.memory_intervals import Memory
 from megatron_epp.contrib.exact.program import Choices, Program, solver
 from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
 
 FOLDS = 2
 """Microbatches that alternate."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Op, Step, simulate
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import written
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import Sharing
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 Joined = frozenset[tuple[Action, Action]]

@@ -14,6 +14,7 @@ from itertools import pairwise
 from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import fitted
@@ -22,7 +23,6 @@ from megatron_epp.planner.kernels.split import WHOLE_GAP
 from megatron_epp.planner.order import Order, slice_groups, without_weights
 from megatron_epp.planner.orders.completion import peaks, split_weights
 from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 BACKWARD_FIRST = ((Op.B, Op.F),)

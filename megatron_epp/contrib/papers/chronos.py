@@ -19,6 +19,7 @@ from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.spacing import whole_backwards
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import by_stage, fit_with_copies
@@ -26,7 +27,6 @@ from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
 
@@ -48,7 +48,7 @@ def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs
     Arguments as in `fitted`.
     """
     if options.recompute == "auto" and not problem.forward_only:
-        tables = tabulate(chunks, problem, costs, options.modes(costs))
+        tables = tabulate(chunks, problem, costs, options.modes(costs.recompute_modes))
         codes, (limit, _) = encode(order, len(chunks)), shallow_then_all(tables)
         steps = [[0] * len(chunks) for _ in range(problem.num_stages)]
         caps = zip(codes.starts, codes.starts[1:], problem.cap_bytes, strict=False)
@@ -56,7 +56,7 @@ def shallow_first(order: Order, chunks: Sequence[Chunk], problem: Problem, costs
             fit_with_copies(codes, tables, rank, [cap] * (stop - start), limit, steps)
             for rank, (start, stop, cap) in enumerate(caps)
         ):
-            return Decisions(tuple(chunks), order, steps, options.modes(costs))
+            return Decisions(tuple(chunks), order, steps, options.modes(costs.recompute_modes))
     return fitted(order, chunks, problem, costs, options)
 
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks, own_recompute_only
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem
 
 
 def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.memory.ahead import Shares, fit_ahead
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
 Fitting = Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions]
@@ -53,14 +53,16 @@ def copied(
         InfeasibleError, PlanError: as `fitted`.
     """
     if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
-        tables = tabulate(chunks, problem, costs, options.modes(costs))
+        tables = tabulate(chunks, problem, costs, options.modes(costs.recompute_modes))
         room = [problem.host_cap_bytes] * problem.num_ranks
         for limit in limits(tables):
             result = fit_ahead(order, tables, problem.cap_bytes, room, wanted(tables), limit=limit)
             if result is not None and not result.short_bytes:
                 (offload,) = result.offloads
                 steps, shares, copies = offload.recompute_steps, offload.shares, offload.copies
-                return Decisions(tuple(chunks), order, steps, options.modes(costs), copies=copies, offload=shares)
+                return Decisions(
+                    tuple(chunks), order, steps, options.modes(costs.recompute_modes), copies=copies, offload=shares
+                )
         with suppress(InfeasibleError):
             return otherwise(order, chunks, problem, costs, replace(options, offload=False))
     return otherwise(order, chunks, problem, costs, options)

@@ -16,10 +16,10 @@ from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.operations import Presence, operation
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.order import Order, slice_groups
-from megatron_epp.planner.problem import Options, Problem
 
 CHUNKS_PER_RANK = (2, 4, 6, 8, 12, 16, 24, 32)
 """Grains that every order is tried with, besides whole sequences: chunks of a table as multiples of the ranks."""

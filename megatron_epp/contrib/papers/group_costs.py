@@ -12,8 +12,8 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn, causal_pairs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
 

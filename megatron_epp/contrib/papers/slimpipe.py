@@ -16,9 +16,9 @@ from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.patterns import by_laps, one_each
-from megatron_epp.planner.problem import Options, Problem
 
 
 def slimpipe(batch: Batch) -> Iterator[Order]:

@@ -17,8 +17,8 @@ from megatron_epp.contrib.papers.fixed_order import ChunkTable
 from megatron_epp.contrib.papers.partition import Times, least_latency
 from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import slowest_line
-from megatron_epp.planner.problem import Options, Problem
 
 POSITIONS = 256
 """Number of tokens at which slices may end, equally far apart in time. The paper has every eighth of 2,048 tokens."""

@@ -36,8 +36,8 @@ from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_option
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.order import connected
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.replica_balance import LockstepGroups
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links

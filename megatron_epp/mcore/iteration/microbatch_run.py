@@ -41,6 +41,7 @@ from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner import Options
 from megatron_epp.planner.microbatches import (
     Lengths,
@@ -50,7 +51,6 @@ from megatron_epp.planner.microbatches import (
     plan_in_order_as_given,
     plan_microbatches,
 )
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import MicrobatchPlanner
 from megatron_epp.planner.service.packed import PackedPlan
 from megatron_epp.report.plan_figures import offload_share

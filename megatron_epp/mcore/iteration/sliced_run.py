@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.work import Spans, TrainedParts, span_work_of
+from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
 from megatron_epp.mcore.arguments.parser import options_from
@@ -36,7 +36,7 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
-from megatron_epp.planner.problem import Problem
+from megatron_epp.plan.problem import Problem, Spans, TrainedParts
 from megatron_epp.planner.service.background import BackgroundPlanner, start_early
 from megatron_epp.planner.service.packed import PackedPlans
 from megatron_epp.planner.service.worker import Worker

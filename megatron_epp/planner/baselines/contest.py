@@ -8,13 +8,14 @@ from itertools import pairwise
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy, Segment
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import is_within, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
 from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.validation import require_one_stage_per_rank
 
 
 class Contest:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import uniform_steps
 from megatron_epp.planner.order import Order, arranged, descending, slice_groups
 from megatron_epp.planner.orders.patterns import actions, one_each
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 
 

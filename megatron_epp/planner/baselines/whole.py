@@ -10,6 +10,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
@@ -19,9 +20,9 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order, arranged, slice_groups, stand_in
 from megatron_epp.planner.orders.patterns import looped, one_warm_up
 from megatron_epp.planner.orders.warm_up import Schedule
-from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.validation import require_one_stage_per_rank, require_whole
 
 MLP_AGAIN = ("mlp",)
 """Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
@@ -192,14 +193,14 @@ def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement,
             decisions = replace(decisions, recompute_steps=uniform_steps(of_groups, most))
             if contest.enter(decisions, of_groups):
                 break
-    if least and MLP_AGAIN[0] in contest.options.modes(costs):
+    if least and MLP_AGAIN[0] in contest.options.modes(costs.recompute_modes):
         tables = tabulate(chunks, problem, costs, MLP_AGAIN)
         contest.enter(Decisions(chunks, order, uniform_steps(tables, most), MLP_AGAIN), tables)
 
 
 def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], own: Placement) -> None:
     problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
-    modes = contest.options.modes(costs)
+    modes = contest.options.modes(costs.recompute_modes)
     tables = tabulate(chunks, problem, costs, modes)
     fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
     if fit.recompute_steps is None:
@@ -218,7 +219,7 @@ def baseline(schedule: Schedule) -> Planner:
         require_one_stage_per_rank(problem, options)
         require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
         chunks = arranged(whole_sequences(problem.lengths), problem.loss_groups)
-        modes = options.modes(costs)
+        modes = options.modes(costs.recompute_modes)
         tables = tabulate(chunks, problem, costs, modes)
         order = schedule(stand_in(chunks, problem.loss_groups), problem.num_stages, problem.forward_only)
         fit = fit_recompute(order, tables, problem.cap_bytes, options)

@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_epp.cost import Costs, LinearTime, causal_pairs
-from megatron_epp.cost.work import IntColumn, Spans, TimeColumn, span_work
+from megatron_epp.cost.work import IntColumn, TimeColumn, span_work
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.problem import Problem
+from megatron_epp.plan.problem import Problem, Spans
 from megatron_epp.planner.spans import allowed_cuts
 
 MOST_CHUNKS = 1024

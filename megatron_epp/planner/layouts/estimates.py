@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.estimate import CHUNKS_PER_RANK, Estimate, estimate
 from megatron_epp.planner.layouts.rank_work import CostsOf, LayerWork
-from megatron_epp.planner.problem import Options, Problem
 
 Grains = tuple[int | None, ...]
 """Chunks per rank of the best estimated plan of every batch; None where it runs sequences whole, or none fits."""

@@ -14,7 +14,7 @@ from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner.problem import Problem
+from megatron_epp.plan.problem import Problem
 
 type CostsOf = Callable[[Layout], PipelineCosts]
 """The costs of a pipeline with a layout."""

@@ -15,6 +15,7 @@ from megatron_epp.cost.kv_costs import KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, IntColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
+from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.evaluate import Copies
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
@@ -22,7 +23,6 @@ from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import BackwardBytes, StagePasses, passes_of
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables, work_of_table
 
 Pairs = frozenset[tuple[int, int]]

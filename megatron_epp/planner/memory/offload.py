@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
+from megatron_epp.plan.problem import Options
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of, play
 from megatron_epp.planner.fit import (
     by_stage,
@@ -28,7 +29,6 @@ from megatron_epp.planner.fit import (
 from megatron_epp.planner.kernels.codes import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.order import CopyOrder, Order
-from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.work_limit import COPIES_STEPS, spend
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron_epp.plan import Chunk, PlanError
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.kernels import ready
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, WEIGHT, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.order import Order, descending, slice_groups
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 

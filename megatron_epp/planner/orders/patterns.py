@@ -11,12 +11,12 @@ import numpy as np
 
 from megatron_epp.plan import Action, Chunk, Op, PlanError
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, coded
 from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import merged, order_of, window_ahead
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 BLOCK_PERIOD = 6

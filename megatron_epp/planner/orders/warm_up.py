@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import Numbers, integers
 from megatron_epp.planner.order import Order, descending, slice_groups
-from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 Schedule = Callable[[Sequence[Chunk], int, bool], Order]

@@ -15,9 +15,9 @@ from typing import Any
 from megatron_epp import planner
 from megatron_epp.cost import H100, Costs, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import Lengths, PlanMicrobatches
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.packed import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError, Remedy
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.chunks.chunker import Chunker
-from megatron_epp.planner.problem import Problem
 
 Share = tuple[int, ...]
 """Positions in the global batch, ascending."""

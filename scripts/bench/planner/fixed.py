@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_epp.contrib.papers.chunkflow import budgets, recompute_all_but_last
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
@@ -23,7 +24,6 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import peaks_bytes, uniform_steps
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
 FIXED = ("seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")

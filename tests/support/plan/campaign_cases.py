@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.work import Spans, TokenSpan
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Spans, TokenSpan
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.baselines.table import PLANNERS as BASELINES
 from megatron_epp.planner.result import plan_lockstep

@@ -23,6 +23,7 @@ from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagona
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, joined, longest_first, own_recompute_only
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
@@ -31,7 +32,6 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.order import Order, slice_groups
-from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
 SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
