@@ -17,11 +17,11 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.defaults import WholeLogits, settle
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample
-from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_epp.cli.layout_flag import BALANCED, Chosen, balanced_at, chosen_layout
 from megatron_epp.cli.terminal import Command, help_width, say
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner.registry import PLANNERS, PlannerEntry
+from megatron_epp.plan.planners import PLANNERS, PlannerEntry
 from megatron_epp.report.text import table
 
 ALL = "all"

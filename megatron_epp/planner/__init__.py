@@ -10,17 +10,17 @@ from contextlib import contextmanager
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan, PlanError, Remedy
+from megatron_epp.plan.planners import PLANNERS, Planner, begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.reading import brief, nearest
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunk_tables import chunks_of
-from megatron_epp.planner.decisions import Decisions, Planner
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.message_room import MessageRoomError, planned_with_room, with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b
-from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 from megatron_epp.planner.result import for_table, plan_or_refuse
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.validation import validate

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.plan import Extension
-from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
@@ -81,7 +81,3 @@ class Decisions:
     def as_offload(self) -> Offload:
         """Offload of the decisions: recompute, shares and copies; empty shares and copies if nothing is copied."""
         return Offload(self.recompute_steps, self.offload, self.copies)
-
-
-Planner = Callable[[Problem, Costs, Options], Decisions]
-"""Function that plans a batch."""

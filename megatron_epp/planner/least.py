@@ -20,6 +20,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.simulate import play
 from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
@@ -32,7 +33,6 @@ from megatron_epp.planner.kernels.codes import CodedOrder, coded
 from megatron_epp.planner.message_room import MessageRoomError, message_room, proven_cap, raised, with_room
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
-from megatron_epp.planner.registry import begins_with_greedy
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate, work_of_table

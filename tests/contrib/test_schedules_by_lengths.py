@@ -21,9 +21,9 @@ from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan, check, lower
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
 from megatron_epp.planner.baselines.contest import fixed_size_chunks
-from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of

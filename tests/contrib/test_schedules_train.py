@@ -11,7 +11,7 @@ import pytest
 
 from megatron_epp.cost import CPU, analytic_profile
 from megatron_epp.cost.library import shape_of
-from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.plan.planners import PLANNERS
 from scripts.parity.cells import Case
 from scripts.parity.compare import BATCH
 from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.plan.planners import PLANNERS
 from scripts.bench import defaults
 from scripts.bench.frame import Bench
 from scripts.bench.long import VARIANTS as LEVERS

@@ -14,16 +14,15 @@ from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import span_work_of, work_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import OWN
 from megatron_epp.plan.problem import TokenSpan
 from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
-from megatron_epp.planner.baselines.table import PLANNERS as BASELINES
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import SHAPES, cut_in_runs, falling_times
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 from megatron_epp.planner.order import arranged, joint_losses
-from megatron_epp.planner.planners import PLANNERS as CORE
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import tabulate
@@ -200,7 +199,7 @@ def test_arranged_tables_have_the_same_chunks_with_every_group_in_one_run(groups
         assert group == tuple(range(group[0], group[-1] + 1))
 
 
-@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - set(CORE) - set(BASELINES)))
+@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - set(OWN)))
 def test_other_planners_refuse_losses_over_several_sequences(planner: str):
     asked = problem((5, 6), 2)
     with pytest.raises(PlanError, match="orders each sequence by itself, and the batch has losses over several"):

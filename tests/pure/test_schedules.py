@@ -25,10 +25,10 @@ from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
-from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.orders import orders as compared
 from scripts.bench.orders.orders import LAYERS, TIE
 from scripts.bench.orders.unit import TOKENS, Unit, fewest, unit_costs

@@ -17,7 +17,7 @@ copied in shares of `choices.SHARES`, not whole or not at all. Times are from th
 from __future__ import annotations
 
 from megatron_epp.contrib.exact.refine import milp
-from megatron_epp.planner.registry import PlannerEntry
+from megatron_epp.plan.planners import PlannerEntry
 
 PLANNERS = {
     "milp": PlannerEntry(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megatron_epp.planner.registry import begins_with_greedy
+from megatron_epp.plan.planners import begins_with_greedy
 
 
 def flags_against_overlap(args: argparse.Namespace) -> Iterator[tuple[str, str]]:

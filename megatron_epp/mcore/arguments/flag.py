@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, nearest, nearest_number
-from megatron_epp.planner.registry import PLANNERS
 
 MOST_SEQUENCES = 1 << 24
 """Largest number of sequences in a batch."""

@@ -14,8 +14,8 @@ from megatron_epp.mcore.arguments.fp8 import row_multiple
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.reading import naming_file, read_text
-from megatron_epp.planner.registry import begins_with_greedy
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from megatron_epp.mcore.model.kinds.experts import chunk_problems, router_proble
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
 from megatron_epp.plan.reading import brief
-from megatron_epp.planner.registry import PLANNERS, begins_with_greedy
 
 
 def _forgotten(args: Namespace, _: Door) -> Iterator[str]:

@@ -24,8 +24,8 @@ from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
 from megatron_epp.plan.codec import Codec, FileFormat
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import read_text
-from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.offload.host import host_limit
 

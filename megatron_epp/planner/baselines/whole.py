@@ -10,16 +10,17 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import Planner
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
-from megatron_epp.planner.decisions import Decisions, Planner
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import fit_recompute, is_within, peaks_bytes, uniform_steps
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order, arranged, slice_groups, stand_in
 from megatron_epp.planner.orders.patterns import looped, one_warm_up
-from megatron_epp.planner.orders.warm_up import Schedule
+from megatron_epp.planner.orders.warm_up import Schedule, elastic_1f1b
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.validation import require_one_stage_per_rank, require_whole
@@ -228,3 +229,6 @@ def baseline(schedule: Schedule) -> Planner:
         return Decisions(chunks, order, fit.recompute_steps, modes)
 
     return planner
+
+
+whole_1f1b = baseline(elastic_1f1b)

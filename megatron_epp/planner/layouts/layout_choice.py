@@ -26,12 +26,12 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement, placements_of
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.estimates import Estimates
 from megatron_epp.planner.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
 from megatron_epp.planner.least import may_fit
-from megatron_epp.planner.registry import begins_with_greedy
 
 logger = logging.getLogger(__name__)
 

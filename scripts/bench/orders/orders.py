@@ -27,8 +27,8 @@ from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan import Prediction
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.report.gantt import side_by_side
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import equal, whale

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.report.gantt import side_by_side
 from scripts.bench.orders.orders import draw
 from scripts.bench.orders.unit import Unit, fewest

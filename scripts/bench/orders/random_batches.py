@@ -21,8 +21,8 @@ from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.registry import PLANNERS
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
 from scripts.bench.planner.suite import least_cap_bytes

@@ -18,11 +18,11 @@ from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts,
 from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
 from megatron_epp.cost.kv_costs import NO_KV
 from megatron_epp.plan import Chunk, Plan, Segment
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, slice_groups, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
-from megatron_epp.planner.registry import PLANNERS
 
 TOKENS = 96
 PASSES = 3

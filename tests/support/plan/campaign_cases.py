@@ -9,9 +9,9 @@ from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, PipelineCosts, 
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.planners import OWN
 from megatron_epp.plan.problem import Spans, TokenSpan
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
-from megatron_epp.planner.baselines.table import PLANNERS as BASELINES
 from megatron_epp.planner.result import plan_lockstep
 
 HIDDEN, HEADS, HEAD_GROUPS = 256, 8, 2
@@ -88,7 +88,7 @@ def demanding_case_of(seed: int) -> Case:
     if is_lockstep or (in_groups and not asked.has_one_stage_per_rank):
         options = replace(options, planner="greedy", overlap_exchanges=False)
     elif in_groups:
-        options = replace(options, planner=draw.choice(["greedy", "greedy", *BASELINES]))
+        options = replace(options, planner=draw.choice(["greedy", *OWN]))
     batches = [asked.lengths, *(_like(draw, asked.lengths) for _ in range(draw.randint(1, 2) * is_lockstep))]
     first, *others = (
         replace(

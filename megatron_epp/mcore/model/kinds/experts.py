@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
 from megatron_epp.mcore.features import pads_uneven_exchanges
 from megatron_epp.mcore.model.kinds.kind import LayerKind
-from megatron_epp.planner.registry import begins_with_greedy
+from megatron_epp.plan.planners import begins_with_greedy
 
 if TYPE_CHECKING:
     import torch

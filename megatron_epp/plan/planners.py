@@ -1,16 +1,18 @@
-"""Planners by name: the package's own, and names of tables from which a planner is imported when it is looked up."""
+"""Planners by name, and facts of theirs that flags ask for. A planner is imported when it plans, not when it is looked up."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pkgutil import resolve_name
+from typing import Any, Protocol, runtime_checkable
 
-from megatron_epp.cost import Costs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.decisions import Decisions, Planner
+
+Planner = Callable[[Problem, Any, Options], Any]
+"""Function that plans a batch, given its costs (`cost.Costs`); returns `planner.Decisions`."""
 
 
 @runtime_checkable
@@ -40,7 +42,7 @@ class FixedPlacement(Protocol):
         """
         ...
 
-    def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions: ...
+    def __call__(self, problem: Problem, costs: Any, options: Options) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PlannerEntry:
     """A planner and what commands and training need to know of it.
 
     Attributes:
-        plan: the planner.
+        plan: the planner, or where it is, as ``module:function``.
         summary: one line on what it does.
         source: paper or code that it follows.
         begins_with_greedy: it starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes.
@@ -62,7 +64,7 @@ class PlannerEntry:
         lacks: why training does not run its plans; empty if it does.
     """
 
-    plan: Planner
+    plan: Planner | str
     summary: str = ""
     source: str = "this package"
     begins_with_greedy: bool = False
@@ -76,6 +78,11 @@ class PlannerEntry:
     lacks: str = ""
 
     @property
+    def planner(self) -> Planner:
+        planner: Planner = resolve_name(self.plan) if isinstance(self.plan, str) else self.plan
+        return planner
+
+    @property
     def fixed(self) -> FixedPlacement | None:
         """The planner, if its schedule is defined for one kind of placement; otherwise None."""
         return self.plan if isinstance(self.plan, FixedPlacement) else None
@@ -85,11 +92,12 @@ class Planners(MutableMapping[str, Planner]):
     """Planners by name. Tables are imported, one after the other, while a name is not known without them.
 
     Args:
+        entries: of this package's own planners.
         tables: modules of planners, each with a mapping `PLANNERS`.
     """
 
-    def __init__(self, *tables: str) -> None:
-        self._entries, self._tables = dict[str, PlannerEntry](), list(tables)
+    def __init__(self, entries: dict[str, PlannerEntry], *tables: str) -> None:
+        self._entries, self._tables = dict(entries), list(tables)
 
     def entry(self, name: str) -> PlannerEntry | None:
         """Return what is known of a planner; None if no planner has the name."""
@@ -107,7 +115,7 @@ class Planners(MutableMapping[str, Planner]):
         entry = self.entry(name)
         if entry is None:
             raise KeyError(name)
-        return entry.plan
+        return entry.planner
 
     def __setitem__(self, name: str, planner: Planner) -> None:
         self._entries[name] = PlannerEntry(planner)
@@ -127,13 +135,48 @@ class Planners(MutableMapping[str, Planner]):
         self._entries |= {name: entry for name, entry in planners.items() if name not in self._entries}
 
 
-PLANNERS = Planners(
-    "megatron_epp.planner.planners",
-    "megatron_epp.planner.baselines.table",
-    "megatron_epp.contrib.exact",
-    "megatron_epp.contrib.papers.table",
-)
-"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
+OWN = {
+    "greedy": PlannerEntry(
+        "megatron_epp.planner.result:greedy",
+        "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
+        begins_with_greedy=True,
+        has_own_size=True,
+        may_offload=True,
+        keeps_groups=True,
+    ),
+    "1f1b": PlannerEntry(
+        "megatron_epp.planner.baselines.whole:whole_1f1b",
+        "1F1B of whole sequences in the order of the batch, recompute as the cap requires",
+        has_own_size=True,
+        keeps_groups=True,
+    ),
+    "1f1b-padded": PlannerEntry(
+        "megatron_epp.planner.baselines.whole:padded_1f1b",
+        "1F1B, a sequence per microbatch, padded to the context",
+        "Megatron-LM",
+        keeps_groups=True,
+    ),
+    "1f1b-packed": PlannerEntry(
+        "megatron_epp.planner.baselines.whole:packed_1f1b",
+        "1F1B, interleaved or not, whole sequences packed up to the context",
+        "Megatron-LM",
+        keeps_groups=True,
+        interleaves=True,
+    ),
+    "seq1f1b": PlannerEntry(
+        "megatron_epp.planner.baselines.seq1f1b:seq1f1b",
+        "1F1B over slices of one size, uniform recompute",
+        "2406.03488",
+        has_own_size=True,
+        keeps_groups=True,
+    ),
+}
+PLANNERS = Planners(OWN, "megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table")
+"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here.
+
+A new order of whole sequences is a function (see `planner.baselines.whole.Schedule`), `baseline(it)` and an entry. A planner
+that cuts its own chunks is a function too: docs/your-own-schedule.md.
+"""
 
 
 def begins_with_greedy(name: str) -> bool:
