@@ -22,9 +22,9 @@ from megatron_epp.advice.judge import (
 )
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.problem import Share
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner.layouts.layout_choice import choose, least_gain_of_split
-from megatron_epp.planner.service.replica_balance import Share
 
 SEARCHED = 6
 """Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""

@@ -16,12 +16,13 @@ from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Share, by_count
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.least import one_order_decides, proven
 from megatron_epp.planner.result import plan_lockstep
-from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
+from megatron_epp.planner.service.replica_balance import divide, sequence_work
 from megatron_epp.planner.validation import static_bytes
 from megatron_epp.report.plan_figures import busy_us
 

@@ -247,6 +247,7 @@ class GlobalBatch:
         global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
         consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
         planning_us: time of planning, on the planning rank.
+        peak_items: see `PackedPlan`.
         dataset: source of the tokens; None in a batch that has been pickled.
         mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
     """
@@ -261,6 +262,7 @@ class GlobalBatch:
     consumed_samples: int = 0
     trains: bool = True
     planning_us: float = field(default=0.0, compare=False)
+    peak_items: dict[str, int] | None = field(default=None, compare=False)
     plan_digest: str = field(default="", compare=False)
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)

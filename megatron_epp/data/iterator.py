@@ -17,9 +17,8 @@ from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.problem import Spans, TrainedParts
-from megatron_epp.planner.service.packed import PackedPlans
-from megatron_epp.planner.service.replica_balance import by_count
+from megatron_epp.plan.problem import Spans, TrainedParts, by_count
+from megatron_epp.port.packed import PackedPlans
 
 MakePlans = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...], tuple[Spans, ...]], PackedPlans]
 """Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`), the groups whose
@@ -239,7 +238,7 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
             f"the plan is for sequences of {_first_few(plan.lengths)} tokens but this rank's batch has "
             f"{_first_few(batch.lengths)}. All ranks need the same data files, seed, sequence length and batch size"
         )
-    batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us)
+    batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
     return _Prepared(replace(batch, prepared=source.prepare(batch, own.actions(source.rank))), own.division)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.machine import free_port
 from megatron_epp.plan.errors import EppError
-from megatron_epp.planner.service.worker import started
+from megatron_epp.port.worker import started
 
 PRELOAD = ("megatron_epp.mcore.pretrain_gpt", "preload")
 """Module and name of the function that imports and prepares Megatron."""

@@ -32,7 +32,7 @@ def main() -> None:
 def preload() -> None:
     """Import and patch everything that a training needs, so that processes forked later inherit it."""
     from megatron_epp.mcore.patches import fingerprints, patching
-    from megatron_epp.planner.service import forks
+    from megatron_epp.port import forks
 
     with entry.errors_in_one_line():
         entry.prepare()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,32 @@ Spans = tuple[TokenSpan, ...]
 
 OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches", "spans")
 """Fields of a problem with an entry for every sequence of the batch."""
+
+
+Share = tuple[int, ...]
+"""Positions in a global batch, ascending."""
+LockstepGroups = tuple[tuple[int, ...], ...]
+"""Replicas whose plans are made together, for they share experts; each replica is in one group."""
+
+
+def by_count(count: int, replica: int, replicas: int) -> Share:
+    """Return the share of a replica where sequences are dealt one after the other."""
+    return tuple(range(replica, count, replicas))
+
+
+def connected(sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Join sets of numbers that have one in common. Returns each ascending, by their first numbers."""
+    joined: dict[int, set[int]] = {}
+    for numbers in map(set, sets):
+        together = numbers.union(*(joined.get(number, {number}) for number in numbers))
+        joined |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(together)) for together in joined.values()}))
+
+
+def imbalance(makespans_us: Sequence[float]) -> float:
+    """Relative excess of the slowest makespan over the mean: ``max / mean - 1``, the share of time that replicas wait."""
+    mean_us = sum(makespans_us) / len(makespans_us)
+    return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from megatron_epp import planner
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, Segment
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
@@ -19,38 +16,13 @@ from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, elastic_1f1b
 from megatron_epp.planner.tables import tabulate
+from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, chunks_of
 
 _STEPS = 500
 """Steps of local search, 25 ms for 16 microbatches on two stages. There 20,000 gain 1 % more in the time of an iteration."""
 
-Lengths = tuple[tuple[int, ...], ...]
-"""Tokens of every sequence of every microbatch, in the caller's order."""
 
-
-class OrderedPlan(NamedTuple):
-    """A plan of whole microbatches.
-
-    Attributes:
-        plan: the plan, a chunk per microbatch.
-        order: the microbatch of every chunk.
-    """
-
-    plan: Plan
-    order: tuple[int, ...]
-
-    def of(self, microbatches: Lengths) -> OrderedPlan:
-        """Return the same order, recompute and offload for other microbatches, none of which has more tokens or pairs.
-
-        The plan's times are those of the microbatches that it was made for: a replica that shares experts waits for others'.
-        """
-        chunks, flat = chunks_of(microbatches), tuple(length for lengths in microbatches for length in lengths)
-        return self._replace(plan=replace(self.plan, lengths=flat, chunks=tuple(chunks[index] for index in self.order)))
-
-
-PlanMicrobatches = Callable[[Lengths, Problem, Costs, Options], OrderedPlan]
-
-
-def plan_microbatches(microbatches: Lengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan whole microbatches in the best of three orders: as given, longest first, and shortest first.
 
     Args:
@@ -67,7 +39,7 @@ def plan_microbatches(microbatches: Lengths, problem: Problem, costs: Costs, opt
     return OrderedPlan(best, tuple(chunks.index(chunk) for chunk in best.chunks))
 
 
-def plan_as_given(microbatches: Lengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan whole microbatches in the caller's order and in 1F1B, without caps: as many are alive as in Megatron's schedules."""
     chunks, problem = _problem_of(microbatches, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
     rule = OneStagePerRank(elastic_1f1b) if problem.has_one_stage_per_rank else ListScheduling(1)
@@ -78,7 +50,7 @@ def plan_as_given(microbatches: Lengths, problem: Problem, costs: Costs, options
     return OrderedPlan(build_plan(problem, costs, options, decisions), tuple(range(len(chunks))))
 
 
-def plan_in_order(microbatches: Lengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+def plan_in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan whole microbatches so that every stage runs forwards and backwards in the caller's order (`in_given_order`).
 
     Raises:
@@ -87,13 +59,13 @@ def plan_in_order(microbatches: Lengths, problem: Problem, costs: Costs, options
     return _in_order(microbatches, problem, costs, options, plain=False)
 
 
-def plan_in_order_as_given(microbatches: Lengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+def plan_in_order_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan as `plan_in_order` does, but in 1F1B and without caps."""
     problem = replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks)
     return _in_order(microbatches, problem, costs, options, plain=True)
 
 
-def _in_order(microbatches: Lengths, problem: Problem, costs: Costs, options: Options, plain: bool) -> OrderedPlan:
+def _in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options, plain: bool) -> OrderedPlan:
     chunks, problem = _problem_of(microbatches, problem)
 
     def make(asked: Problem) -> Plan:
@@ -106,13 +78,6 @@ def _with_weight(action: Action) -> tuple[Action, ...]:
     return (action, action._replace(op=Op.W)) if action.op is Op.B else (action,)
 
 
-def _problem_of(microbatches: Lengths, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:
+def _problem_of(microbatches: MicrobatchLengths, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:
     """Return a chunk per microbatch, and the problem with their sequences."""
     return chunks_of(microbatches), replace(problem, lengths=tuple(length for lengths in microbatches for length in lengths))
-
-
-def chunks_of(microbatches: Sequence[tuple[int, ...]]) -> tuple[Chunk, ...]:
-    """Return a chunk per microbatch, in the caller's order."""
-    segments = [Segment(number, 0, length) for number, length in enumerate(n for lengths in microbatches for n in lengths)]
-    ends = accumulate(map(len, microbatches), initial=0)
-    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends))

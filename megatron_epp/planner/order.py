@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from megatron_epp.plan import Action, Chunk, Op, Segment
+from megatron_epp.plan.problem import connected
 
 Order = Sequence[Sequence[Action]]
 """The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.codes.CodedOrder`)."""
@@ -67,15 +68,6 @@ def arranged(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chu
         return chunks
     together = connected(chain(joint_losses(chunks, loss_groups), slice_groups(chunks)))
     return tuple(chunks[c] for group in together for c in group)
-
-
-def connected(sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Join sets of numbers that have one in common. Returns each ascending, by their first numbers."""
-    joined: dict[int, set[int]] = {}
-    for numbers in map(set, sets):
-        together = numbers.union(*(joined.get(number, {number}) for number in numbers))
-        joined |= dict.fromkeys(together, together)
-    return tuple(sorted({tuple(sorted(together)) for together in joined.values()}))
 
 
 def descending(groups: Sequence[Sequence[int]]) -> list[int]:

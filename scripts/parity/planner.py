@@ -6,27 +6,28 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
-from megatron_epp.planner.service import background
-from megatron_epp.planner.service.worker import Worker
+from megatron_epp.port import planning
+from megatron_epp.port.worker import Worker
 
 _numbers = itertools.count()
 
 
 def share_planner() -> None:
     """Have trainings that this process starts, and those it forks, plan in one each."""
-    background.Worker = _SharedWorker  # type: ignore[misc, assignment]
+    planning.Worker = _SharedWorker  # type: ignore[misc, assignment]
 
 
 class _SharedWorker:
-    """Stands in for `planner.service.worker.Worker`: what it makes lives in a process that stays for the next, never nice."""
+    """Stands in for `port.worker.Worker`: what it makes lives in a process that stays for the next, never nice."""
 
-    def __init__(self, make: Callable[..., Callable[..., Any] | None], *args: Any, niceness: int = 0) -> None:
+    def __init__(self, make: str, *args: Any, niceness: int = 0) -> None:
         self._number = next(_numbers)
         self.send(make, *args)
 
-    def send(self, make: Callable[..., Callable[..., Any] | None], *args: Any) -> None:
+    def send(self, make: str, *args: Any) -> None:
         """Make what is called, as `Worker.send` does where what was made before has only prepared something."""
         self.call(make, *args)
 
@@ -42,10 +43,10 @@ class _SharedWorker:
 
 @functools.cache
 def _process() -> tuple[Worker, threading.Lock]:
-    return Worker(_several), threading.Lock()
+    return Worker("scripts.parity.planner:several"), threading.Lock()
 
 
-def _several() -> Callable[..., Any]:
+def several() -> Callable[..., Any]:
     """Objects made in the process, by number."""
     functions: dict[int, Callable[..., Any] | None] = {}
 
@@ -53,7 +54,7 @@ def _several() -> Callable[..., Any]:
         if (function := functions.get(number)) is not None:
             return function(*args)
         make, *rest = args
-        functions[number] = make(*rest)
+        functions[number] = resolve_name(make)(*rest)
         return None
 
     return work

@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError, lower
-from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.port.packed import PackedPlan
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]

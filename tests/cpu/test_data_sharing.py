@@ -11,8 +11,8 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.port.packed import PackedPlan
+from megatron_epp.port.planning import BackgroundPlanner
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 

@@ -14,7 +14,7 @@ from megatron_epp.mcore.data.documents import build_document_iterators, build_sp
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
-from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.port.packed import PackedPlan
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 

@@ -18,9 +18,9 @@ from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.worker import WorkerError
+from megatron_epp.planner.memory.breakdown import peak_items
+from megatron_epp.port.planning import BackgroundPlanner
+from megatron_epp.port.worker import WorkerError
 from megatron_epp.report.plan_figures import main_items
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -123,13 +123,15 @@ def test_lines_about_iterations_reach_the_terminal_of_a_run_with_a_short_log(cap
 def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     shape = ModelShape(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=512)
     costs = analytic_costs(shape, CPU, [1, 1])
-    breakdown = memory_breakdown(plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs), costs)
-    loggers.line_of(TRAINING)(loggers.memory_text(breakdown, 3))
+    made = plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs)
+    items = peak_items(made, costs)
+    loggers.line_of(TRAINING)(loggers.memory_text(made.predicted.peak_bytes, items, 3))
     line = capsys.readouterr().out
     assert is_shown(line.encode())
-    peaks = [peak / 2**30 for peak in breakdown.timeline.peak_bytes]
+    peaks = [peak / 2**30 for peak in made.predicted.peak_bytes]
+    assert sum(items.values()) == max(made.predicted.peak_bytes)
     assert f"epp memory planned for iteration 3 | peak per pipeline rank (GiB): {peaks[0]:.3g} {peaks[1]:.3g} | rank" in line
-    assert main_items(breakdown.peak(peaks.index(max(peaks))).items) in line
+    assert main_items(items) in line
     assert "layers that keep everything" in line
 
 

@@ -19,7 +19,7 @@ PROGRAMS = {
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
         41_950,
     ),
-    "planner": (("planner.search", "planner.service.worker", "planner.service.background"), 19_310),
+    "planner": (("planner.search", "planner.service.answers"), 19_310),
     "command line": (("cli.main",), 11_710),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""

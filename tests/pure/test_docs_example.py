@@ -15,7 +15,7 @@ from megatron_epp.plan import Action, Op, check, load, report
 from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.serialize import to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.report.text import summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

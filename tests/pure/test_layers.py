@@ -15,6 +15,7 @@ ROOT = Path(megatron_epp.__file__).parent
 LAYERS = (
     {"plan"},
     {"cost"},
+    {"port"},
     {"planner", "report"},
     {"losses"},
     {"advice", "launch", "data"},
@@ -24,7 +25,7 @@ LAYERS = (
     {"contrib", "__main__"},
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
-PURE = ("plan", "cost", "planner", "report", "advice")
+PURE = ("plan", "cost", "port", "planner", "report", "advice")
 OF_MEGATRON = ("contrib.overlap.exchanges",)
 """Modules outside `mcore` that import Megatron."""
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")

@@ -19,10 +19,11 @@ from hypothesis import given
 
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, digest, lower
 from megatron_epp.planner import Options
-from megatron_epp.planner.service import background, forks
-from megatron_epp.planner.service.background import PROCESS_RESTARTS, BackgroundPlanner, start_early
-from megatron_epp.planner.service.packed import PackedPlan
-from megatron_epp.planner.service.worker import Worker, WorkerError
+from megatron_epp.planner.service import answers
+from megatron_epp.port import forks
+from megatron_epp.port.packed import PackedPlan
+from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, start_early
+from megatron_epp.port.worker import Worker, WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import hybrid
@@ -119,8 +120,8 @@ def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "CACHED_PLANS", 2)
-    plan = background._planning(pipeline(2), Options(), 0, ((0,), (1,)))
+    monkeypatch.setattr(answers, "CACHED_PLANS", 2)
+    plan = answers.planning(pipeline(2), Options(), 0, ((0,), (1,)))
     batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
     gc.freeze()  # what other tests hold is neither searched nor counted
     for _ in range(5):
@@ -139,7 +140,7 @@ def test_a_packed_plan_is_the_plan_and_the_actions_of_every_rank(plan: Plan):
     assert packed.plan() == plan
     assert tuple(packed.actions(rank) for rank in range(plan.num_ranks)) == lower(plan)
     assert packed.plan_digest == digest(plan)
-    assert packed[3:] == (1.5, tuple(range(len(plan.lengths))), 7)
+    assert packed[3:] == (1.5, tuple(range(len(plan.lengths))), 7, None)
 
 
 @pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
@@ -166,7 +167,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     started: list[Worker] = []
 
     def of_task(task: Callable[..., Any], *args: Any) -> Worker:
-        started.append(request.param(task, *args))
+        started.append(request.param(f"{task.__module__}:{task.__name__}", *args))
         return started[-1]
 
     yield of_task
@@ -223,10 +224,9 @@ def test_an_error_of_a_closed_worker_can_be_collected_as_garbage():
     """Python 3.12 ends with a segmentation fault where it collects a buffer of multiprocessing's in a cycle."""
     program = """
 import gc
-from tests.support.plan.worker_tasks import adder
-from megatron_epp.planner.service.worker import Worker, WorkerError
+from megatron_epp.port.worker import Worker, WorkerError
 
-worker = Worker(adder, 0)
+worker = Worker("tests.support.plan.worker_tasks:adder", 0)
 worker.close()
 try:
     worker.send(1)
@@ -238,14 +238,14 @@ gc.collect()
 
 
 @pytest.mark.parametrize(
-    "before", ["", "forks.fork_workers(); worker.Worker(misbehaving).call('print');"], ids=["afresh", "forked"]
+    "before", ["", "forks.fork_workers(); worker.Worker(tasks + 'misbehaving').call('print');"], ids=["afresh", "forked"]
 )
 def test_it_ends_when_the_process_that_made_it_is_killed_and_keeps_to_standard_error(before: str):
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
-        "import os, signal; from tests.support.plan.worker_tasks import misbehaving, sleeper;"
-        f"from megatron_epp.planner.service import forks, worker; {before}"
-        "one = worker.Worker(sleeper); one.send(600); print(one._process.pid, flush=True);"
+        "import os, signal; tasks = 'tests.support.plan.worker_tasks:';"
+        f"from megatron_epp.port import forks, worker; {before}"
+        "one = worker.Worker(tasks + 'sleeper'); one.send(600); print(one._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     pid, end_s = int(_python(program).stdout), time.monotonic() + 30

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron_epp.launch import lifetime
-from megatron_epp.planner.service.background import load_planner
+from megatron_epp.planner.service.answers import load_planner
 
 
 class Processes:

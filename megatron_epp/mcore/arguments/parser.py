@@ -10,7 +10,7 @@ from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import Flag, Number
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
-from megatron_epp.planner import Options
+from megatron_epp.plan.problem import Options
 
 TITLE = "elastic pipeline parallelism"
 _OPTIONS = frozenset(field.name for field in fields(Options))

@@ -36,9 +36,7 @@ from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_option
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.problem import Problem
-from megatron_epp.planner.order import connected
-from megatron_epp.planner.service.replica_balance import LockstepGroups
+from megatron_epp.plan.problem import LockstepGroups, Problem, connected
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job, made_by_first
@@ -101,8 +99,8 @@ class Run:
     """This rank's shard of the output layer; None if the last stage has all of it."""
     plan_wait_us = 0.0
     """Time spent waiting for the last plan, in microseconds."""
-    memory_is_told = False
-    """True once the parts of the planned peaks have been logged."""
+    peak_text = ""
+    """What the first plan's peaks are made of, until it is logged."""
     report_folder: ReportFolder | None = None
     """Files of --epp-report-dir, on the first rank; None without it."""
 

@@ -22,6 +22,7 @@ from megatron_epp.mcore.arguments.refusals import splits_weights
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration import sliced_run
+from megatron_epp.mcore.iteration.loggers import memory_text
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
 from megatron_epp.mcore.iteration.run_plan import run_plan
@@ -139,6 +140,8 @@ def run_batch(
     """
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
+    if batch.plan is not None and batch.peak_items is not None:
+        run.peak_text = memory_text(batch.plan.predicted.peak_bytes, batch.peak_items, report.iteration)
     run.watchdog.note = _of_own_chunks(run, batch)  # until the next batch: the device may stand still behind the host
     with run.telling_others():
         _warm_up_attention(run, batch)

@@ -13,8 +13,8 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare
 from megatron_epp.cost.timed import Learnt
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import Problem
-from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.packed import PackedPlans
+from megatron_epp.port.packed import PackedPlans
+from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.side_thread import SideThread
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.report.plan_figures import main_items
 
 logger = logging.getLogger(__name__)
@@ -127,14 +126,12 @@ def end_text(iteration: int, totals: Totals, report_dir: str | None) -> str:
     return " | ".join(parts)
 
 
-def memory_text(breakdown: MemoryBreakdown, iteration: int) -> str:
-    """Return a line with the planned peaks and the parts of the highest one."""
-    peaks = [breakdown.peak(rank) for rank in range(len(breakdown.static))]
-    highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
-    sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
+def memory_text(peak_bytes: Sequence[int], items: dict[str, int], iteration: int) -> str:
+    """Return a line with the planned peaks by rank and the parts of the highest one, its `items`."""
+    sizes = " ".join(f"{peak / _GIB:.3g}" for peak in peak_bytes)
     return (
         f"epp memory planned for iteration {iteration} | peak per pipeline rank (GiB): {sizes} | "
-        f"rank {highest}: {main_items(peaks[highest].items)}"
+        f"rank {peak_bytes.index(max(peak_bytes))}: {main_items(items)}"
     )
 
 

@@ -41,18 +41,9 @@ from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
-from megatron_epp.plan.problem import Problem
-from megatron_epp.planner import Options
-from megatron_epp.planner.microbatches import (
-    Lengths,
-    OrderedPlan,
-    plan_as_given,
-    plan_in_order,
-    plan_in_order_as_given,
-    plan_microbatches,
-)
-from megatron_epp.planner.service.background import MicrobatchPlanner
-from megatron_epp.planner.service.packed import PackedPlan
+from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
+from megatron_epp.port.planning import MicrobatchPlanner
 from megatron_epp.report.plan_figures import offload_share
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
@@ -60,6 +51,7 @@ from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
 
+_AS_GIVEN = "plan_as_given"
 _MOST_PLANS = 64
 """Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size. Not measured."""
 
@@ -100,7 +92,7 @@ def _key(agreed: AgreedShapes, forward_only: bool) -> _Key:
     return agreed.shapes, agreed.num_bytes, forward_only
 
 
-def _lengths_of(shapes: Shapes) -> Lengths:
+def _lengths_of(shapes: Shapes) -> MicrobatchLengths:
     return tuple(shape.lengths for shape in shapes)
 
 
@@ -286,11 +278,11 @@ class MicrobatchRun(Run):
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
         in_order = self.args.epp_order == GIVEN
-        as_given = plan_in_order_as_given if in_order else plan_as_given
+        as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
             return self._planner.plan(as_given, *asked)
         try:
-            return self._planner.plan(plan_in_order if in_order else plan_microbatches, *asked)
+            return self._planner.plan("plan_in_order" if in_order else "plan_microbatches", *asked)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return self._planner.plan(as_given, *asked)
@@ -351,7 +343,13 @@ class MicrobatchRun(Run):
         if self._measured is None:
             return (0,) * self.problem.num_ranks
         counted = self._with_microbatches(with_static(learnt, lambda *_: Static()), self._measured)
-        return plan_as_given(_lengths_of(self._measured.shapes), self.problem, counted, self._options).plan.predicted.peak_bytes
+        asked = _lengths_of(self._measured.shapes), self.problem, counted, self._options
+
+        def peaks() -> Sequence[int]:
+            assert self._planner is not None  # this rank plans
+            return self._planner.plan(_AS_GIVEN, *asked)[0].plan().predicted.peak_bytes
+
+        return made_by_first(peaks, self.links.control)
 
 
 def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bool) -> Options:

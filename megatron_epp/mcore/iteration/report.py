@@ -23,9 +23,7 @@ from megatron_epp.mcore.iteration.report_folder import ReplicaFigures
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.plan import Plan
 from megatron_epp.plan.layout import layout_flag
-from megatron_epp.plan.memory_breakdown import MemoryBreakdown
-from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.service.replica_balance import imbalance
+from megatron_epp.plan.problem import imbalance
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.plan_figures import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.runtime.links.objects import gathered_by
@@ -174,7 +172,7 @@ class IterationReport:
             run.report_folder.write(self.iteration, line, plan, measured)
         if not is_logged or dist.get_rank() != last:
             return None
-        log = partial(self._log, line, *self._notes(costs))
+        log = partial(self._log, line, self._hint(plan, costs))
         if run.names is TRAINING:
             return log
         log()  # Python's loggers may be used in any thread, and a program's next call may be far
@@ -202,11 +200,12 @@ class IterationReport:
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in ranks]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in ranks]}
 
-    def _log(self, line: dict[str, Any], breakdown: MemoryBreakdown | None, hint: str) -> None:
-        args, say = self.run.args, loggers.line_of(self.run.names)
+    def _log(self, line: dict[str, Any], hint: str) -> None:
+        run, args, say = self.run, self.run.args, loggers.line_of(self.run.names)
         if self.iteration % args.log_interval == 0:
-            if breakdown is not None:
-                say(loggers.memory_text(breakdown, self.iteration))
+            if run.peak_text:
+                say(run.peak_text)
+                run.peak_text = ""
             say(loggers.iteration_text(line, "" if self.run.loss is None else self.run.loss.name))
             self.run.totals = self.run.totals.after(line)
             if hint:
@@ -214,24 +213,17 @@ class IterationReport:
         if loggers.is_written(args, self.iteration):
             loggers.write(line)
 
-    def _notes(self, costs: PipelineCosts | None) -> tuple[MemoryBreakdown | None, str]:
-        """Return what is logged once per run: the planned peaks by item, and a hint about the division of layers."""
-        run = self.run
-        if not run.makes_chunks or self.batch.plan is None or costs is None or self.iteration % run.args.log_interval:
-            return None, ""
-        breakdown = None if run.memory_is_told else memory_breakdown(self.batch.plan, costs)
-        run.memory_is_told = True
-        return breakdown, self._hint(self.batch.plan, costs)
-
-    def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
+    def _hint(self, plan: Plan | None, costs: PipelineCosts | None) -> str:
         """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations.
 
         Models whose layers differ from each other get no such hint.
         """
         run = self.run
-        if len(run.batches_seen) == _BATCHES:
+        if plan is None or costs is None or self.iteration % run.args.log_interval:
             return ""
-        if run.names is not TRAINING or hybrid_pattern(run.args) or getattr(run.args, "moe_layer_freq", 1) != 1:
+        if not run.makes_chunks or len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
+            return ""
+        if hybrid_pattern(run.args) or getattr(run.args, "moe_layer_freq", 1) != 1:
             return ""
         run.batches_seen.append(plan.lengths)
         if len(run.batches_seen) < _BATCHES:

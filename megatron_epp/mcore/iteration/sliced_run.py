@@ -37,9 +37,9 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Problem, Spans, TrainedParts
-from megatron_epp.planner.service.background import BackgroundPlanner, start_early
-from megatron_epp.planner.service.packed import PackedPlans
-from megatron_epp.planner.service.worker import Worker
+from megatron_epp.port.packed import PackedPlans
+from megatron_epp.port.planning import BackgroundPlanner, start_early
+from megatron_epp.port.worker import Worker
 from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
@@ -240,7 +240,7 @@ class SlicedRun(Run):
         if is_unlimited(min(self.problem.cap_bytes)):
             return
         try:
-            planner.plan(replace(self.problem, lengths=(longest,) * self.replicas))
+            planner.plan(replace(self.problem, lengths=(longest,) * self.replicas), is_run=False)
         except InfeasibleError as error:
             text = possible_on_device(error).text(self.names)
             logger.warning(

@@ -50,11 +50,10 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.problem import Problem, by_count
 from megatron_epp.plan.reading import brief_text, read_text
 from megatron_epp.planner.defaults import WholeLogits, settle
 from megatron_epp.planner.layouts.layout_choice import Sample
-from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)

@@ -54,6 +54,12 @@ def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     )
 
 
+def peak_items(plan: Plan, costs: Costs) -> dict[str, int]:
+    """Return the bytes by item of the fullest rank of a plan, at its peak. The plan was made with `costs`."""
+    peaks = plan.predicted.peak_bytes
+    return memory_breakdown(plan, costs).peak(peaks.index(max(peaks))).items
+
+
 def _added(step: AnyStep) -> tuple[Items, Items]:
     """Bytes by item of a step of an added operation."""
     name = _name_of(operation(step.action.op))

@@ -17,14 +17,8 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError, Remedy
-from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.problem import LockstepGroups, Problem, Share
 from megatron_epp.planner.chunks.chunker import Chunker
-
-Share = tuple[int, ...]
-"""Positions in the global batch, ascending."""
-
-LockstepGroups = tuple[tuple[int, ...], ...]
-"""Replicas whose plans are made together, for they share experts; each replica is in one group."""
 
 Makespan = Callable[[tuple[Problem, ...]], float]
 """Microseconds that a group takes, from the problems of its replicas: their shares of the batch."""
@@ -53,12 +47,6 @@ class Division:
     def checksum(self) -> int:
         """Checksum of the shares: replicas that each divide the batch themselves detect by it that they do not agree."""
         return zlib.crc32(repr(self.shares).encode())
-
-
-def imbalance(makespans_us: Sequence[float]) -> float:
-    """Relative excess of the slowest makespan over the mean: ``max / mean - 1``, the share of time that replicas wait."""
-    mean_us = sum(makespans_us) / len(makespans_us)
-    return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
 def divide(
@@ -112,11 +100,6 @@ def divide(
             time_us(problems_of(tuple(shares[replica] for replica in lockstep_group)))  # says why
         of_replica |= dict.fromkeys(lockstep_group, slowest_us)
     return Division(tuple(map(positions, shares)), tuple(of_replica[r] for r in range(replicas)))
-
-
-def by_count(count: int, replica: int, replicas: int) -> Share:
-    """Return the share of a replica where sequences are dealt one after the other."""
-    return tuple(range(replica, count, replicas))
 
 
 def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:

@@ -25,11 +25,11 @@ from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import load_cluster
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import placements_of
+from megatron_epp.plan.problem import by_count
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.defaults import settle
 from megatron_epp.planner.layouts.layout_choice import Sample
 from megatron_epp.planner.microbatches import plan_as_given
-from megatron_epp.planner.service.replica_balance import by_count
 from megatron_epp.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.recipes import RECIPES, Recipe

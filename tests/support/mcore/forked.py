@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from megatron_epp.launch.forked import Forks, serve
-from megatron_epp.planner.service.worker import started
+from megatron_epp.port.worker import started
 from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from megatron_epp.plan import EppError
@@ -49,12 +50,12 @@ class Worker:
     starts.
 
     Args:
-        make: a function at the top level of a module; its result is called. It may prepare something and return None; then
-            another function and its arguments have to be sent.
+        make: name of a function, as ``module:function``; its result is called. It may prepare something and return None; then
+            another name and its arguments have to be sent.
         niceness: added to the process's own, so that it takes only time that others leave.
     """
 
-    def __init__(self, make: Callable[..., Callable[..., Any] | None], *args: Any, niceness: int = 0) -> None:
+    def __init__(self, make: str, *args: Any, niceness: int = 0) -> None:
         self._process, self._connection = self.start(serve, niceness)
         self.send(make, *args)
 
@@ -147,7 +148,7 @@ def serve(handle: int, niceness: int) -> None:
     work = None
     while work is None:
         make, *args = calls.get()
-        work = make(*args)
+        work = resolve_name(make)(*args)
     while True:
         _send(connection, _outcome(work, calls.get()))
 

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pkgutil import resolve_name
 
-from megatron_epp.planner.service.background import load_planner
-from megatron_epp.planner.service.worker import Process, Worker
+from megatron_epp.port.worker import Process, Worker
 
 
 def fork_workers() -> None:
@@ -22,7 +22,7 @@ def fork_workers() -> None:
     """
     if Worker.start is forked:
         return
-    load_planner()
+    resolve_name("megatron_epp.planner.service.answers:load_planner")()
     Worker.start = staticmethod(forked)  # type: ignore[method-assign]
 
 

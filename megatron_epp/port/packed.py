@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import pickle
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from megatron_epp.plan import Action, Plan, PlanError, digest
+from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment, digest
 from megatron_epp.plan.lowering import lower
 
 
@@ -25,6 +28,7 @@ class PackedPlan(NamedTuple):
         planning_us: how long it took to make, and the division before it.
         share: positions of its sequences in the global batch, in the plan's order.
         division: a checksum, the same for all replicas' plans of a batch.
+        peak_items: bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None.
     """
 
     message: bytes
@@ -33,15 +37,23 @@ class PackedPlan(NamedTuple):
     planning_us: float
     share: tuple[int, ...]
     division: int = 0
+    peak_items: dict[str, int] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
+    def of(
+        cls,
+        plan: Plan,
+        planning_us: float,
+        share: tuple[int, ...],
+        division: int = 0,
+        peak_items: dict[str, int] | None = None,
+    ) -> PackedPlan:
         """Lower and pack a plan.
 
         Raises:
             PlanError: the plan's order deadlocks.
         """
-        return cls(*_contents(plan), planning_us, share, division)
+        return cls(*_contents(plan), planning_us, share, division, peak_items)
 
     def plan(self) -> Plan:
         """Return the plan. Raises `PlanError` if the message is damaged."""
@@ -73,3 +85,34 @@ def _unpacked(message: bytes) -> Any:
         return pickle.loads(zlib.decompress(message))
     except zlib.error as error:  # its checksum covers the whole message
         raise PlanError(f"the message of {len(message)} bytes is no packed plan: {error}") from None
+
+
+MicrobatchLengths = tuple[tuple[int, ...], ...]
+"""Tokens of every sequence of every microbatch, in the caller's order."""
+
+
+class OrderedPlan(NamedTuple):
+    """A plan of whole microbatches.
+
+    Attributes:
+        plan: the plan, a chunk per microbatch.
+        order: the microbatch of every chunk.
+    """
+
+    plan: Plan
+    order: tuple[int, ...]
+
+    def of(self, microbatches: MicrobatchLengths) -> OrderedPlan:
+        """Return the same order, recompute and offload for other microbatches, none of which has more tokens or pairs.
+
+        The plan's times are those of the microbatches that it was made for: a replica that shares experts waits for others'.
+        """
+        chunks, flat = chunks_of(microbatches), tuple(length for lengths in microbatches for length in lengths)
+        return self._replace(plan=replace(self.plan, lengths=flat, chunks=tuple(chunks[index] for index in self.order)))
+
+
+def chunks_of(microbatches: Sequence[tuple[int, ...]]) -> tuple[Chunk, ...]:
+    """Return a chunk per microbatch, in the caller's order."""
+    segments = [Segment(number, 0, length) for number, length in enumerate(n for lengths in microbatches for n in lengths)]
+    ends = accumulate(map(len, microbatches), initial=0)
+    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends))
