@@ -1,1 +1,1 @@
-"""What a training knows of planning: a process that it asks by name, and plans as messages. It imports no planner."""
+"""The side of planning that a training knows: a process that it asks by name, and plans as messages. It imports no planner."""
