@@ -1,4 +1,4 @@
-"""What is asked of a planner: the batch and the machine (`Problem`), and the settings of the user (`Options`)."""
+"""Input of a planner: the batch and the machine (`Problem`), and the settings of the user (`Options`)."""
 
 from __future__ import annotations
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.cost import Costs
@@ -16,7 +15,7 @@ from megatron_epp.port.worker import EndedError, Worker
 logger = logging.getLogger(__name__)
 
 _ANSWERS = "megatron_epp.planner.service.answers"
-"""Module with what the process runs."""
+"""Module with what the process runs for a training."""
 NICENESS = 10
 """Niceness of the planning process, which is ahead of training: it runs while ranks leave a core idle. A rank that waits for a
 plan leaves its own.
@@ -28,32 +27,30 @@ measured: with 0 one such moment ends the training, with many a fault that repea
 
 
 class PlanningProcess:
-    """A process that plans the batches of one run, from any thread, one at a time.
+    """A process that a run asks, from any thread, one call at a time. It is started again where it has ended.
 
     Args:
-        make: name of what makes the function that the process calls for every batch (`Worker`), given `args`.
-        process: of `start_early`, which is used and ended; None to start one.
+        options: by which it will plan: it loads what it needs for them at once, while there is no model yet; None to load that
+            with the first plan.
     """
 
-    def __init__(self, make: str, *args: Any, process: Worker | None = None) -> None:
-        self._start = functools.partial(Worker, make, *args, niceness=NICENESS)
-        if process is not None:
-            with contextlib.suppress(EndedError):  # `call` starts it again
-                process.send(make, *args)
-        self._worker = process or self._start()
+    def __init__(self, options: Options | None = None) -> None:
+        self._worker = Worker(NICENESS)
         self._is_closed = False
         self._lock, self._exchange = threading.Lock(), threading.Lock()
+        if options is not None:
+            self._worker.send(f"{_ANSWERS}:load", options)
 
-    def call(self, *args: Any) -> Any:
-        """Plan a batch. A process that has ended is started again.
+    def call(self, name: str, *args: Any) -> Any:
+        """Return what a function (``module:function``) returns there.
 
         Raises:
-            what planning raises, and `WorkerError` when the process ends again and again, or is closed.
+            what it raises, and `WorkerError` when the process ends again and again, or is closed.
         """
         with self._lock:
             for restarts_left in range(PROCESS_RESTARTS, -1, -1):
                 try:
-                    return self._worker.call(*args)
+                    return self._worker.call(name, *args)
                 except EndedError as ended:
                     if not (restarts_left and self._restarted(ended)):
                         raise
@@ -66,37 +63,42 @@ class PlanningProcess:
                 return False
             logger.warning("%s; it is started again, and plans as before", ended)
             self._worker.close()
-            self._worker = self._start()
+            self._worker = Worker(NICENESS)
             return True
 
+    def plan_microbatches(
+        self, rule: str, microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options
+    ) -> tuple[PackedPlan, tuple[int, ...]]:
+        """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
+        plan, order = self.call(f"{_ANSWERS}:plan_of_microbatches", rule, microbatches, problem, costs, options)
+        return plan, order
+
     def close(self) -> None:
-        """End the process. A thread that waits for a plan gets a `WorkerError`."""
+        """End the process. A thread that waits for an answer gets a `WorkerError`."""
         with self._exchange:
             self._is_closed = True
             self._worker.close()
 
 
-class BackgroundPlanner(PlanningProcess):
+@dataclass(slots=True)
+class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas.
 
     Equal problems get equal plans, on every machine and after a resume. The division over replicas is the
     same for equal problems in any case.
 
-    Args:
+    Attributes:
         lockstep_group: index in `lockstep_groups` of the group to plan for.
         lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
-        process: of `start_early`, which this planner uses and ends; None to start one.
+        process: that plans; it may plan for others, too.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        options: Options,
-        lockstep_group: int = 0,
-        lockstep_groups: LockstepGroups = ((0,),),
-        process: Worker | None = None,
-    ) -> None:
-        super().__init__(f"{_ANSWERS}:planning", costs, options, lockstep_group, lockstep_groups, process=process)
+    costs: Costs
+    options: Options
+    lockstep_group: int = 0
+    lockstep_groups: LockstepGroups = ((0,),)
+    process: PlanningProcess = field(default_factory=PlanningProcess)
+    _tells_peak: bool = True
 
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
@@ -106,24 +108,9 @@ class BackgroundPlanner(PlanningProcess):
                 slices and a plan with these fits.
             is_run: False to only know whether there is a plan.
         """
-        plans: PackedPlans = self.call(problem, grain, is_run)
+        tells_peak = self._tells_peak and is_run and not problem.forward_only
+        self._tells_peak &= not tells_peak
+        groups = self.lockstep_group, self.lockstep_groups
+        name = f"{_ANSWERS}:plans_of_batch"
+        plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain, tells_peak)
         return plans
-
-
-class MicrobatchPlanner(PlanningProcess):
-    """Plans whole microbatches of a caller."""
-
-    def __init__(self) -> None:
-        super().__init__(f"{_ANSWERS}:microbatch_planning")
-
-    def plan(
-        self, rule: str, microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options
-    ) -> tuple[PackedPlan, tuple[int, ...]]:
-        """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
-        plan, order = self.call(rule, microbatches, problem, costs, options)
-        return plan, order
-
-
-def start_early(options: Options) -> Worker:
-    """Start a planning process before there are costs: it loads what it needs for some options while there is no model yet."""
-    return Worker(f"{_ANSWERS}:load", options, niceness=NICENESS)

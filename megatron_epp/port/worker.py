@@ -43,55 +43,53 @@ class Process(Protocol):
 
 
 class Worker:
-    """A process that makes a callable and calls it. Results come in the order of the calls.
+    """A process that calls functions by their names. Answers come in the order of the calls.
 
-    It starts a fresh interpreter that imports nothing but what it is sent: multiprocessing would import the training script
-    again, and with it torch. It ends with the process that made it, however that ends. `forks.fork_workers` changes how it
-    starts.
+    It starts a fresh interpreter that imports nothing but what it is asked for: multiprocessing would import the training
+    script again, and with it torch. It ends with the process that made it, however that ends. `forks.fork_workers` changes how
+    it starts.
 
     Args:
-        make: name of a function, as ``module:function``; its result is called. It may prepare something and return None; then
-            another name and its arguments have to be sent.
         niceness: added to the process's own, so that it takes only time that others leave.
     """
 
-    def __init__(self, make: str, *args: Any, niceness: int = 0) -> None:
+    def __init__(self, niceness: int = 0) -> None:
         self._process, self._connection = self.start(serve, niceness)
-        self.send(make, *args)
+        self._num_sent = 0  # calls whose answers are not read yet
 
     @staticmethod
     def start(serve: Callable[..., None], *args: object) -> tuple[Process, Connection]:
         """Start the process, which calls a function with the handle of a connection and `args`."""
         return started(serve, *args)
 
-    def call(self, *args: Any) -> Any:
-        """Send and receive. Only where nothing sent before is yet to be received."""
-        self.send(*args)
-        return self.receive()
+    def call(self, name: str, *args: Any) -> Any:
+        """Return what a function (``module:function``) returns, or raise what it raises; answers to `send` are dropped.
 
-    def send(self, *args: Any) -> None:
-        """Ask for a call, without waiting for it. Raises `EndedError` when the process has ended."""
-        try:
-            _send(self._connection, args)
-        except OSError:
-            raise self._ended() from None
-
-    def is_ready(self) -> bool:
-        """Return True if `receive` would return, or raise, at once."""
-        return self._connection.poll(0.0)
-
-    def receive(self) -> Any:
-        """The result of the oldest call not yet received. Raises what the call raised, or `EndedError`."""
-        try:
-            outcome = _received(self._connection)
-        except (EOFError, OSError):
-            raise self._ended() from None
+        Raises:
+            EndedError: the process has ended.
+        """
+        self.send(name, *args)
+        outcome = None
+        while self._num_sent:
+            try:
+                outcome = _received(self._connection)
+            except (EOFError, OSError):
+                raise self._ended() from None
+            self._num_sent -= 1
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
+    def send(self, name: str, *args: Any) -> None:
+        """Have a function called, without waiting for it. Raises `EndedError` when the process has ended."""
+        try:
+            _send(self._connection, (name, *args))
+        except OSError:
+            raise self._ended() from None
+        self._num_sent += 1
+
     def close(self) -> None:
-        """End the process, whatever it is doing. A thread that waits in `receive` gets an `EndedError`."""
+        """End the process, whatever it is doing. A thread that waits in `call` gets an `EndedError`."""
         self._process.kill()
         self._process.wait()
 
@@ -143,27 +141,25 @@ def serve(handle: int, niceness: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for training; this process ends with it
     os.nice(niceness)
     connection = Connection(handle)
-    calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
-    work = None
-    while work is None:
-        make, *args = calls.get()
-        work = resolve_name(make)(*args)
     while True:
-        _send(connection, _outcome(work, calls.get()))
+        _send(connection, _outcome(calls.get()))
 
 
-def _listen(connection: Connection, calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+def _listen(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
     while True:
         try:
-            calls.put(_received(connection))
+            calls.put(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
 
 
-def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _outcome(message: bytes) -> Any:
+    """Make a call. Its arguments are read here, not where it comes in: of two threads that import, one may see half a module."""
     try:
-        return work(*args)
+        name, *args = pickle.loads(message)
+        return resolve_name(name)(*args)
     except EppError as error:
         return error
     except Exception as error:  # whatever it is, the caller must hear of it; where it came from is in this process's output

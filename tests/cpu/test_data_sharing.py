@@ -55,7 +55,7 @@ def take_in_turns(rank, links, count):
             mine.append((batch.lengths, batch.plan))
             assert batch.planning_us > 0, turn
     if planner is not None:
-        planner.close()
+        planner.process.close()
     return taken
 
 

@@ -165,7 +165,8 @@ def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
 def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     ours = object.__new__(sliced_run.SlicedRun)
-    ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
+    planner = BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
+    ours._can_plan, ours._planner, ours._process = threading.Event(), planner, planner.process
     ours._can_plan.set()
     ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
     with pytest.raises(

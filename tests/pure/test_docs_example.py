@@ -60,7 +60,7 @@ def test_the_process_that_plans_for_training_finds_it():
     try:
         (packed,) = background.plan(BATCH)
     finally:
-        background.close()
+        background.process.close()
     assert packed.plan() == plan(BATCH, COSTS, Options(planner=NAME))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import subprocess
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
 
 import psutil
 import pytest
@@ -22,12 +20,11 @@ from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
 from megatron_epp.port import forks
 from megatron_epp.port.packed import PackedPlan
-from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, start_early
+from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, PlanningProcess
 from megatron_epp.port.worker import Worker, WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import hybrid
-from tests.support.plan.worker_tasks import adder, misbehaving, sleeper
 
 ASKED = problem((900, 300, 44, 512), 2)
 
@@ -42,7 +39,7 @@ def planner() -> Iterator[BackgroundPlanner]:
     """Its process knows its costs from its start."""
     made = BackgroundPlanner(pipeline(2), Options())
     yield made
-    made.close()
+    made.process.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
     planner: BackgroundPlanner, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
     for _ in range(2):
-        planner._worker._process.kill()
+        planner.process._worker._process.kill()
         with caplog.at_level(logging.WARNING):
             assert plans(planner) == made
     assert caplog.text.count("has ended with exit code -9; see its output above; it is started again") == 2
@@ -72,10 +69,10 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
     options: Options, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
-    early = BackgroundPlanner(pipeline(2), Options(), process=start_early(options))
+    early = BackgroundPlanner(pipeline(2), Options(), process=PlanningProcess(options))
     assert plans(early) == made
     assert "it is started again" not in caplog.text
-    early.close()
+    early.process.close()
 
 
 def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlanner):
@@ -90,17 +87,18 @@ def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlan
 
 
 def test_slices_that_the_user_chose_stay():
-    with closing(BackgroundPlanner(pipeline(2), Options(slices=3))) as planner:
+    planner = BackgroundPlanner(pipeline(2), Options(slices=3))
+    with closing(planner.process):
         assert planner.plan(ASKED, 2.0)[0].plan() == plans(planner)[0]
 
 
 def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):
-    process = start_early(Options())
-    process.close()
+    process = PlanningProcess(Options())
+    process._worker.close()
     early = BackgroundPlanner(pipeline(2), Options(), process=process)
     assert plans(early) == made
     assert "it is started again" in caplog.text
-    early.close()
+    early.process.close()
 
 
 def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptureFixture):
@@ -108,30 +106,20 @@ def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptu
     with pytest.raises(WorkerError, match="has ended with exit code 9"):
         planner.plan(ASKED)
     assert caplog.text.count("it is started again") == PROCESS_RESTARTS
-    planner.close()
+    planner.process.close()
 
 
 def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
     planner = BackgroundPlanner(pipeline(2), Options())
-    planner.close()
+    planner.process.close()
     with pytest.raises(WorkerError, match="has ended"):
         planner.plan(ASKED)
     assert not caplog.text
 
 
-def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(answers, "CACHED_PLANS", 2)
-    plan = answers.planning(pipeline(2), Options(), 0, ((0,), (1,)))
-    batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
-    gc.freeze()  # what other tests hold is neither searched nor counted
-    for _ in range(5):
-        for batch in batches:
-            plan(batch)
-        gc.collect()
-        counts.append(len(gc.get_objects()))
-    gc.unfreeze()
-    planned_since = len(batches) * len(counts[3:])
-    assert counts[-1] - counts[2] < planned_since / 2, counts
+def test_a_process_keeps_few_plans_of_batches():
+    for known in (answers._plans, answers._division):
+        assert known.cache_info().maxsize == answers.CACHED_PLANS
 
 
 @given(sound_plans())
@@ -154,7 +142,7 @@ def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes]):
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
-Start = Callable[..., Worker]
+TASKS = "tests.support.plan.worker_tasks"
 
 
 class Forked(Worker):
@@ -162,55 +150,45 @@ class Forked(Worker):
 
 
 @pytest.fixture(params=[Worker, Forked])
-def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Starts a worker of a task."""
-    started: list[Worker] = []
-
-    def of_task(task: Callable[..., Any], *args: Any) -> Worker:
-        started.append(request.param(f"{task.__module__}:{task.__name__}", *args))
-        return started[-1]
-
-    yield of_task
-    for worker in started:
-        worker.close()
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    worker = request.param()
+    yield worker
+    worker.close()
 
 
-def test_calls_are_answered_in_order_by_one_callable(start: Start):
-    worker = start(adder, 100)
-    for number in (1, 2, 3):
-        worker.send(number)
-    assert [worker.receive() for _ in range(3)] == [101, 103, 106]
-    assert not worker.is_ready()
+def test_calls_are_answered_in_order_and_answers_to_what_was_only_sent_are_dropped(worker: Worker):
+    worker.send(f"{TASKS}:add", 100)
+    assert [worker.call(f"{TASKS}:add", number) for number in (1, 2)] == [101, 103]
+    worker.send(f"{TASKS}:misbehave", "bug")
+    assert worker.call(f"{TASKS}:add", 3) == 106
 
 
-def test_its_output_is_no_answer_and_only_a_forked_one_begins_with_what_is_imported(start: Start):
-    is_forked = type(worker := start(misbehaving)) is Forked
-    assert ("psutil" in worker.call("print")) == is_forked
-    assert is_forked or "torch" not in worker.call("go on")
+def test_its_output_is_no_answer_and_only_a_forked_one_begins_with_what_is_imported(worker: Worker):
+    is_forked = type(worker) is Forked
+    assert ("psutil" in worker.call(f"{TASKS}:misbehave", "print")) == is_forked
+    assert is_forked or "torch" not in worker.call(f"{TASKS}:misbehave", "go on")
 
 
-def test_refusals_and_other_errors_come_back_and_it_goes_on(start: Start):
-    worker = start(misbehaving)
+def test_refusals_and_other_errors_come_back_and_it_goes_on(worker: Worker):
     with pytest.raises(InfeasibleError, match="needs 12 GB"):
-        worker.call("refuse")
+        worker.call(f"{TASKS}:misbehave", "refuse")
     with pytest.raises(WorkerError, match="KeyError: 'key'"):
-        worker.call("bug")
-    assert "numpy" in worker.call("go on")
+        worker.call(f"{TASKS}:misbehave", "bug")
+    assert "numpy" in worker.call(f"{TASKS}:misbehave", "go on")
 
 
-def test_an_ended_process_is_noticed(start: Start):
-    worker = start(misbehaving)
+def test_an_ended_process_is_noticed(worker: Worker):
     for _ in range(2):
         with pytest.raises(WorkerError, match="ended with exit code 3"):
-            worker.call("die")
+            worker.call(f"{TASKS}:misbehave", "die")
 
 
-def test_closing_ends_a_call_in_the_making(start: Start):
-    worker, raised = start(sleeper), threading.Event()
+def test_closing_ends_a_call_in_the_making(worker: Worker):
+    raised = threading.Event()
 
     def wait():
         with pytest.raises(WorkerError):
-            worker.call(600)
+            worker.call(f"{TASKS}:sleep", 600)
         raised.set()
 
     thread = threading.Thread(target=wait)
@@ -226,10 +204,10 @@ def test_an_error_of_a_closed_worker_can_be_collected_as_garbage():
 import gc
 from megatron_epp.port.worker import Worker, WorkerError
 
-worker = Worker("tests.support.plan.worker_tasks:adder", 0)
+worker = Worker()
 worker.close()
 try:
-    worker.send(1)
+    worker.send('time:sleep', 1)
 except WorkerError as error:
     error.itself = error
 gc.collect()
@@ -238,14 +216,14 @@ gc.collect()
 
 
 @pytest.mark.parametrize(
-    "before", ["", "forks.fork_workers(); worker.Worker(tasks + 'misbehaving').call('print');"], ids=["afresh", "forked"]
+    "before", ["", "forks.fork_workers(); worker.Worker().call('builtins:print', 'noise');"], ids=["afresh", "forked"]
 )
 def test_it_ends_when_the_process_that_made_it_is_killed_and_keeps_to_standard_error(before: str):
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
-        "import os, signal; tasks = 'tests.support.plan.worker_tasks:';"
+        "import os, signal;"
         f"from megatron_epp.port import forks, worker; {before}"
-        "one = worker.Worker(tasks + 'sleeper'); one.send(600); print(one._process.pid, flush=True);"
+        "one = worker.Worker(); one.send('time:sleep', 600); print(one._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     pid, end_s = int(_python(program).stdout), time.monotonic() + 30

@@ -164,7 +164,7 @@ def test_replicas_plan_their_shares_of_one_division():
     planners = [BackgroundPlanner(COSTS, Options(), replica, alone(2)) for replica in range(2)]
     packed = [one for planner in planners for one in planner.plan(problem(lengths))]
     for planner in planners:
-        planner.close()
+        planner.process.close()
     assert packed[0].division == packed[1].division
     assert sorted(packed[0].share + packed[1].share) == list(range(8))
     for one in packed:

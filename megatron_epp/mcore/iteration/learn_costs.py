@@ -139,5 +139,3 @@ class LearntPlanner:
     def close(self) -> None:
         """End planning. A thread that waits for learnt costs gets an error."""
         self._is_over.set()
-        if self._planner is not None:
-            self._planner.close()

@@ -43,7 +43,7 @@ from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
-from megatron_epp.port.planning import MicrobatchPlanner
+from megatron_epp.port.planning import PlanningProcess
 from megatron_epp.report.plan_figures import offload_share
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
@@ -117,12 +117,12 @@ class MicrobatchRun(Run):
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_shards(args))
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
-        self._planner = MicrobatchPlanner() if dist.get_rank() == self.own_ranks[0] else None
+        self._process = PlanningProcess() if dist.get_rank() == self.own_ranks[0] else None
         """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
         self.connect(stages)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._agreed_ahead)
-        self._thread = None if self._planner is None else SideThread("epp-planning")  # which waits for the process
+        self._thread = None if self._process is None else SideThread("epp-planning")  # which waits for the process
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
@@ -274,26 +274,26 @@ class MicrobatchRun(Run):
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
         """Plan the microbatches, which ranks hold on their devices throughout."""
         assert self.costs is not None  # since `settle`
-        assert self._planner is not None  # this rank plans
+        assert self._process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
-            return self._planner.plan(as_given, *asked)
+            return self._process.plan_microbatches(as_given, *asked)
         try:
-            return self._planner.plan("plan_in_order" if in_order else "plan_microbatches", *asked)
+            return self._process.plan_microbatches("plan_in_order" if in_order else "plan_microbatches", *asked)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
-            return self._planner.plan(as_given, *asked)
+            return self._process.plan_microbatches(as_given, *asked)
 
     def close(self) -> None:
         """End planning, and wait until background threads have completed their work."""
         try:
             super().close()
         finally:
-            if self._planner is not None:
-                self._planner.close()
+            if self._process is not None:
+                self._process.close()
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: AgreedShapes) -> PipelineCosts:
         """Add the bytes of microbatches on devices, which the first stage of each rank holds throughout."""
@@ -346,8 +346,8 @@ class MicrobatchRun(Run):
         asked = _lengths_of(self._measured.shapes), self.problem, counted, self._options
 
         def peaks() -> Sequence[int]:
-            assert self._planner is not None  # this rank plans
-            return self._planner.plan(_AS_GIVEN, *asked)[0].plan().predicted.peak_bytes
+            assert self._process is not None  # this rank plans
+            return self._process.plan_microbatches(_AS_GIVEN, *asked)[0].plan().predicted.peak_bytes
 
         return made_by_first(peaks, self.links.control)
 

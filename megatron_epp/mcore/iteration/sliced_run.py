@@ -38,8 +38,7 @@ from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Problem, Spans, TrainedParts
 from megatron_epp.port.packed import PackedPlans
-from megatron_epp.port.planning import BackgroundPlanner, start_early
-from megatron_epp.port.worker import Worker
+from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
 from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
@@ -76,8 +75,8 @@ class SlicedRun(Run):
     longest_tokens = 0
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
 
-    _process: Worker | None = None
-    """Planning process that is started, for the first planner; None if there is none, or it has it."""
+    _process: PlanningProcess | None = None
+    """Process that plans; None on ranks that do not."""
     _planner: BackgroundPlanner | None = None
     _planning_ranks: ObjectGroup | None = None
 
@@ -181,9 +180,9 @@ class SlicedRun(Run):
                 self.watch.after(plan, recorder)
 
     def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
-        process, self._process = self._process, None
+        assert self._process is not None  # this rank plans
         options = options_from(self.args, training=True, offload=offloads(self.args))
-        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, process)
+        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, self._process)
 
     def plan_source(self, forward_only: bool, *, of_batch: bool = False) -> PlanSource:
         """Return the source of this rank's plans, for training or for evaluation.
@@ -203,7 +202,7 @@ class SlicedRun(Run):
         try:
             super().close()
         finally:
-            for planning in (self._planner, self._process, self.learnt_planner):
+            for planning in (self._process, self.learnt_planner):
                 if planning is not None:
                     planning.close()
 
@@ -301,7 +300,7 @@ def _summary(lengths: tuple[int, ...]) -> str:
 
 
 _run: SlicedRun | None = None
-_process: Worker | None = None
+_process: PlanningProcess | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -309,10 +308,10 @@ def prepare(args: argparse.Namespace) -> None:
     global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
-        _process = start_early(options_from(args, training=True, offload=offloads(args)))
+        _process = PlanningProcess(options_from(args, training=True, offload=offloads(args)))
 
 
-def _take_process() -> Worker | None:
+def _take_process() -> PlanningProcess | None:
     """Return the process that `prepare` started, for one run; None if there is none."""
     global _process
     process, _process = _process, None

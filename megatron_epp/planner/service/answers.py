@@ -1,4 +1,4 @@
-"""What the planning process of a training runs (`port.planning`)."""
+"""Answers of the planning process to a training (`port.planning`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,68 +54,59 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
         planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
 
 
-def microbatch_planning() -> Callable[..., tuple[PackedPlan, tuple[int, ...]]]:
-    load(Options())
-
-    def packed(rule: str, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
-        start_s = time.perf_counter()
-        plan, order = getattr(microbatches, rule)(*asked)
-        return PackedPlan.of(plan, (time.perf_counter() - start_s) * 1e6, ()), order
-
-    return packed
-
-
 def load(options: Options) -> None:
+    """Load what planning needs with some options."""
     with contextlib.suppress(EppError):  # told where a batch is planned
         load_planner((options,))
 
 
-def planning(
-    costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups
-) -> Callable[..., PackedPlans]:
-    """Make the function that the process calls for every batch."""
+def plan_of_microbatches(rule: str, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
+    """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
+    start_s = time.perf_counter()
+    plan, order = getattr(microbatches, rule)(*asked)
+    return PackedPlan.of(plan, (time.perf_counter() - start_s) * 1e6, ()), order
 
-    @functools.lru_cache(CACHED_PLANS)
-    def plans_of(problems: tuple[Problem, ...], slices: int | None = options.slices) -> tuple[Plan, ...]:
-        if len(problems) > 1:
-            return plan_lockstep(problems, costs, replace(options, slices=slices))
-        return (planner.plan(problems[0], costs, replace(options, slices=slices)),)
 
-    def of_grain(plans: tuple[Plan, ...], problems: tuple[Problem, ...], grain: float) -> tuple[Plan, ...]:
-        """Plan with so many times the slices that the fastest plans have; return these where no plan has so many."""
+def plans_of_batch(
+    problem: Problem,
+    costs: Costs,
+    options: Options,
+    lockstep_group: int,
+    lockstep_groups: LockstepGroups,
+    grain: float,
+    tells_peak: bool,
+) -> PackedPlans:
+    """Divide a batch over replicas, and plan the shares of a group's. Arguments as in `port.planning.BackgroundPlanner`."""
+    start_s = time.perf_counter()
+    division = _division(problem, costs, options, lockstep_groups)
+    shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
+    problems = tuple(map(problem.part, shares))
+    plans = _plans(problems, costs, options)
+    if grain != 1.0 and options.slices is None and options.chunk_tokens is None:
         slices = (Counter(segment.sequence for chunk in plan.chunks for segment in chunk.segments) for plan in plans)
         most = max(count for counts in slices for count in counts.values())
         with contextlib.suppress(EppError):
-            return plans_of(problems, max(1, round(grain * most)))
-        return plans
+            plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
+    planning_us = (time.perf_counter() - start_s) * 1e6
+    return tuple(
+        PackedPlan.of(plan, planning_us, share, division.checksum, peak_items(plan, costs) if tells_peak else None)
+        for plan, share in zip(plans, shares, strict=True)
+    )
 
-    @functools.lru_cache(CACHED_PLANS)
-    def divided(problem: Problem) -> Division:
-        if lockstep_groups == ((0,),):
-            return Division((tuple(range(len(problem.lengths))),), (0.0,))
 
-        def slowest_us(shares: tuple[Problem, ...]) -> float:
-            return max(about_us(share, costs, options) for share in shares)
+@functools.lru_cache(CACHED_PLANS)
+def _plans(problems: tuple[Problem, ...], costs: Costs, options: Options) -> tuple[Plan, ...]:
+    if len(problems) > 1:
+        return plan_lockstep(problems, costs, options)
+    return (planner.plan(problems[0], costs, options),)
 
-        return divide(problem, costs, lockstep_groups, slowest_us)
 
-    tells_peak = True
+@functools.lru_cache(CACHED_PLANS)
+def _division(problem: Problem, costs: Costs, options: Options, lockstep_groups: LockstepGroups) -> Division:
+    if lockstep_groups == ((0,),):
+        return Division((tuple(range(len(problem.lengths))),), (0.0,))
 
-    def packed(problem: Problem, grain: float = 1.0, is_run: bool = True) -> PackedPlans:
-        nonlocal tells_peak
-        start_s = time.perf_counter()
-        division = divided(problem)
-        shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
-        problems = tuple(map(problem.part, shares))
-        plans = plans_of(problems)
-        if grain != 1.0 and options.slices is None and options.chunk_tokens is None:
-            plans = of_grain(plans, problems, grain)
-        planning_us = (time.perf_counter() - start_s) * 1e6
-        tells_now = tells_peak and is_run and not problem.forward_only
-        tells_peak &= not tells_now
-        return tuple(
-            PackedPlan.of(plan, planning_us, share, division.checksum, peak_items(plan, costs) if tells_now else None)
-            for plan, share in zip(plans, shares, strict=True)
-        )
+    def slowest_us(shares: tuple[Problem, ...]) -> float:
+        return max(about_us(share, costs, options) for share in shares)
 
-    return packed
+    return divide(problem, costs, lockstep_groups, slowest_us)

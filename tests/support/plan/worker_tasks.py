@@ -3,23 +3,16 @@
 import os
 import sys
 import time
-from functools import partial
 
 from megatron_epp.plan import InfeasibleError
 
-
-def adder(start):
-    return partial(add, [start])
+_numbers: list[int] = []
 
 
-def add(total, number):
+def add(number):
     """Adds up what it is called with."""
-    total[0] += number
-    return total[0]
-
-
-def misbehaving():
-    return misbehave
+    _numbers.append(number)
+    return sum(_numbers)
 
 
 def misbehave(how):
@@ -34,5 +27,5 @@ def misbehave(how):
     return sorted(name for name in ("torch", "megatron", "numpy", "psutil") if name in sys.modules)
 
 
-def sleeper():
-    return time.sleep
+def sleep(seconds):
+    time.sleep(seconds)
