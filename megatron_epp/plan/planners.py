@@ -92,7 +92,6 @@ class Planners(MutableMapping[str, Planner]):
     """Planners by name. Tables are imported, one after the other, while a name is not known without them.
 
     Args:
-        entries: of this package's own planners.
         tables: modules of planners, each with a mapping `PLANNERS`.
     """
 

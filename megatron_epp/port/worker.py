@@ -156,7 +156,7 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
 
 
 def _outcome(message: bytes) -> Any:
-    """Make a call. Its arguments are read here, not where it comes in: of two threads that import, one may see half a module."""
+    """Make a call. Its arguments are read here, not where it is received: two threads that import may see half a module."""
     try:
         name, *args = pickle.loads(message)
         return resolve_name(name)(*args)
