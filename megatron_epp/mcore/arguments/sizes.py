@@ -8,10 +8,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Generator, Iterator
 
-from megatron_epp.launch.yaml_settings import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, is_open, readable_layout, token_multiple
-from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.flags import REPLICA_SIZES, flag_of, world_of
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _LAYOUT = "--pipeline-model-parallel-layout"
