@@ -120,6 +120,8 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 
     names, config = [str(name) for name in files], OmegaConf.structured(Settings)
+    for section in (config, config.launch):
+        OmegaConf.set_readonly(section, False)  # as releases before 2.4 take frozen classes
     bodies = [body for name in names for body in _bodies(_found(name), ())]
     for source, body in [*bodies, *map(_assigned, overrides)]:
         sections = {key: value for key, value in body.items() if value is not None}
@@ -173,13 +175,16 @@ def _assigned(override: str) -> tuple[str, Mapping[str, Any]]:
 @contextlib.contextmanager
 def _naming_key(source: str) -> Iterator[None]:
     """Raise OmegaConf's errors as an EppError of one line with the source and the key."""
-    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+    from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
     with naming_file(source):
         try:
             yield
         except (OmegaConfBaseException, RecursionError, TypeError) as error:  # TypeError: a list for a section
             key, text = getattr(error, "full_key", None), one_line(error).partition(" full_key: ")[0]
+            if isinstance(error, ConfigKeyError):
+                known = [*error.parent_node, *["include"] * (key == error.key)]
+                text = f"unknown{nearest(str(error.key), known)}; there are {', '.join(known)}"
             if isinstance(error, InterpolationResolutionError):
                 text += "; a variable of the environment is ${oc.env:NAME,default}"
             raise EppError(f"{key}: {text}" if key else text) from error
