@@ -210,7 +210,6 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ({"num_layers": [1, 2]}, 1, "--num-layers takes one value"),
         ([1, 2], 1, "holds no `name: value` pairs"),
         ({"language_model": 5}, 1, "`language_model:` holds 5; it must hold names with values"),
-        ({"model_parallel": {1: 5}}, 1, "1 stands where a name should"),
         ({"megatron": {"num_layers": 4}}, 1, "settings.yaml", "`megatron:`", "megatron-epp train -c"),
         (
             {"data_path": "${EPP_TEST_UNSET}"},

@@ -147,7 +147,7 @@ FILES = {
     "unknown reference": ("train", "megatron: {lr: '${foo}'}", "megatron.lr: Interpolation key 'foo' not found"),
     "reference to itself": ("train", "megatron: {lr: '${megatron.lr}'}", "Recursive interpolation detected"),
     "a date": ("train", "megatron: {lr: 2020-01-01}", "megatron.lr: Value 'date'"),
-    "variable that is no YAML": ("train", "launch: {nodes: '${oc.env:EPP_TEST_BAD}'}", "launch.nodes: While dereferencing interpolation"),
+    "variable that is no YAML": ("train", "launch: {nodes: '${oc.env:EPP_TEST_BAD}'}", "launch.nodes: While dereferencing"),
     "no layers in a model": ("costs_and_model", "megatron: {hidden_size: 64}", "the model needs num_layers"),
     "vocabulary": ("model", f"megatron: {{num_layers: 4, {SHAPE}: {'9' * 20}}}", "vocab_size, a whole number from 1 to 2,147,"),
     "blocks of words": ("shaped", f"megatron: {{{SHAPE}: 99, epp_loss_block_tokens: foo}}", "epp_loss_block_tokens is 'foo'"),
