@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.flags import flag_of, flag_words, world_of
+from megatron_epp.plan.flags import flag_of, flag_words
 
 _OURS = ["-m", "megatron_epp.run"]
 _CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
