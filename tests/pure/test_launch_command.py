@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +11,6 @@ import yaml
 import megatron_epp
 from megatron_epp.launch.command import command_of, exports, save_run, variables_of
 from megatron_epp.launch.yaml_settings import Launch, Settings, load_settings
-from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan import EppError
 
 NAMES = ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"]
@@ -21,6 +19,7 @@ VARIABLES = ["X=1; touch PWNED; export Y", "2ND", "A B", "A\nB", "", "Ä", "A-B"
 """No names that a shell takes for those of variables."""
 VALUE = "launch.environment.A_KEY must be text without a NUL character, or a number"
 HOSTILE = "'; touch PWNED; '$(touch PWNED)`touch PWNED`\n touch PWNED\n\"\\}"
+SECRETS = ("HF_TOKEN", "wandb_api_key", "MY_SECRETS", "PGPASSWORD")
 SECRET = 'hunter2-"$x'
 
 
@@ -84,10 +83,6 @@ def test_mistakes_are_named_in_one_line(launch, words):
     assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
-def test_a_replica_has_as_many_ranks_as_its_parallel_sizes_multiply_to():
-    assert world_of({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}) == 8
-
-
 # ---- what is saved: references to the environment stay references ----------------------------------------------------
 
 
@@ -130,28 +125,15 @@ def test_the_saved_command_runs_again_as_it_is_and_no_value_is_code(tmp_path):
     assert json.loads((settings.folder / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
 
 
-def modes(folder: Path) -> set[int]:
-    return {path.stat().st_mode & 0o777 for path in (folder / "command.sh", folder / "settings.yaml")}
-
-
-@pytest.fixture
-def plain_umask():
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
-@pytest.mark.usefixtures("plain_umask")
 def test_a_secret_is_saved_for_its_owner_alone(tmp_path):
-    settings = loaded(tmp_path, {"OMP_NUM_THREADS": 1, "TOKENIZERS_PARALLELISM": "true"})
-    save_run(settings, ["true"])
-    assert modes(settings.folder) == {0o644}
-    for name in ("HF_TOKEN", "wandb_api_key", "MY_SECRETS", "PGPASSWORD"):
-        for path in (settings.folder / "command.sh", settings.folder / "settings.yaml"):
-            path.chmod(0o644)
+    before = os.umask(0o022)
+    for name, mode in (("OMP_NUM_THREADS", 0o644), ("TOKENIZERS_PARALLELISM", 0o644), *((name, 0o600) for name in SECRETS)):
         save_run(loaded(tmp_path, {name: "abc"}), ["true"])
-        assert modes(settings.folder) == {0o600}
-    assert sorted(path.name for path in settings.folder.iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
+        for path in (tmp_path / "run" / "command.sh", tmp_path / "run" / "settings.yaml"):
+            assert path.stat().st_mode & 0o777 == mode
+            path.chmod(0o644)
+    os.umask(before)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
 
 
 @pytest.mark.parametrize(("environment", "is_followed"), [({}, True), ({"HF_TOKEN": "abc"}, False)], ids=["usual", "secret"])
