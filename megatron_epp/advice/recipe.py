@@ -126,7 +126,7 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
 
     node = question.cluster.devices_per_node
     nodes, has_tokenizer = max(1, question.devices // node), "tokenizer_type" in question.flags
-    launch = {"name": f"advised-{question.devices}", "nodes": f"${{NNODES:{nodes}}}"}
+    launch = {"name": f"advised-{question.devices}", "nodes": f"${{oc.env:NNODES,{nodes}}}"}
     body: dict[str, Any] = {
         "include": ["base", *([] if model is None else [f"models/{model}"]), *([] if has_tokenizer else ["data/documents"])],
         "cluster": question.cluster.name,
@@ -135,9 +135,9 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
         "epp": epp_settings(question, config),
     }
     if nodes > 1:
-        body["launch"]["master_port"] = "${MASTER_PORT:29500}"
+        body["launch"]["master_port"] = "${oc.env:MASTER_PORT,29500}"
     if has_tokenizer:
-        body["megatron"]["data_path"] = "${DATA_PATH:documents/text}"
+        body["megatron"]["data_path"] = "${oc.env:DATA_PATH,documents/text}"
     if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
         body["megatron"]["distributed_backend"] = "gloo"
     rows = question.flags.get("padded_vocab_size", question.flags["vocab_size"])

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.cost.library import find
-from megatron_epp.launch.command import Launch, command_of, folder_of, log_of, save_run
-from megatron_epp.launch.environment_variables import environment_to_set, exports
+from megatron_epp.launch.command import command_of, exports, save_run, variables_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.short_log import LOG_VARIABLE
-from megatron_epp.launch.yaml_settings import Settings, SettingsError, load_settings, world_of
+from megatron_epp.launch.yaml_settings import Settings, load_settings
+from megatron_epp.mcore.arguments.sizes import world_of
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file
 
 _EXAMPLE = """\
@@ -50,26 +51,24 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
-    with naming_file(f"-c {', '.join(args.config)}"):
-        launch = Launch.of(settings)
-        processes = launch.processes_per_node or _processes(settings, launch)
+    launch = settings.launch
     with progress("reading Megatron's flags"), naming_file(f"-c {', '.join(args.config)}"):
+        processes = launch.processes_per_node or _processes(settings)
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
-    command, environment = command_of(launch, argv, processes), environment_to_set(launch.environment)
-    say("\n".join([*exports(launch.environment, masked=True), shlex.join(command)]), flush=True)
+    command, variables = command_of(launch, argv, processes), variables_of(launch)
+    say("\n".join([*exports(settings, masked=True), shlex.join(command)]), flush=True)
     if args.dry_run:
         return 0
-    folder = folder_of(launch, settings.get("megatron") or {})
     if launch.node_rank == 0:
-        save_run(folder, settings, command, launch.environment)
-        tell(f"settings, command and versions are in {folder}")
+        save_run(settings, command)
+        tell(f"settings, command and versions are in {settings.folder}")
     if launch.nodes > 1:
         tell(f"torchrun waits for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
-    if (log := log_of(launch, folder)) is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # of a node that saves nothing else
-        tell(f"all that Megatron prints is in {log}; here is the short form (launch.full_log=true prints all)")
-        environment[LOG_VARIABLE] = str(log)
-    os.execvpe(command[0], command, {**os.environ, **environment})
+    if settings.log is not None:
+        settings.folder.mkdir(parents=True, exist_ok=True)  # of a node that saves nothing else
+        tell(f"all that Megatron prints is in {settings.log}; here is the short form (launch.full_log=true prints all)")
+        variables[LOG_VARIABLE] = str(settings.log)
+    os.execvpe(command[0], command, variables)
     return 0
 
 
@@ -79,15 +78,14 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
     Raises:
         EppError: a key, a value, or several of them together are refused.
     """
-    if (cluster := settings.get("cluster")) is not None:
-        find("clusters", str(cluster))
+    if settings.cluster is not None:
+        find("clusters", settings.cluster)
     with quietly():
         from megatron_epp.mcore import entry
 
         parser = entry.megatron_parser()
         argv = argv_of(settings, parser)
-        parsed = entry.check(parser, argv)
-        entry.check_start(parsed, world_size, wants_files=wants_files)
+        entry.check_start(entry.check(parser, argv), world_size, wants_files=wants_files)
     return argv
 
 
@@ -104,17 +102,14 @@ def quietly() -> Iterator[None]:
         logging.disable(level)
 
 
-def _processes(settings: Settings, launch: Launch) -> int:
+def _processes(settings: Settings) -> int:
     """Return the number of processes: one for each GPU of this node; without GPUs, as many as one replica needs."""
+    ranks, nodes = world_of(settings.megatron), settings.launch.nodes
     if num_gpus := count_gpus():
         return num_gpus
-    needed = world_of(settings.get("megatron") or {})
-    if needed % launch.nodes:
-        raise SettingsError(
-            f"one replica has {needed} ranks, which do not divide over {launch.nodes} nodes without GPUs: set "
-            "launch.processes_per_node"
-        )
-    return needed // launch.nodes
+    if ranks % nodes:
+        raise EppError(f"a replica's {ranks} ranks do not divide over {nodes} nodes: set launch.processes_per_node")
+    return ranks // nodes
 
 
 _PURPOSE = "train from YAML settings with Megatron's own loop (needs torch and Megatron)"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_epp.launch.yaml_settings import Settings, SettingsError
-from megatron_epp.plan.reading import nearest
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.reading import brief, nearest
 
-EPP_PREFIX = "epp_"
+if TYPE_CHECKING:
+    from megatron_epp.launch.yaml_settings import Settings
+
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Pattern of negative numbers, which argparse reads as values."""
-type Option = tuple[str, argparse.Action]
-"""A flag of the training script as on the command line, ``--num-layers``, and what it does there."""
 
 
 class SuggestingParser(argparse.ArgumentParser):
@@ -45,23 +46,23 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 class TrainingParser(SuggestingParser):
-    """Parser of a training script that raises `SettingsError` where argparse exits with its usage, here hundreds of lines."""
+    """Parser of a training script that raises `EppError` where argparse exits with its usage, here hundreds of lines."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Raises `SettingsError` for a word that no flag takes."""
+        """Parse as argparse does. Raises `EppError` for a word that no flag takes."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"there is no {self.named(unknown)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"the training script refuses this: {message}")
+        raise EppError(f"the training script refuses this: {message}")
 
 
-def flags_of(parser: argparse.ArgumentParser) -> dict[str, Option]:
-    """Return every option of a parser by its name with underscores, such as ``num_layers``."""
-    options = parser._option_string_actions.items()
-    return {name[2:].replace("-", "_"): (name, action) for name, action in options if name.startswith("--")}
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return every flag of a parser by its name with underscores, such as ``num_layers``."""
+    actions = parser._option_string_actions.items()
+    return {option[2:].replace("-", "_"): action for option, action in actions if option.startswith("--")}
 
 
 def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
@@ -71,75 +72,46 @@ def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
     section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``.
 
     Raises:
-        SettingsError: a key is not a flag (the message names the most similar one), or a value is invalid for its flag.
+        EppError: a key is not a flag (the message names the most similar one), or no value of one.
     """
-    arguments, flags = list[str](), flags_of(parser)
-    for name, value in (settings.get("megatron") or {}).items():
-        arguments += _arguments("megatron", name, name, value, flags)
-    section = settings.get("epp")
-    enabled = section is not None and section.get("enabled", True)
-    if not isinstance(enabled, bool):
-        raise SettingsError(f"epp.enabled is {enabled!r}; give true or false")
-    if section is None or not enabled:
-        return arguments
-    arguments.append("--epp")
-    for name, value in section.items():
-        if name != "enabled":
-            arguments += _arguments("epp", name, EPP_PREFIX + name, value, flags)
-    return arguments
-
-
-def _arguments(section: str, key: str, name: str, value: Any, flags: Mapping[str, Option]) -> Iterator[str]:
-    if value is None:
-        return
-    if name not in flags:
-        prefix = EPP_PREFIX if section == "epp" else ""
-        known = [other.removeprefix(prefix) for other in flags if other.startswith(EPP_PREFIX) == bool(prefix)]
-        hint = nearest(key, known)
-        if key.startswith("lora"):  # near to those of latent attention
-            hint = "; Megatron has none for adapters, which docs/adapters.md trains"
-        raise SettingsError(f"{section}.{key} is not a flag of the training script{hint}")
-    option, action = flags[name]
-    words = words_of(f"{section}.{key}", option, action, value)
-    if action.nargs == 0:
-        opposite = f"--no-{option.removeprefix('--')}"
-        if value:
-            yield option
-        elif isinstance(action, argparse.BooleanOptionalAction) and opposite in action.option_strings:
-            yield opposite
-        return
-    if any("\0" in word for word in words):
-        raise SettingsError(f"{section}.{key} is {value!r}; no command line can hold a NUL character")
-    if len(words) == 1 and words[0].startswith("-"):  # else it is read as a flag
-        yield f"{option}={words[0]}"
-        return
-    if any(word.startswith("-") and not _NEGATIVE.fullmatch(word) for word in words):
-        raise SettingsError(f"{section}.{key} is {value!r}; a value among several must not begin with -, as flags do")
-    yield option
-    yield from words
-
-
-def takes_several(action: argparse.Action) -> bool:
-    """True for a flag of one or more values."""
-    return action.nargs in ("*", "+") or (isinstance(action.nargs, int) and action.nargs > 0)
+    values = {f"megatron.{key}": (key, value) for key, value in settings.megatron.items()}
+    epp = {"enabled": False} if settings.epp is None else {"enabled": True} | settings.epp
+    if epp["enabled"] is not False:
+        values |= {f"epp.{key}": ("epp" if key == "enabled" else f"epp_{key}", value) for key, value in epp.items()}
+    flags, argv = flags_of(parser), list[str]()
+    for key, (name, value) in values.items():
+        if name not in flags:
+            hint = nearest(name, flags).replace("epp_", "" if key.startswith("epp.") else "epp_")
+            if name.startswith("lora"):  # near to those of latent attention
+                hint = "; Megatron has none for adapters, which docs/adapters.md trains"
+            raise EppError(f"{key} is not a flag of the training script{hint}")
+        argv += words_of(key, flag_of(name), flags[name], value)
+    return argv
 
 
 def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list[str]:
-    """Return a value of a settings file as words of the command line; none for a switch. YAML reads on and off as booleans.
+    """Return a value of a settings file as words of the command line, whose number and types the parser checks.
 
     Raises:
-        SettingsError: a switch is neither true nor false, or the number of values is wrong; the message begins with `key`.
+        EppError: the value would be read as another one; the message begins with `key`.
     """
+    if value is None:
+        return []
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise SettingsError(f"{key} is {value!r}; {option} is a switch: give true or false")
-        return []
-    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):
+            raise EppError(f"{key} is {brief(value)}; {option} is a switch: give true or false")
+        opposite = f"--no-{option[2:]}"
+        return [option] if value else [opposite] * (opposite in action.option_strings)
+    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):  # as YAML reads these words
         value = "on" if value else "off"
-    values = value if isinstance(value, list) else [value]
-    needed = action.nargs if isinstance(action.nargs, int) else 0
-    fits = len(values) == needed if needed else takes_several(action) or len(values) == 1
-    if isinstance(value, bool | dict) or not fits:
-        several = "one value, or a list of them" if takes_several(action) else "one value"
-        raise SettingsError(f"{key} is {value!r}; {option} takes {f'{needed} values' if needed else several}")
-    return [*map(str, values)]
+    takes_several = action.nargs not in (None, "?")
+    words = [str(word) for word in (value if isinstance(value, list) else [value])]
+    if isinstance(value, bool | dict) or (len(words) != 1 and not takes_several):
+        raise EppError(f"{key} is {brief(value)}; {option} takes one value{', or a list of them' * takes_several}")
+    if "\0" in "".join(words):
+        raise EppError(f"{key} is {value!r}; no command line can hold a NUL character")
+    if len(words) == 1 and words[0].startswith("-"):  # else it is read as a flag
+        return [f"{option}={words[0]}"]
+    if any(word.startswith("-") and not _NEGATIVE.fullmatch(word) for word in words):
+        raise EppError(f"{key} is {brief(value)}; a value among several must not begin with -, as flags do")
+    return [option, *words]

@@ -1,37 +1,109 @@
-"""Settings of a run: YAML files with includes, environment variables and overrides, merged into one mapping."""
+"""Settings of a run: YAML files with includes and overrides, merged by OmegaConf, and converted to the types below."""
 
 from __future__ import annotations
 
-import math
-import os
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
-from megatron_epp.plan import EppError
-from megatron_epp.plan.flags import flag_of
-from megatron_epp.plan.reading import brief, missing_file, nearest, one_line
-
-SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
-"""Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
-REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
-_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
-REFERENCE = re.compile(
-    r"\$\{(?:(?P<name>[A-Z_][A-Z0-9_]*)(?::(?P<default>[^{}]*))?"
-    r"|oc\.env:(?P<oc_name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<oc_default>[^{}'\"]*))?)\}"
-)
-"""Reference to a variable in a value of ``launch.environment``, kept as it is so that saved settings hold no secrets."""
-_HELD = "\0{"
-"""Placeholder for ``${`` of such a reference while settings are merged, which would replace the reference."""
-
-Settings = dict[str, Any]
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import brief, missing_file, naming_file, nearest, one_line
 
 
-class SettingsError(EppError):
-    """A file, key or value cannot be used. The message names it and states what is valid."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The `launch` section, which starts a run. Raises EppError for an invalid value.
+
+    Attributes:
+        nodes: number of nodes.
+        node_rank: of this node. Node 0 hosts torchrun's rendezvous and saves the settings; logs are named by it.
+        processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
+        master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes.
+        wait_seconds: time limit for all nodes to start.
+        torchrun: more options of torchrun, in the syntax of a shell; they take precedence over this section.
+        script: a custom `pretrain_gpt.py`; None uses the one of this package.
+        folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
+        name: of the run, and of its folder.
+        full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.
+        environment: variables to set unless they are set already; None as a value omits one.
+    """
+
+    nodes: int = 1
+    node_rank: int = 0
+    processes_per_node: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+    wait_seconds: int = 300
+    torchrun: str = ""
+    script: str | None = None
+    folder: str | None = None
+    name: str = "train"
+    full_log: bool = False
+    environment: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        last, processes = self.nodes - 1, self.processes_per_node
+        requirements = {
+            "nodes": (self.nodes >= 1, "1 or more"),
+            "node_rank": (0 <= self.node_rank <= last, f"from 0 to {last} for launch.nodes {self.nodes}"),
+            "processes_per_node": (processes is None or processes >= 1, "1 or more"),
+            "master_addr": (re.fullmatch(r"[\w:][\w.:-]*", self.master_addr), "the name or the address of a machine"),
+            "master_port": (1 <= self.master_port <= 65535, "from 1 to 65535"),
+            "wait_seconds": (self.wait_seconds >= 1, "1 or more"),
+            "torchrun": (self.torchrun.isprintable(), "text without control characters"),
+            "script": (self.script is None or Path(self.script).is_file(), "an existing file"),
+            "folder": ((self.folder or "").isprintable(), "text without control characters"),
+            "name": (
+                re.fullmatch(r"[^-./\\][^/\\]*", self.name) and self.name.isprintable(),
+                "the name of a folder, without / or \\, and not begin with - or .",
+            ),
+        }
+        for key, (is_valid, requirement) in requirements.items():
+            if not is_valid:
+                raise EppError(f"launch.{key} is {brief(getattr(self, key))}; it must be {requirement}")
+        try:
+            shlex.split(self.torchrun)
+        except ValueError as error:
+            raise EppError(f"launch.torchrun is {self.torchrun!r}; its quotes must be closed") from error
+        for name, value in (self.environment or {}).items():  # which may be a secret
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise EppError(f"launch.environment: {name!r} is not a name of letters, digits and _, with no digit first")
+            if not isinstance(value, str | int | float | None) or "\0" in str(value):
+                raise EppError(f"launch.environment.{name} must be text without a NUL character, or a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings with all references replaced. OmegaConf takes the sections and their types from here.
+
+    Attributes:
+        cluster: intended kind of machine.
+        megatron: Megatron's flags, with underscores.
+        epp: flags of this package without prefix; None trains without ``--epp``.
+        text: the same in YAML, with references such as ``${oc.env:HF_TOKEN}``, so that saved files hold no secrets.
+    """
+
+    cluster: str | None = None
+    megatron: dict[str, Any] = field(default_factory=dict)
+    epp: dict[str, Any] | None = None
+    launch: Launch = field(default_factory=Launch)
+    text: str = field(default="", metadata={"omegaconf_ignore": True})
+
+    @property
+    def folder(self) -> Path:
+        """Folder in which the run's settings are saved."""
+        return Path(self.launch.folder or self.megatron.get("save") or Path("runs") / self.launch.name)
+
+    @property
+    def log(self) -> Path | None:
+        """File for all that this node prints; None if all of it is printed."""
+        name = "train.log" if self.launch.nodes == 1 else f"train-{self.launch.node_rank}.log"
+        return None if self.launch.full_log else self.folder / name
 
 
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:
@@ -42,45 +114,44 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
         overrides: ``megatron.lr=1e-4``, ``epp.placement=v``; a key without a section is one of Megatron's. ``null`` unsets.
 
     Raises:
-        EppError: a file is missing or not YAML.
-        SettingsError: a file includes itself; a section is unknown; an override has no ``=``.
+        EppError: a file is missing, not YAML, or includes itself; a section or a key of `launch` is unknown; a value is
+            invalid; an override has no ``=``. The message names the file or the override.
     """
-    merged, known, names = _omegaconf().create({}), dict[Path, Any](), list(map(str, files))
-    for name in names:
-        merged = _merged(merged, _loaded(_found(name, None), (), known), name)
-    for override in overrides:
-        merged = _merged(merged, _assigned(override), f"override {override!r}")
-    return _with_environment(_resolved(merged, ", ".join(names)), lambda text: text.replace(_HELD, "${"))
+    from omegaconf import OmegaConf  # which `megatron-core[training]` brings
+
+    names, config = [str(name) for name in files], OmegaConf.structured(Settings)
+    for section in (config, config.launch):
+        OmegaConf.set_readonly(section, False)  # as releases before 2.4 take frozen classes
+    bodies = [body for name in names for body in _bodies(_found(name), ())]
+    for source, body in [*bodies, *map(_assigned, overrides)]:
+        sections = {key: value for key, value in body.items() if value is not None}
+        if isinstance(launch := sections.get("launch"), dict):
+            usual = asdict(Launch())
+            sections["launch"] = {key: usual.get(key) if value is None else value for key, value in launch.items()}
+        with _naming_key(source):
+            config = OmegaConf.merge(config, sections)
+    with _naming_key(", ".join(names)):
+        settings = OmegaConf.to_object(config)
+    assert isinstance(settings, Settings)
+    return replace(settings, text=OmegaConf.to_yaml(config))
 
 
-def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
-    """Load one file, merged over everything that it includes, unless it is known; `chain` are the files that include it."""
+def _bodies(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the contents of a file's includes, then its own, each with its path; `chain` are the files that include it."""
     if path in chain:
         loop = " -> ".join(str(file) for file in (*chain[chain.index(path) :], path))
-        raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
-    if path in known:
-        return known[path]
-    body = read_settings(path)
-    if unknown := [key for key in body if key not in SECTIONS]:
-        hint = nearest(unknown[0], SECTIONS)
-        raise SettingsError(f"{path}: unknown section {unknown[0]!r}{hint}; there are {', '.join(SECTIONS)}")
-    for key, value in body.items():
-        if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
-            raise SettingsError(f"{path}: `{key}:` holds {brief(value)}; it must hold names with values")
-    if not isinstance(body.get("cluster"), str | None):
-        raise SettingsError(f"{path}: `cluster:` holds {brief(body['cluster'])}; it must hold the name of a cluster")
+        raise EppError(f"files include each other in a circle: {loop}; take one `include:` out")
+    body = read_yaml(path)
     include = body.pop("include", None) or []
     names = [include] if isinstance(include, str) else include
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SettingsError(f"{path}: `include:` holds {brief(include)}; it must hold a file, or a list of files")
-    merged = _omegaconf().create({})
+        raise EppError(f"{path}: `include:` holds {brief(include)}; it must hold a file, or a list of files")
     for name in names:
-        merged = _merged(merged, _loaded(_found(name, path), (*chain, path), known), str(path))
-    known[path] = _merged(merged, body, str(path))
-    return known[path]
+        yield from _bodies(_found(name, path), (*chain, path))
+    yield str(path), body
 
 
-def _found(name: str, includer: Path | None) -> Path:
+def _found(name: str, includer: Path | None = None) -> Path:
     """Find a file by its path (relative to the including file, or to the working folder), or a shipped file by its name."""
     path = locate(name, folder=Path() if includer is None else includer.parent)
     if path is not None:
@@ -88,106 +159,32 @@ def _found(name: str, includer: Path | None) -> Path:
     inclusion = "" if includer is None else f", which {includer} includes"
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in FOLDERS for p in (f / "recipes").glob("*.yaml"))
     hint = nearest(name, names)
-    raise SettingsError(f"{missing_file(name)}{inclusion}{hint}; shipped recipes are {', '.join(names) or 'none'}")
+    raise EppError(f"{missing_file(name)}{inclusion}{hint}; shipped recipes are {', '.join(names) or 'none'}")
 
 
-def read_settings(path: Path) -> Settings:
-    """Read the names and values of a file; variables are replaced from the environment, except in `launch.environment`.
-
-    Raises `EppError` if the file cannot be read or is not valid.
-    """
-    return {key: _section(key, value, path) for key, value in read_yaml(path).items()}
-
-
-def _section(name: str, value: Any, path: Path | str) -> Any:
-    """Return the section with its variables replaced, except in `launch.environment` if that holds names with values."""
-    if name != "launch" or not isinstance(value, dict):
-        return _substituted(value, path)
-    environment = {key: inner for key, inner in value.items() if key == "environment" and isinstance(inner, dict)}
-    return {key: environment.get(key) or _substituted(inner, path) for key, inner in value.items()}
-
-
-def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str]) -> Settings:
-    """Return settings with the text of every value in `launch.environment` changed."""
-    launch = settings.get("launch")
-    if not isinstance(launch, dict) or not isinstance(values := launch.get("environment"), dict):
-        return dict(settings)
-    changed = {key: change(value) if isinstance(value, str) else value for key, value in values.items()}
-    return {**settings, "launch": {**launch, "environment": changed}}
-
-
-def _substituted(value: Any, path: Path | str) -> Any:
-    """Replace ``${NAME}`` and ``${NAME:default}`` in values from the environment; a value that is only a reference is then
-    parsed as YAML.
-    """
-    if isinstance(value, dict):
-        if unnamed := [key for key in value if not isinstance(key, str)]:
-            raise SettingsError(f"{path}: {brief(unnamed[0])} stands where a name should; put it in quotes if it is one")
-        return {key: _substituted(inner, path) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_substituted(inner, path) for inner in value]
-    if not isinstance(value, str) or not _VARIABLE.search(value):
-        return value
-
-    def variable(match: re.Match[str]) -> str:
-        value = os.environ.get(match[1], match[2])
-        if value is None:
-            raise SettingsError(f"{path}: {match[0]} is not set: export it, or give a default as ${{{match[1]}:default}}")
-        return value
-
-    text = _VARIABLE.sub(variable, value)
-    return parse_yaml(text, f"{path}: the value of {value}") if _VARIABLE.fullmatch(value) else text
-
-
-def _assigned(override: str) -> dict[str, Any]:
+def _assigned(override: str) -> tuple[str, Mapping[str, Any]]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise SettingsError(f"override {override!r} is not of the form key=value, as in megatron.lr=1e-4")
-    section, dot, name = key.partition(".")
-    if key == "cluster":
-        section, name = "", key
-    elif not dot:
-        section, name = "megatron", key
-    if section and (section not in SECTIONS or section in ("include", "cluster")):
-        raise SettingsError(f"override {override!r}: unknown section {section!r}{nearest(section, SECTIONS)}")
-    values = _section(section, {name: parse_yaml(text, f"override {override!r}")}, f"override {override!r}")
-    return {section: values} if section else values
+        raise EppError(f"override {override!r} is not of the form key=value, as in megatron.lr=1e-4")
+    value = parse_yaml(text, source := f"override {override!r}")
+    for name in reversed((key if "." in key or key == "cluster" else f"megatron.{key}").split(".")):
+        value = {name: value}
+    return source, value
 
 
-def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
-    """Merge settings over others; errors name the source of the upper ones."""
-    from omegaconf.errors import OmegaConfBaseException
+@contextlib.contextmanager
+def _naming_key(source: str) -> Iterator[None]:
+    """Raise OmegaConf's errors as an EppError of one line with the source and the key."""
+    from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-    if isinstance(over, dict):  # else it is merged already
-        over = _with_environment(over, lambda text: REFERENCE.sub(lambda match: match[0].replace("${", _HELD), text))
-    try:
-        return _omegaconf().merge(under, over)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise SettingsError(f"{source}: settings cannot be merged: {one_line(error)}") from error
-
-
-def _resolved(merged: Any, source: str) -> Settings:
-    """Convert merged settings to plain names and values, with references to other settings replaced."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        container = _omegaconf().to_container(merged, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise SettingsError(f"{source}: settings cannot be resolved: {one_line(error)}") from error
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
-
-
-def _omegaconf() -> Any:
-    from omegaconf import OmegaConf  # which `megatron-core[training]` brings
-
-    return OmegaConf
-
-
-def world_of(megatron: Mapping[str, Any]) -> int:
-    """Number of ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
-    sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
-    for name, size in zip(REPLICA_SIZES, sizes, strict=True):
-        if not isinstance(size, int) or size < 1:
-            raise SettingsError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
-    return math.prod(sizes)
+    with naming_file(source):
+        try:
+            yield
+        except (OmegaConfBaseException, RecursionError, TypeError) as error:  # TypeError: a list for a section
+            key, text = getattr(error, "full_key", None), one_line(error).partition(" full_key: ")[0]
+            if isinstance(error, ConfigKeyError):
+                known = [*error.parent_node, *["include"] * (key == error.key)]
+                text = f"unknown{nearest(str(error.key), known)}; there are {', '.join(known)}"
+            if isinstance(error, InterpolationResolutionError):
+                text += "; a variable of the environment is ${oc.env:NAME,default}"
+            raise EppError(f"{key}: {text}" if key else text) from error

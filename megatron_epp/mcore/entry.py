@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.script_flags import TrainingParser
-from megatron_epp.launch.yaml_settings import SettingsError
 from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
+from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
 from megatron_epp.mcore.patches import environment, fingerprints, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
@@ -71,11 +70,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse as the training script will. Raises EppError that names the flag and the value it does not accept."""
-    args = parser.parse_args(list(argv))
-    if args.yaml_cfg is not None and args.epp:
-        take_defaults(parser, args.yaml_cfg)
-        args = parser.parse_args(list(argv))
-    return args
+    return take_yaml(parser, list(argv)).parse_args(list(argv))
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> None:
@@ -116,7 +111,7 @@ def _refuse_no_model(args: argparse.Namespace) -> None:
     missing = [name for name in ("hidden_size", "num_attention_heads") if getattr(args, name) is None]
     missing += ["num_layers"] * (args.num_layers is None and args.hybrid_layer_pattern is None)
     if missing:
-        raise SettingsError(
+        raise EppError(
             f"there is no model, {', '.join(missing)} missing: include one, as in `include: [models/llama3-8b]`, or set them"
         )
 

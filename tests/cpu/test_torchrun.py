@@ -11,8 +11,9 @@ import time
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_epp.launch.command import Launch, command_of
+from megatron_epp.launch.command import command_of
 from megatron_epp.launch.machine import free_port
+from megatron_epp.launch.yaml_settings import Launch
 
 LAUNCH = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 

@@ -18,6 +18,7 @@ from megatron.training import arguments
 
 from megatron_epp import wrap
 from megatron_epp.cli.train import checked_argv
+from megatron_epp.launch.yaml_settings import Settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.iteration import wrap as wrapping
@@ -63,7 +64,7 @@ class Doors:
 
     def launcher(self, changes: dict[str, Any], processes: int = 1) -> str:
         """YAML of `megatron-epp train`, before anything starts."""
-        settings = {"megatron": MODEL | changes.get("megatron", {}), "epp": changes.get("epp", {})}
+        settings = Settings(megatron=MODEL | changes.get("megatron", {}), epp=changes.get("epp", {}))
         return refusal(lambda: checked_argv(settings, processes, wants_files=False))
 
     def yaml_cfg(self, changes: object, processes: int = 1) -> str:
@@ -209,8 +210,13 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ({"num_layers": [1, 2]}, 1, "--num-layers takes one value"),
         ([1, 2], 1, "holds no `name: value` pairs"),
         ({"language_model": 5}, 1, "`language_model:` holds 5; it must hold names with values"),
-        ({"model_parallel": {1: 5}}, 1, "1 stands where a name should"),
         ({"megatron": {"num_layers": 4}}, 1, "settings.yaml", "`megatron:`", "megatron-epp train -c"),
+        (
+            {"data_path": "${EPP_TEST_UNSET}"},
+            1,
+            "settings.yaml",
+            "data_path is ['${EPP_TEST_UNSET}'], with a variable that is not set",
+        ),
     ],
     "wrap": [
         ({"host_memory_gb": 4, "offload": "off"}, 1, "host_memory_gb", "offload='on'", "leave"),

@@ -42,8 +42,8 @@ def test_a_recipe_parses_with_elastic_plans_on_and_is_shown_on_a_machine_without
     settings, args = load_settings([recipe]), parsed(parser, recipe)
     assert args.epp
     for name in ("num_layers", "seq_length", "pipeline_model_parallel_size", "global_batch_size"):
-        assert getattr(args, name) == settings["megatron"][name]
-    assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
+        assert getattr(args, name) == settings.megatron[name]
+    assert args.epp_memory_cap_gb == settings.epp.get("memory_cap_gb")
     assert args.save == args.load, "a run that is started again goes on"
     assert not args.finetune
     capability = torch.cuda.get_device_capability
@@ -121,7 +121,7 @@ def test_a_recipe_of_advice_has_the_rows_of_the_checkpoint(model, tensor, rows, 
     (recipe := tmp_path / "recipe.yaml").write_text(
         recipe_text(Question(flags, load_cluster("h100x8"), tensor, 72 << 30, (300,), 8192), config, None, "300")
     )
-    assert load_settings([recipe])["megatron"].get("padded_vocab_size") == rows
+    assert load_settings([recipe]).megatron.get("padded_vocab_size") == rows
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):
@@ -134,7 +134,7 @@ def test_switches_values_and_lists_reach_megatron_as_given(parser):
     [
         (["num_layers=null", "hidden_size=null"], "there is no model, hidden_size, num_layers missing: include one"),
         (["cluster=h900"], "there is no file h900, and there is no such name among the shipped clusters"),
-        (["epp.enabled=maybe"], "epp.enabled is 'maybe'; give true or false"),
+        (["epp.enabled=maybe"], "epp.enabled is 'maybe'; --epp is a switch: give true or false"),
     ],
 )
 def test_what_every_rank_would_refuse_is_refused_before_anything_starts(overrides, words):
@@ -166,12 +166,12 @@ def test_a_users_mistake_is_told_in_the_last_line(mistake, words, capsys):
 def test_a_dry_run_shows_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("EPP_TEST_SOURCE", "hunter2")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    secrets = "launch.environment={HF_TOKEN: hunter3, EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}', EPP_TEST_PLAIN: a}"
+    secrets = "launch.environment={HF_TOKEN: hunter3, EPP_TEST_API_KEY: '${oc.env:EPP_TEST_SOURCE}', EPP_TEST_PLAIN: a}"
     assert main(["train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]) == 0
     out, error = capsys.readouterr()
     assert "hunter" not in out + error
-    assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(out.splitlines())
-    assert 'export EPP_TEST_API_KEY="${EPP_TEST_SOURCE?' in out
+    assert {"export HF_TOKEN=${HF_TOKEN-'***'}", "export EPP_TEST_PLAIN=${EPP_TEST_PLAIN-a}"} < set(out.splitlines())
+    assert "export EPP_TEST_API_KEY=${EPP_TEST_API_KEY-${EPP_TEST_SOURCE?" in out
 
 
 def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypatch, capsys):

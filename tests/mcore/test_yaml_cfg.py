@@ -10,7 +10,8 @@ import yaml
 from megatron.core.transformer import TransformerConfig
 
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments import yaml_cfg
+from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
+from megatron_epp.mcore.patches import install
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -43,19 +44,20 @@ def in_megatrons_layout(args, usual):
 def test_a_file_means_what_its_flags_mean_and_flags_beside_it_win(parser, write):
     usual, parsed = parser.parse_args([]), parser.parse_args([*map(str, MODEL), "--epp-slices", "3", "--data-path", "a", "b"])
     path = write(in_megatrons_layout(parsed, usual))
-    yaml_cfg.take_defaults(parser, path)
-    read = parser.parse_args(["--yaml-cfg", path, "--lr", "0.5"])
-    assert vars(read) == vars(parsed) | {"lr": 0.5, "epp_yaml_cfg": path}
+    read = entry.check(parser, ["--epp", "--yaml-cfg", path, "--lr", "0.5"])
+    assert vars(read) == vars(parsed) | {"epp": True, "lr": 0.5, "epp_yaml_cfg": path}
     assert read.epp_lookahead == usual.epp_lookahead
 
 
-def test_fields_of_the_models_config_are_the_flags_they_stand_for(parser, write):
+def test_fields_of_the_models_config_are_the_flags_they_stand_for(parser, write, monkeypatch):
     model = {
         "activation_func": "swiglu", "gated_linear_unit": True, "add_bias_linear": False, "num_moe_experts": 8,
         "num_query_groups": 2, "layernorm_epsilon": "1e-6", "init_method": "xavier_uniform", "persist_layer_norm": False,
     }  # fmt: skip
-    yaml_cfg.take_defaults(parser, write({"language_model": model, "group_query_attention": False}))
-    args = parser.parse_args([])
+    monkeypatch.setenv("EPP_TEST_FOLDER", "runs/a")
+    more = {"group_query_attention": False, "save": "${EPP_TEST_FOLDER}/b"}
+    args = entry.check(parser, ["--epp", "--yaml-cfg", write({"language_model": model} | more)])
+    assert args.save == "runs/a/b"
     assert (args.swiglu, args.add_bias_linear, args.num_experts, args.no_persist_layer_norm) == (True, False, 8, True)
     assert (args.num_query_groups, args.group_query_attention) == (2, True)
     assert args.layernorm_epsilon == 1e-6
@@ -65,19 +67,22 @@ def test_fields_of_the_models_config_are_the_flags_they_stand_for(parser, write)
 def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(parser, write, caplog):
     usual = {"perform_initialization": TransformerConfig.perform_initialization, "grad_sync_func": None}
     with caplog.at_level(logging.WARNING, logger="megatron_epp"):
-        yaml_cfg.take_defaults(parser, write({"clip_gard": 1.0, "model_parallel": usual}))
+        take_yaml(parser, ["--epp", "--yaml-cfg", write({"clip_gard": 1.0, "model_parallel": usual})])
     assert "do nothing: clip_gard (did you mean 'clip_grad'?)" in caplog.text
     assert "perform_initialization" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("argv", "is_ours"), [(["--epp", "--yaml-cfg", "a"], True), (["--yaml-cfg=a"], False), (["--epp"], False)]
-)
-def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(monkeypatch, argv, is_ours):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
-    seen = []
-    yaml_cfg.parse_with_yaml(lambda extra, ignore: seen.append(extra))
-    assert [extra is not None for extra in seen] == [is_ours]
+@pytest.mark.parametrize(("more", "is_ours"), [(["--epp"], True), ([], False)])
+def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(parser, write, monkeypatch, more, is_ours):
+    path = write({"extra": 5})
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", path, *more])
+
+    def extra(parser):
+        parser.add_argument("--extra", type=int)
+        return parser
+
+    args = install._read_yaml(lambda provider: provider(parser).parse_args(), extra)
+    assert (args.extra, args.yaml_cfg) == ((5, None) if is_ours else (None, path))
 
 
 def test_it_trains_with_plans(parser, write, tmp_path):

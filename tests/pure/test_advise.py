@@ -21,8 +21,8 @@ from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import Cluster, load_cluster, load_flags, shape_of
-from megatron_epp.launch.command import Launch
-from megatron_epp.launch.yaml_settings import load_settings, world_of
+from megatron_epp.launch.yaml_settings import load_settings
+from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
@@ -335,13 +335,13 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
     assert main([*command, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"][0]["layout"]
     settings = load_settings([recipe])
-    flags, launch = settings["megatron"], Launch.of(settings)
+    flags, launch = settings.megatron, settings.launch
     assert launch.nodes * launch.processes_per_node == 2
     assert world_of(flags) * best["data"] == 2
     assert flags["hidden_size"] == 512
     assert flags["global_batch_size"] == 8
     assert flags["seq_length"] == 4000
-    assert settings["epp"]["memory_cap_gb"] == 72
+    assert settings.epp["memory_cap_gb"] == 72
     for name in ("tensor", "context", "pipeline"):
         long = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
         assert flags[long] == best[name]
@@ -349,7 +349,7 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
     shipped = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8"]
     assert main(["advise", *shipped, "--tensor-parallel", "4", "--pipeline-parallel", "2", "-o", str(recipe)]) == 0
     assert "models/llama3-8b" in recipe.read_text(), "a shipped model is included by name"
-    assert load_settings([recipe])["megatron"]["num_layers"] == 32
+    assert load_settings([recipe]).megatron["num_layers"] == 32
 
 
 def test_a_recipe_has_the_rows_of_the_embedding_that_the_model_says():
@@ -367,7 +367,7 @@ def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, 
     for flags, tokens, documents in (([], 900 + 4000, None), (["--documents", "truncate"], 2 * 900 + 3 * 1000, "truncate")):
         assert main([*command, *flags, "-o", str(recipe)]) == 0
         assert f"{tokens:,} tokens, of up to 1,000 tokens" in capsys.readouterr().out
-        assert load_settings([recipe])["epp"].get("documents") == documents
+        assert load_settings([recipe]).epp.get("documents") == documents
 
 
 def profile_of(path, tensor=1, hidden=512):

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.launch.command import save_run
-from megatron_epp.launch.yaml_settings import SettingsError
+from megatron_epp.launch.yaml_settings import Launch, Settings
+from megatron_epp.plan import EppError
 from tests.support import ROOT
 from tests.support.failing_disk import swept
 
@@ -57,11 +58,13 @@ def test_a_command_ends_in_one_line_and_the_old_file_is_whole(
 
 def test_settings_of_a_run_end_in_one_line_and_old_ones_are_whole(tmp_path: Path) -> None:
     names, refused = ("command.sh", "settings.yaml", "versions.json"), 0
+    launch = Launch(folder=str(tmp_path), environment={"HF_TOKEN": "abc"})
+    settings = Settings(launch=launch, text="launch: {environment: {HF_TOKEN: abc}}")
 
     def saved() -> str:
         try:
-            save_run(tmp_path, {"epp": {"slices": 2}}, ["true"], {"HF_TOKEN": "abc"})
-        except SettingsError as error:
+            save_run(settings, ["true"])
+        except EppError as error:
             return str(error)
         return ""
 

@@ -1,75 +1,90 @@
 """YAML settings: includes, environment, overrides and errors that say what to do; and the flags that they become."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.launch.script_flags import argv_of
-from megatron_epp.launch.yaml_settings import SettingsError, load_settings
+from megatron_epp.launch.yaml_settings import Launch, Settings, load_settings
 from megatron_epp.plan import EppError
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path, monkeypatch):
     def write_file(name: str, text: str) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
+    monkeypatch.setenv("EPP_TEST_NODES", "4")
+    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
     return write_file
 
 
-def test_later_files_win_over_earlier_ones_and_overrides_over_all(write):
-    one = write("one.yaml", "megatron: {num_layers: 4, lr: 1.0e-3}\nepp: {slices: 2}")
-    two = write("two.yaml", "megatron: {num_layers: 8}")
-    settings = load_settings([one, two], ["lr=5e-4", "epp.placement=v", "megatron.seed=7"])
-    assert settings["megatron"]["num_layers"] == 8
-    assert settings["megatron"]["seed"] == 7
-    assert float(settings["megatron"]["lr"]) == 5e-4
-    assert settings["epp"] == {"slices": 2, "placement": "v"}
+REFERRING = """
+launch: {nodes: "${oc.env:EPP_TEST_NODES,1}", name: "run-${.nodes}", script: "${oc.env:EPP_TEST_UNSET,null}"}
+megatron: {save: "${oc.env:EPP_TEST_UNSET,runs/b}/a", seed: "${oc.decode:${oc.env:EPP_TEST_NODES}}"}
+"""
+SET = "megatron: {save: runs, lr: 1}\nlaunch: {nodes: 2, script: nowhere.py}\nepp:\n"
 
 
-def test_a_file_wins_over_what_it_includes_from_beside_it(write):
-    write("parts/model.yaml", "include: [sizes.yaml]\nmegatron: {hidden_size: 64}")
+@pytest.mark.parametrize(
+    ("files", "overrides", "wanted"),
+    [
+        (
+            ["megatron: {num_layers: 4, lr: 1.0e-3}\nepp: {slices: 2}", "megatron: {num_layers: 8}"],
+            ["lr=5e-4", "epp.placement=v", "megatron.seed=7"],
+            Settings(megatron={"num_layers": 8, "lr": "5e-4", "seed": 7}, epp={"slices": 2, "placement": "v"}),
+        ),
+        (
+            ["include: [parts/model.yaml]\nmegatron: {lr: 2}"],
+            ["cluster=this-machine"],
+            Settings(cluster="this-machine", megatron={"hidden_size": 64, "num_layers": 3, "lr": 2}),
+        ),
+        ([SET], ["save=null", "launch.nodes=null", "launch.script=null"], Settings(megatron={"save": None, "lr": 1})),
+        ([REFERRING], [], Settings(megatron={"save": "runs/b/a", "seed": 4}, launch=Launch(nodes=4, name="run-4"))),
+    ],
+    ids=["files and overrides", "includes", "null unsets", "references"],
+)
+def test_later_settings_win(write, files, overrides, wanted):
+    write("parts/model.yaml", "include: sizes.yaml\nmegatron: {hidden_size: 64}")
     write("parts/sizes.yaml", "megatron: {hidden_size: 1, num_layers: 3, lr: 1}")
-    top = write("top.yaml", "include: [parts/model.yaml]\nmegatron: {lr: 2}")
-    assert load_settings([top])["megatron"] == {"hidden_size": 64, "num_layers": 3, "lr": 2}
-
-
-def test_null_unsets(write):
-    top = write("top.yaml", "megatron: {save: runs, lr: 1}")
-    assert load_settings([top], ["save=null"])["megatron"] == {"save": None, "lr": 1}
-
-
-def test_variables_come_from_the_environment_with_the_type_they_read_as(write, monkeypatch):
-    monkeypatch.setenv("EPP_TEST_NODES", "4")
-    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
-    top = write(
-        "top.yaml",
-        "launch:\n  nodes: ${EPP_TEST_NODES:1}\n  name: run-${EPP_TEST_NODES}\n  script: ${EPP_TEST_UNSET:null}\n"
-        "megatron: {save: '${EPP_TEST_UNSET:runs}/a'}",
-    )
-    settings = load_settings([top])
-    assert settings["launch"] == {"nodes": 4, "name": "run-4", "script": None}
-    assert settings["megatron"]["save"] == "runs/a"
+    paths = [write(f"{number}.yaml", text) for number, text in enumerate(files)]
+    assert replace(load_settings(paths, overrides), text="") == wanted
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "facts"),
     [
         ("just text", [], ["holds no `name: value` pairs"]),
-        ("megatron: 3", [], ["must hold names with values"]),
-        ("megatrom: {lr: 1}", [], ["unknown section 'megatrom'; did you mean 'megatron'?"]),
+        ("megatron: 3", [], ["top.yaml: megatron: Cannot assign int to Dict"]),
+        ("launch: {environment: [3]}", [], ["top.yaml: ", "Cannot merge"]),
+        (
+            "megatrom: {lr: 1}",
+            [],
+            ["top.yaml: megatrom: unknown; did you mean 'megatron'?; there are cluster, megatron, epp, launch, include"],
+        ),
+        (
+            "launch: {master_adr: a}",
+            [],
+            ["top.yaml: launch.master_adr: unknown; did you mean 'master_addr'?; there are nodes, "],
+        ),
+        ("epp: {}", ["launch.nodes=two"], ["override 'launch.nodes=two': launch.nodes: Value 'two' of type 'str'"]),
+        ("launch: {nodes: 0}", [], ["top.yaml: launch.nodes is 0"]),
         ("epp: {}", ["lr"], ["key=value"]),
         ("include: [nothere.yaml]", [], ["no file nothere.yaml, which", "recipes/tiny-cpu"]),
         ("include: circle.yaml", [], ["in a circle", "circle.yaml", "top.yaml"]),
-        ("megatron: {save: '${EPP_TEST_UNSET}'}", [], ["${EPP_TEST_UNSET} is not set: export it"]),
+        ("megatron: {save: '${oc.env:EPP_TEST_UNSET}'}", [], ["top.yaml: megatron.save: ", "'EPP_TEST_UNSET' not found"]),
+        *(
+            (f"megatron: {{save: '{old}'}}", [], ["megatron.save: ", "variable of the environment is ${oc.env:NAME,default}"])
+            for old in ("${EPP_TEST_UNSET}", "${EPP_TEST_UNSET:runs}")
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_with_what_would_do(write, monkeypatch, text, overrides, facts):
-    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
+def test_what_cannot_be_is_refused_by_name_with_what_would_do(write, text, overrides, facts):
     write("circle.yaml", "include: top.yaml")
     top = write("top.yaml", text)
     with pytest.raises(EppError) as error:
@@ -117,7 +132,7 @@ OURS = {"slices": 2, "split_weight_gradient": True}
     ],
 )
 def test_settings_are_flags(settings, flags):
-    assert argv_of(settings, PARSER) == flags.split()
+    assert argv_of(Settings(**settings), PARSER) == flags.split()
 
 
 @pytest.mark.parametrize(
@@ -130,12 +145,11 @@ def test_settings_are_flags(settings, flags):
         ({"megatron": {"num_layers": [1, 2]}}, "takes one value"),
         ({"megatron": {"num_layers": True}}, "takes one value"),
         ({"megatron": {"data_path": {"a": 1}}}, "or a list of them"),
-        ({"megatron": {"betas": [0.9]}}, "takes 2 values"),
         ({"megatron": {"data_path": ["a", "--swiglu"]}}, "must not begin with -"),
         ({"megatron": {"num_layers": "4\0"}}, "no command line can hold a NUL character"),
     ],
 )
 def test_a_key_or_a_value_that_is_none_of_its_flag_is_refused(settings, words):
-    with pytest.raises(SettingsError) as error:
-        argv_of(settings, PARSER)
+    with pytest.raises(EppError) as error:
+        argv_of(Settings(**settings), PARSER)
     assert words in str(error.value)

@@ -11,8 +11,8 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cost import OptimizerBytes, analytic_profile
 from megatron_epp.cost.library import even_layers, load_cluster, shape_of
-from megatron_epp.launch.command import Launch
-from megatron_epp.launch.yaml_settings import load_settings, world_of
+from megatron_epp.launch.yaml_settings import load_settings
+from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from tests.support.plan.planner_cases import web_lengths
@@ -34,7 +34,7 @@ def advice_of(recipe: Path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_plans(recipe: Path):
     settings = load_settings([recipe])
-    flags, launch, cluster = settings["megatron"], Launch.of(settings), load_cluster(settings["cluster"])
+    flags, launch, cluster = settings.megatron, settings.launch, load_cluster(settings.cluster)
     shape, stages, context = shape_of(flags), flags["pipeline_model_parallel_size"], flags["seq_length"]
     ranks = world_of(flags)
     processes = launch.nodes * GPUS_PER_NODE if flags.get("distributed_backend") != "gloo" else ranks
@@ -45,7 +45,7 @@ def test_a_recipe_plans(recipe: Path):
     layers = even_layers(shape.num_layers, stages)
     run = {"use_distributed_optimizer": False} | flags | {"data_parallel_size": replicas}
     costs = profile.costs(layers, optimizer=OptimizerBytes.of_flags(run))
-    cap_gb = settings["epp"].get("memory_cap_gb")
+    cap_gb = settings.epp.get("memory_cap_gb")
     cap = UNLIMITED_BYTES if cap_gb is None else int(cap_gb * 2**30)
     assert cap_gb is None or cluster.device_memory_gb is None or cap_gb < cluster.device_memory_gb
     for longest in (web_lengths(1, 0, context)[0], context):
@@ -57,19 +57,19 @@ def test_a_recipe_plans(recipe: Path):
 @pytest.mark.parametrize("recipe", ADVISED, ids=lambda path: path.stem)
 def test_a_recipe_names_the_advice_that_it_follows_for_its_own_model_machine_and_batch(recipe: Path):
     settings, asked = load_settings([recipe]), advice_of(recipe)
-    flags, launch = settings["megatron"], Launch.of(settings)
+    flags, launch = settings.megatron, settings.launch
     (included,) = re.findall(r"^include: \[(.*)\]$", recipe.read_text(), re.MULTILINE)
     assert asked.model in [Path(name).name for name in included.split(", ")]
-    assert asked.cluster == settings["cluster"]
+    assert asked.cluster == settings.cluster
     assert asked.devices == launch.nodes * GPUS_PER_NODE
-    assert asked.memory_cap_gb == settings["epp"]["memory_cap_gb"]
+    assert asked.memory_cap_gb == settings.epp["memory_cap_gb"]
     assert (asked.context, asked.global_batch_size) == (flags["seq_length"], flags["global_batch_size"])
 
 
 @pytest.mark.slow  # a whole search of sizes for each
 @pytest.mark.parametrize("recipe", ADVISED, ids=lambda path: path.stem)
 def test_a_recipe_is_as_fast_as_the_advice_that_it_follows(recipe: Path):
-    flags, question = load_settings([recipe])["megatron"], question_of(advice_of(recipe))
+    flags, question = load_settings([recipe]).megatron, question_of(advice_of(recipe))
     sizes = [flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "pipeline_model")]
     found = advise(question)
     of_recipe = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch.yaml_settings import world_of
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of, flag_words
 

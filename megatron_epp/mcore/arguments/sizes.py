@@ -5,16 +5,29 @@ Megatron's own assertions about them are left to it where they say as much (`sta
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
 
-from megatron_epp.launch.yaml_settings import REPLICA_SIZES, world_of
 from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, PER_RANK, hybrid_pattern, is_open, readable_layout, token_multiple
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
 
+REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _LAYOUT = "--pipeline-model-parallel-layout"
+
+
+def world_of(megatron: Mapping[str, Any]) -> int:
+    """Number of ranks of one data-parallel replica. Raises EppError for a size below 1."""
+    sizes = {name: 1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise EppError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
+    return math.prod(sizes.values())
 
 
 def replicas_of(args: Namespace, _: Door) -> Iterator[str]:

@@ -11,20 +11,18 @@ import argparse
 import dataclasses
 import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch.script_flags import EPP_PREFIX, flags_of, takes_several, words_of
-from megatron_epp.launch.yaml_settings import read_settings
-from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.plan.reading import brief, nearest
+from megatron_epp.cost.library import read_yaml
+from megatron_epp.launch.script_flags import flags_of, words_of
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import brief, naming_file, nearest
 
 logger = logging.getLogger(__name__)
 
-_NESTED = ("language_model", "model_parallel")
-"""Sections of fields of Megatron's `TransformerConfig`, most of which are flags of the same name."""
 _FLAG_OF_FIELD = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
@@ -33,120 +31,82 @@ _FLAG_OF_FIELD = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "fp8_param": "fp8_param_gather",
 }
-"""Fields whose flag has another name, in at least one release."""
-_ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
-"""Values of the field ``activation_func``, and the switch for each; None where it needs none."""
-
-type Extra = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
-
-
-def parse_with_yaml(
-    parse_args: Callable[..., argparse.Namespace], extra_args_provider: Extra = None, ignore_unknown_args: bool = False
-) -> argparse.Namespace:
-    """Call Megatron's `parse_args`, for which ``--yaml-cfg`` together with ``--epp`` names a file of defaults."""
-    path = _yaml_path(sys.argv[1:])
-    if path is None:
-        return parse_args(extra_args_provider, ignore_unknown_args)
-
-    def with_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        take_defaults(parser, path)
-        return parser
-
-    return parse_args(with_defaults, ignore_unknown_args)
+"""Fields of Megatron's `TransformerConfig` whose flag has another name, in at least one release."""
+_SWITCH_OF_VALUE = {
+    ("activation_func", "swiglu"): "swiglu",
+    ("activation_func", "squaredrelu"): "squared_relu",
+    ("activation_func", "gelu"): None,
+    ("init_method", "xavier_uniform"): "init_method_xavier_uniform",
+    ("embedding_init_method", "xavier_uniform"): "init_method_xavier_uniform",
+    ("persist_layer_norm", False): "no_persist_layer_norm",
+    ("persist_layer_norm", True): None,
+}
+"""Values of such fields that a switch stands for; None where none is needed."""
 
 
-def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
-    """Set the values of a file as a parser's defaults, and hide ``--yaml-cfg`` from Megatron (as ``epp_yaml_cfg``).
+def take_yaml(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Take the file of ``--yaml-cfg`` next to ``--epp`` as defaults of a parser, and hide it from Megatron (``epp_yaml_cfg``).
 
     Raises:
-        ArgumentError: a value does not fit its flag.
-        EppError: the file cannot be read.
+        EppError: the file cannot be read, or a value does not fit its flag.
     """
-    body = _flat(read_settings(Path(path)), path)
-    by_name = {name: action for name, (_, action) in flags_of(parser).items()} | {
-        action.dest: action for action in parser._actions
-    }
-    _translate(body, by_name)
-    unused = {}
-    for key, value in body.items():
-        action = by_name.get(key)
-        if action is None:
-            unused[key] = value
-        elif value is not None and value != action.default:
-            parser.set_defaults(**_default(parser, action, key, value, path))
-    _warn(unused, by_name, path)
+    args, _ = parser.parse_known_args(argv)
+    if args.yaml_cfg is None or not args.epp:
+        return parser
+    flags = flags_of(parser) | {action.dest: action for action in parser._actions}
+    words, unused = list[str](), dict[str, Any]()
+    with naming_file(f"--yaml-cfg {args.yaml_cfg}"):
+        for key, value in _values(read_yaml(Path(args.yaml_cfg)), flags).items():
+            if (action := flags.get(key)) is None:
+                unused[key] = value
+            elif value is not None and value != action.default:
+                if isinstance(value, str):  # with Megatron's syntax for variables
+                    value = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), value)
+                    value = value if action.nargs in (None, 0, "?") else value.split()
+                taken = words_of(key, action.option_strings[0], action, value)
+                if action.nargs == 0 and key == action.dest:  # of a switch that turns it off, or on
+                    parser.set_defaults(**{key: value})
+                else:
+                    words += taken
+            if "${" in str(value):
+                raise EppError(f"{key} is {brief(value)}, with a variable that is not set")
+        parser.set_defaults(**vars(parser.parse_known_args([*words, *argv])[0]))
+    _warn(unused, flags, args.yaml_cfg)
     # Megatron looks at `yaml_cfg` and would replace the whole namespace, --epp flags included.
     parser._option_string_actions["--yaml-cfg"].dest = "epp_yaml_cfg"
     parser.set_defaults(yaml_cfg=None)
+    return parser
 
 
-def _yaml_path(argv: Sequence[str]) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--yaml-cfg")
-    parser.add_argument("--epp", action="store_true")
-    flags, _ = parser.parse_known_args(list(argv))
-    return flags.yaml_cfg if flags.epp else None
-
-
-def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a flat dictionary of the keys of all sections and of the top-level keys."""
+def _values(body: dict[str, Any], flags: Container[str]) -> dict[str, Any]:
+    """Return the keys of all sections as one dictionary, with fields that are not flags replaced by flags."""
     if "megatron" in body:
-        raise ArgumentError(f"--yaml-cfg {path} has a section `megatron:`; such files are for `megatron-epp train -c {path}`")
-    flat = {key: value for key, value in body.items() if key not in (*_NESTED, "epp") or not isinstance(value, dict)}
-    for section in _NESTED:
-        inner = body.get(section) or {}
-        if not isinstance(inner, dict):
-            raise ArgumentError(f"--yaml-cfg {path}: `{section}:` holds {brief(inner)}; it must hold names with values")
-        flat |= inner
-    if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
-        flat["group_query_attention"] = True
-    if isinstance(epp_section := body.get("epp"), dict):
-        flat |= {EPP_PREFIX + key: value for key, value in epp_section.items()}
-    return flat
-
-
-def _translate(body: dict[str, Any], by_name: dict[str, argparse.Action]) -> None:
-    """Replace fields that are not flags by the flags that correspond to them."""
+        raise EppError("the section `megatron:` is for files of `megatron-epp train -c`")
+    values = dict(body)
+    for section, prefix in (("language_model", ""), ("model_parallel", ""), ("epp", "epp_")):
+        if not isinstance(inner := values.pop(section, None) or {}, dict):
+            raise EppError(f"`{section}:` holds {brief(inner)}; it must hold names with values")
+        values |= {f"{prefix}{key}": value for key, value in inner.items()}
+        if inner.get("num_query_groups") is not None:  # the model's field needs no switch
+            values["group_query_attention"] = True
     for field, flag in _FLAG_OF_FIELD.items():
-        if field in body and field not in by_name:
-            body.setdefault(flag, body.pop(field))
-    if (activation := body.get("activation_func")) in _ACTIVATIONS:
-        del body["activation_func"]
-        if (switch := _ACTIVATIONS[activation]) is not None:
-            body[switch] = True
-        if activation == "swiglu":
-            body.pop("gated_linear_unit", None)
-    for name in ("init_method", "embedding_init_method"):
-        if body.get(name) == "xavier_uniform":
-            del body[name]
-            body["init_method_xavier_uniform"] = True
-    if body.get("persist_layer_norm") is not None:
-        body["no_persist_layer_norm"] = not body.pop("persist_layer_norm")
+        if field in values and field not in flags:
+            values.setdefault(flag, values.pop(field))
+    for (field, value), switch in _SWITCH_OF_VALUE.items():
+        if values.get(field) == value:
+            del values[field]
+            values |= {} if switch is None else {switch: True}
+    if values.get("swiglu"):
+        values.pop("gated_linear_unit", None)
+    return values
 
 
-def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any, path: str) -> dict[str, Any]:
-    """Convert a value by the flag's own type and choices; return it keyed by the flag's name in the namespace."""
-    if takes_several(action) and isinstance(value, str):
-        value = value.split()
-    words = words_of(f"{path}: {key}", action.option_strings[0], action, value)
-    if action.nargs == 0:
-        if key == action.dest:
-            return {key: value}
-        return {action.dest: action.const} if value else {}
-    try:
-        return {action.dest: parser._get_values(action, words)}
-    except argparse.ArgumentError as error:
-        raise ArgumentError(f"{path}: {error}") from None
-
-
-def _warn(unused: dict[str, Any], by_name: dict[str, argparse.Action], path: str) -> None:
+def _warn(unused: dict[str, Any], flags: dict[str, argparse.Action], path: str) -> None:
     """Log once which keys have no effect, except nulls and fields at their default, which request nothing."""
     from megatron.core.transformer import TransformerConfig
 
     usual = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     left = [key for key, value in unused.items() if value is not None and usual.get(key, ...) != value]
     if left and os.environ.get("RANK", "0") == "0":
-        keys = ", ".join(f"{key}{f' ({hint[2:]})' if (hint := nearest(key, by_name)) else ''}" for key in left)
+        keys = ", ".join(f"{key}{f' ({hint[2:]})' if (hint := nearest(key, flags)) else ''}" for key in left)
         logger.warning("--yaml-cfg %s: these are no flags of this Megatron, and do nothing: %s", path, keys)

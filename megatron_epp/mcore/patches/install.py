@@ -42,12 +42,18 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     return add_epp_args(original(parser))
 
 
-def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+def _read_yaml(original: Callable[..., Any], extra: Callable[..., Any] | None = None, *rest: Any, **named: Any) -> Any:
     """Take the values of --yaml-cfg as flags with --epp, and refuse to be restarted in this process."""
     from megatron_epp.mcore.arguments.consequences import refuse_restart
-    from megatron_epp.mcore.arguments.yaml_cfg import parse_with_yaml
+    from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
 
-    args = parse_with_yaml(original, *rest, **named)
+    extra = named.pop("extra_args_provider", extra)
+
+    def with_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = parser if extra is None else extra(parser)
+        return take_yaml(parser, sys.argv[1:]) if "--epp" in sys.argv else parser
+
+    args = original(with_defaults, *rest, **named)
     refuse_restart(args)
     return args
 

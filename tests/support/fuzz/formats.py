@@ -43,7 +43,7 @@ MODEL = b"""megatron:
 CLUSTER = b"rates: cpu\nlinear_flops: 8e10\nhost_sharing: 2\ndevice_memory_gb: 80\ndevices_per_node: 8\n"
 SETTINGS = b"""cluster: this-machine
 include: [recipes/tiny-cpu]
-megatron: {lr: 1e-3, num_layers: "${EPP_TEST_UNSET:4}", hidden_size: "${megatron.num_layers}"}
+megatron: {lr: 1e-3, num_layers: "${oc.env:EPP_TEST_UNSET,4}", hidden_size: "${megatron.num_layers}"}
 epp: {slices: 2}
 launch: {environment: {A: b}}
 """

@@ -20,7 +20,7 @@ import transformers
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.kept import KeptCosts, to_state
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
+from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_tokens
@@ -199,7 +199,7 @@ def _yaml_cfg(path: Path) -> None:
     defaults, actions = dict(parser._defaults), [(action, action.default) for action in parser._actions]
     try:
         with logged():  # of keys without effect
-            take_defaults(parser, str(path))
+            take_yaml(parser, ["--epp", "--yaml-cfg", str(path)])
     finally:
         parser._defaults.clear()
         parser._defaults.update(defaults)
