@@ -90,7 +90,7 @@ class StockLaunch:
         """Return the flags that a plan cannot honour and that `changes` does not change, with what to do about each."""
         args = argparse.Namespace(**self.flags)
         return [
-            f"{conflict.flag}: {conflict.advice}"
+            f"{conflict.flag}: {conflict.use}"
             for conflict in OF_DOCUMENTS
             if conflict.flag not in _CHANGED and conflict.is_given(args)
         ]
