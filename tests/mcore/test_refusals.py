@@ -78,12 +78,7 @@ REFUSED = [
     (f"{OVERLAP} --tp-comm-overlap", "--epp-overlap-exchanges", "--tp-comm-overlap"),
     (f"{OVERLAP} --timing-log-level 2", "--epp-overlap-exchanges", "--timing-log-level 2"),
     (f"{OVERLAP} --nvtx-ranges", "--epp-overlap-exchanges", "--nvtx-ranges"),
-    (
-        "--transformer-impl transformer_engine --delay-wgrad-compute",
-        "--delay-wgrad-compute",
-        "--epp-split-weight",
-        "leave it out",
-    ),
+    ("--transformer-impl transformer_engine --delay-wgrad-compute", "--delay-wgrad-compute", "--epp-split-weight", "leave it"),
     # experts
     (f"{EP} 4", f"{EP} 4", "a model with --num-experts"),
     (f"{EXPERTS} --num-experts 6", "--num-experts 6", f"{EP} 4", "multiple of 4"),
@@ -102,18 +97,9 @@ REFUSED = [
     (f"{PP} 2 {PER_RANK} 3 --epp-planner 1f1b", "--num-layers 8", f"{PP} 2", "multiple"),
     (f"{PP} 2 {PER_RANK} 0", f"{PER_RANK} 0", "1 or more"),
     (f"{PP} 2 --epp-placement v --epp-planner 1f1b", "v needs several stages", f"{PER_RANK} 2"),
-    (
-        f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --epp-placement v",
-        "--epp-placement v is for --epp-schedule elastic",
-        "leave it out",
-    ),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --epp-placement v", "--epp-placement v is for --epp-schedule elastic", "leave"),
     (f"{PP} 2 {PER_RANK} 2 --epp-schedule packed", "packed", "another number of microbatches"),
-    (
-        f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --global-batch-size 24",
-        "24 replicas",
-        "--global-batch-size 24",
-        "a multiple of 48",
-    ),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --global-batch-size 24", "--global-batch-size 24", "a multiple of 48"),
     # attention and layers
     (f"{CP} 2 --cp-comm-type allgather", "--cp-comm-type ['allgather']"),
     (f"{CP} 2 --epp-schedule stock", "--epp-schedule stock", "--epp-schedule whole"),
@@ -129,12 +115,7 @@ REFUSED = [
     *((f"{STREAM} {flag}", f"{flag} True does not go with {STREAM}", "leave it out") for flag in PARTING),
     ("--epp-samples a b c", "--epp-samples", "a file for training and one for evaluation"),
     ("--epp-samples a --epp-schedule stock", "is for --epp-schedule elastic, not --epp-schedule stock"),
-    (
-        f"{SAMPLES}:GRPO {PP} 2 --epp-vocab-parallel on",
-        "--epp-loss",
-        "does not go with --epp-vocab-parallel on",
-        "leave it out",
-    ),
+    (f"{SAMPLES}:GRPO {PP} 2 --epp-vocab-parallel on", "--epp-loss", "does not go with --epp-vocab-parallel on", "leave it"),
     (f"{SAMPLES}:GRPO --mtp-num-layers 1", "trains no multi-token prediction"),
     (f"{SAMPLES}:VALUES", "reads values", "in the place of the output layer: pass --untie-embeddings-and-output-weights"),
     (f"{SAMPLES}:GRPO --num-experts 4 --moe-aux-loss-coeff 0.01", "routers are divided by tokens", "--moe-aux-loss-coeff 0"),

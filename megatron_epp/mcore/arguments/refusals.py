@@ -46,9 +46,7 @@ _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own sch
 _IN_TURN = "leave it out: it takes microbatches in the order in which they run, and counts again what runs again"
 _STORAGE = "leave it out: plans count weights by their storage, which FP8 weights lack"
 _ONE = (None, 1)
-NO_RESTART = Rule(
-    "--inprocess-restart", use="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
-)
+NO_RESTART = Rule("--inprocess-restart", use="leave it out: the watchdog of the failed run would end the restarted one")
 # Rows without doors are for documents only.
 OF_MODELS = (
     NO_RESTART,
@@ -73,12 +71,7 @@ OF_MODELS = (
     *flags("--log-straggler", "leave it out: it times the script's forward steps, of which plans run none"),
     *flags("--cpu-offloading-num-layers", doors=Door.SLICES),
     *flags("--tp-comm-overlap", "leave it out: its buffers have one size, chunks have many", Door.SLICES),
-    *flags(
-        "--num-distributed-optimizer-instances",
-        "leave it out: Megatron reduces gradients again whose reduction a schedule has started",
-        Door.ALL,
-        allowed=_ONE,
-    ),
+    *flags("--num-distributed-optimizer-instances", "leave it out: it reduces gradients twice", Door.ALL, allowed=_ONE),
     # What keeps state by the order of running (docs/megatron-state.md).
     *flags("--moe-routing-trace-path --save-activations-interval --save-dgrads-interval", _IN_TURN, Door.ALL),
     *flags("--save-tokens-per-expert-interval --logits-save-dir --logits-load-dir", _IN_TURN, Door.ALL),
@@ -86,18 +79,9 @@ OF_MODELS = (
     *flags("--overlap-moe-expert-parallel-comm --delay-wgrad-compute", _ORDER, Door.MICROBATCHES),
     *flags("--num-microbatches-with-partial-activation-checkpoints", _ORDER, Door.MICROBATCHES),
     *flags("--enable-mhc-connections", "leave it out: messages of plans have --hidden-size values a token", Door.ALL),
-    *flags(
-        "--dsa-indexer-topk-freq",
-        "set it to 1: a layer that runs again would find another microbatch's",
-        Door.MICROBATCHES,
-        allowed=_ONE,
-    ),
+    *flags("--dsa-indexer-topk-freq", "set it to 1: recompute finds another microbatch's", Door.MICROBATCHES, allowed=_ONE),
     *flags("--use-megatron-fsdp --use-torch-fsdp2", doors=Door.ALL),
-    *flags(
-        "--hybrid-context-parallel --dynamic-context-parallel",
-        "leave it out: its collectives join replicas, which have plans of their own",
-        Door.ALL,
-    ),
+    *flags("--hybrid-context-parallel --dynamic-context-parallel", "leave it out: replicas have own plans", Door.ALL),
     *flags("--iterations-to-skip", allowed=([], None)),
     *flags("--hierarchical-context-parallel-sizes --fim-data --use-varlen-dataset --use-legacy-models --output-logit-dtype"),
     *flags("--overlap-param-gather-with-optimizer-step --heterogeneous-layers-config-path --sequence-packing-scheduler"),
@@ -159,21 +143,20 @@ OF_VOCABULARY = (
     *flags("--epp-loss", "leave it out: it needs the output layer on the last stage", say=_ON),
 )
 """Flags that do not go with an output layer that is divided over pipeline ranks."""
+
+
+def _lacks_entries(args: Namespace) -> bool:
+    entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None) or sys.maxsize
+    return bool(entries < args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+
+
+_LEAVE = f"leave out {VOCABULARY_FLAG} on"
 _RANKS, _IS_OTHER = "--pipeline-model-parallel-size", lambda a: getattr(a, "ckpt_format", "torch_dist") != "torch_dist"
 VOCABULARY = (
-    Rule(_RANKS, lambda a: a.pipeline_model_parallel_size < 2, f"leaves nothing to divide: leave out {VOCABULARY_FLAG} on", ""),
+    Rule(_RANKS, lambda a: a.pipeline_model_parallel_size < 2, f"leaves nothing to divide: {_LEAVE}", ""),
     *flags("--epp-schedule", "use elastic, or leave one of them out", say=_ON, allowed=("elastic",)),
     *OF_VOCABULARY,
-    Rule(
-        _RANKS,
-        lambda a: (
-            0
-            < (getattr(a, "padded_vocab_size", None) or getattr(a, "vocab_size", None) or 0)
-            < a.tensor_model_parallel_size * a.pipeline_model_parallel_size
-        ),
-        f"x {{tensor_model_parallel_size}} is more than the vocabulary has entries: leave out {VOCABULARY_FLAG} on",
-        "",
-    ),
+    Rule(_RANKS, _lacks_entries, f"x {{tensor_model_parallel_size}} is more than the vocabulary has entries: {_LEAVE}", ""),
     *flags("--save --load", "use --ckpt-format torch_dist, which can divide a weight over stages", when=_IS_OTHER, say=_ON),
 )
 """Rows on an output layer that is divided over pipeline ranks; the first that applies is why it is not by default."""
@@ -193,17 +176,16 @@ def delays_weights(args: Namespace) -> bool:
     return splits_weights(args) and _has_engine(args)
 
 
+def _holds_gradients(args: Namespace) -> bool:
+    return _has_engine(args) and not args.gradient_accumulation_fusion  # of all experts, for every chunk
+
+
 WEIGHTS_TOGETHER = (
     *flags("--epp-schedule", "", say="is asked for", allowed=("elastic",)),
     *flags("--epp-planner", "", when=lambda a: not begins_with_greedy(a.epp_planner), say="is asked for"),
     *flags("--hybrid-layer-pattern --hybrid-override-pattern", "", say="describes the layers"),
     *flags("--add-bias-linear --add-qkv-bias", "", when=_has_engine, say="comes with every weight of Transformer Engine"),
-    *flags(
-        "--moe-grouped-gemm",
-        "",
-        when=lambda a: _has_engine(a) and not a.gradient_accumulation_fusion,
-        say="would hold a gradient of all experts for every chunk without --gradient-accumulation-fusion",
-    ),
+    *flags("--moe-grouped-gemm", "", when=_holds_gradients, say="needs --gradient-accumulation-fusion to split weights"),
 )
 """Why weight gradients are computed with their backwards where no flag asks for more."""
 
@@ -344,6 +326,10 @@ def _of_loss(args: Namespace, _: Door) -> Iterator[str]:
     yield from (f"--epp-loss {args.epp_loss}: {problem}" for problem in router_problems(args, Door.DOCUMENTS, loss.average))
 
 
+def _is_packed(args: Namespace) -> bool:
+    return args.epp_schedule == "packed" and _virtual(args)  # Megatron's interleaved pipeline cannot run the batches
+
+
 def _asks_offload(args: Namespace) -> bool:
     return args.epp_offload == "on" or (args.epp_host_memory_gb is not None and args.epp_offload != "off")
 
@@ -416,6 +402,8 @@ def _layers(args: Namespace, _: Door) -> Iterator[str]:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 _ELASTIC, _OWN = "is for --epp-schedule elastic, not {epp_schedule}", Door.USER | Door.WRAP
+_OURS, _OFFLOAD = Door.DOCUMENTS | _OWN, "--epp-offload and --epp-host-memory-gb"
+_DIVIDE = "make it one, or give --decoder-first-pipeline-num-layers or --pipeline-model-parallel-layout"
 _DATA = "--data-path --train-data-path --data-args-path --per-split-data-args-path"
 _NO_V = ("looped", None)
 RULES: Rules = (
@@ -423,12 +411,11 @@ RULES: Rules = (
     Check(_forgotten, Door.STOCK),
     # a script's own microbatches, with flags or `megatron_epp.wrap`
     Check(_replay, Door.MICROBATCHES),
-    Rule(
+    *flags(
         "--moe-router-load-balancing-type",
-        lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
-        "cannot be planned: replicas have plans of their own, and their routers would wait for each other",
-        "use aux_loss or seq_aux_loss",
+        "use aux_loss or seq_aux_loss: replicas have plans of their own, and their routers would wait for each other",
         Door.MICROBATCHES,
+        lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
     ),
     Check(_weight_shards, Door.ALL),
     Check(fp8.problems, Door.ALL),
@@ -440,36 +427,24 @@ RULES: Rules = (
         say="does not go with {epp_order}, which frees memory by recompute alone",
         allowed=(AUTO, None, False, "off"),
     ),
-    Rule(
-        "--epp-host-memory-gb", lambda a: a.epp_offload == "off", "does not go with {epp_offload}", BOTH, Door.DOCUMENTS | _OWN
-    ),
+    Rule("--epp-host-memory-gb", lambda a: a.epp_offload == "off", "does not go with {epp_offload}", BOTH, _OURS),
     # sizes and stages
     Check(_sizes),
     Check(_numbers),
-    Rule(
+    *flags(
         "--context-parallel-size",
-        lambda a: a.epp_schedule == "stock",
-        "does not go with {epp_schedule}, in which Megatron's own attention shares out tokens in another order",
         "use --epp-schedule whole",
+        when=lambda a: a.epp_schedule == "stock",
+        say="does not go with {epp_schedule}, in which Megatron's own attention shares out tokens in another order",
         allowed=(1,),
     ),
     Check(layout_problems),
     Rule(PER_RANK, lambda a: a.num_virtual_stages_per_pipeline_rank < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule(PER_STAGE, lambda a: a.num_layers_per_virtual_pipeline_stage < 1, "is no number", "give 1 or more", allowed=(None,)),
-    Rule(
-        "--num-layers",
-        _has_rest,
-        "cannot be shared evenly by the stages of {pipeline_model_parallel_size}",
-        "make it a multiple, or give --decoder-first-pipeline-num-layers or --pipeline-model-parallel-layout",
-    ),
+    Rule("--num-layers", _has_rest, "is no multiple of the stages of {pipeline_model_parallel_size}", _DIVIDE),
     Rule("--epp-placement", lambda a: not _virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V),
     *flags("--epp-placement", "leave it out", when=lambda a: a.epp_schedule != "elastic", say=_ELASTIC, allowed=_NO_V),
-    Rule(
-        "--epp-schedule",
-        lambda a: a.epp_schedule == "packed" and _virtual(a),
-        "makes another number of microbatches of every batch, which Megatron's interleaved pipeline cannot run",
-        "leave out the flags that put several stages on a rank",
-    ),
+    Rule("--epp-schedule", _is_packed, "makes another number of microbatches of every batch", "put one stage on a rank"),
     # batches, samples and losses
     Rule("--epp-batch-tokens", lambda a: a.epp_schedule != "elastic", _ELASTIC, BOTH),
     Rule("--epp-batch-tokens", lambda a: a.epp_documents == "stream", "is not for {epp_documents}", "use --global-batch-size"),
@@ -482,25 +457,11 @@ RULES: Rules = (
     Rule("--mtp-num-layers", lambda a: a.epp_loss is not None, "is not for --epp-loss, which trains no multi-token prediction"),
     Check(_of_loss),
     # plans
-    Rule(
-        "--epp-planner", _cannot_offload, "does not go with --epp-offload and --epp-host-memory-gb", "use --epp-planner greedy"
-    ),
-    Rule(
-        "--epp-recompute",
-        _asks_offload,
-        "leaves --epp-offload and --epp-host-memory-gb no choice",
-        "leave it at auto",
-        allowed=("auto",),
-    ),
+    Rule("--epp-planner", _cannot_offload, f"is not for {_OFFLOAD}", "use --epp-planner greedy"),
+    *flags("--epp-recompute", "leave it at auto", when=_asks_offload, say=f"is not for {_OFFLOAD}", allowed=("auto",)),
     Check(_planned_only),
-    Rule(
-        "--epp-order",
-        lambda a: a.epp_order == GIVEN,
-        "is for --epp-microbatches user: documents are cut and packed by the plan",
-    ),
-    Rule(
-        "--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile -o FILE`"
-    ),
+    Rule("--epp-order", lambda a: a.epp_order == GIVEN, "is for --epp-microbatches user: documents are cut by the plan"),
+    Rule("--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile`"),
     Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
     # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
     Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),

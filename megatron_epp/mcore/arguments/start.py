@@ -287,7 +287,7 @@ def _other_schedule(args: Namespace) -> str:
     import torch
     from megatron.training import training
 
-    with _replaced(training, "get_args", lambda: args):
+    with _replaced(training, "get_args", lambda: args), refusals_of_megatron(args):
         schedule = training.get_optimizer_param_scheduler(torch.optim.SGD([torch.zeros(1)]))
     try:
         schedule.load_state_dict(saved)
