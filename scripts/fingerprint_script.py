@@ -1,7 +1,7 @@
 """Prints the fingerprints of a training script's functions: `python scripts/fingerprint_script.py Megatron-LM/pretrain_gpt.py`.
 
 A line for each function and constant that the forward step, the dataset provider and the choice of embedding ranks reach in the
-script, with the releases that have it. For a new release of Megatron, look at what changed in those that are unknown; where the
+script, and whether it is known. For a new release of Megatron, look at what changed in those that are unknown; where the
 difference changes nothing that plans replace, add them to `SCRIPTS` in `megatron_epp/mcore/patches/fingerprints.py`.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
     for script in parser.parse_args().script:
         print(script)
         for name, function_digest in fingerprints_of(script.read_text()).items():
-            print(f"  {name:<36} {function_digest}  {SCRIPTS.get(name, {}).get(function_digest, 'unknown')}")
+            print(f"  {name:<36} {function_digest}  {'known' if function_digest in SCRIPTS.get(name, ()) else 'unknown'}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.terminal import Parser
-from megatron_epp.mcore.arguments.conflicts import IDLE, IMPLIED, OUT, Door, MegatronFlag
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import CONFLICTS, HONOURED, HONOURED_BY_MEGATRON, OF_DOCUMENTS
+from megatron_epp.mcore.arguments.refusals import CONFLICTS, HONOURED, HONOURED_BY_MEGATRON, IDLE, IMPLIED, OF_DOCUMENTS
+from megatron_epp.mcore.arguments.rule import OUT, Door, Rule
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -147,9 +147,9 @@ def refused() -> list[tuple[str, str, str]]:
     return [(", ".join(flags), but_for, advice) for (but_for, advice), flags in rows.items()]
 
 
-def beyond_leaving_out(flag: MegatronFlag) -> str:
+def beyond_leaving_out(flag: Rule) -> str:
     """Return what the advice for a refused flag says beyond leaving it out; empty if that is all."""
-    return flag.advice.removeprefix(OUT).lstrip(":, ").removeprefix("and ")
+    return flag.use.removeprefix(OUT).lstrip(":, ").removeprefix("and ")
 
 
 def uses_of(parser: argparse.ArgumentParser, letter: str) -> Iterator[tuple[str, Use]]:
@@ -190,7 +190,7 @@ def commands() -> dict[str, Parser]:
     return dict(action.choices)
 
 
-def flags_in(flags: Iterable[MegatronFlag]) -> str:
+def flags_in(flags: Iterable[Rule]) -> str:
     return ", ".join(code(flag.flag) for flag in flags)
 
 

@@ -20,8 +20,9 @@ from megatron_epp.cost.hardware import H100, Rates
 from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
-from megatron_epp.mcore.arguments.conflicts import COUNTING, OF_VOCABULARY, PARTING, REPLAYS, MegatronFlag
 from megatron_epp.mcore.arguments.layout import AHEAD
+from megatron_epp.mcore.arguments.refusals import COUNTING, OF_VOCABULARY, PARTING, REPLAYS
+from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words
@@ -133,7 +134,7 @@ def symbols_of(flags: dict[str, Any]) -> set[str]:
     return symbols | ({AHEAD} if shape.predictions or AHEAD in whole_pattern(flags) else set())
 
 
-def by_advice(flags: Iterable[MegatronFlag]) -> list[str]:
+def by_advice(flags: Iterable[Rule]) -> list[str]:
     """Return flags with what is said of them where they are refused, those of which it is the same together."""
     names: dict[str, list[str]] = {}
     for flag in flags:

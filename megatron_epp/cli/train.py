@@ -17,7 +17,7 @@ from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.launch.yaml_settings import Settings, load_settings
-from megatron_epp.mcore.arguments.sizes import world_of
+from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file
 

@@ -98,8 +98,6 @@ def check_start(args: argparse.Namespace, world_size: int, *, wants_files: bool)
         _refuse_no_model(args)
     _as_of_first_rank(args, world_size)
     start.check_start(args, wants_flags=knows_sizes, wants_files=wants_files)
-    if knows_sizes and args.yaml_cfg is None:
-        start.validate(args)
 
 
 def _as_of_first_rank(args: argparse.Namespace, world_size: int) -> None:

@@ -15,9 +15,9 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from megatron_epp.cost.casts import RECIPES
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
 from megatron_epp.mcore.model.weight_gradients import _tensors_of
 from megatron_epp.plan import EppError

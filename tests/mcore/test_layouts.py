@@ -82,8 +82,8 @@ RANKS, PER_RANK = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeli
         ("3,3,2", {}, "--epp-layout 3,3,2: it has 3 stages, .* multiple of --pipeline-model-parallel-size 2"),
         ("4.25,3.75", {}, "--epp-layout 4.25,3.75: it is neither auto, even, balanced, a file, nor layers"),
         ("4.5,3.5", {"pipeline_model_parallel_layout": "Et*4|t*4L"}, "--pipeline-model-parallel-layout .* give one of them"),
-        ("4.5,3.5", {"decoder_first_pipeline_num_layers": 3}, "--decoder-first-pipeline-num-layers 3 each say"),
-        ("4.5,3.5", {"account_for_embedding_in_pipeline_split": True}, "--account-for-embedding-in-pipeline-split True each"),
+        ("4.5,3.5", {"decoder_first_pipeline_num_layers": 3}, "--decoder-first-pipeline-num-layers 3 says"),
+        ("4.5,3.5", {"account_for_embedding_in_pipeline_split": True}, "--account-for-embedding-in-pipeline-split True says"),
         ("4.5,3.5", {PER_RANK: 2}, "--epp-layout 4.5,3.5 puts 1 stages on a rank, and --num-virtual.* says 2"),
         ("4.5,3.5 --epp-schedule stock", {}, r"cuts layers \(4.5, 3.5\), which --epp-schedule stock cannot run"),
         (
@@ -93,7 +93,7 @@ RANKS, PER_RANK = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeli
         ),
         ("4.5,3.5", {"hybrid_layer_pattern": "*-|*-"}, "is for GPTModel: a hybrid model's stages begin where"),
         ("4,4 --epp-placement v", {}, "--epp-placement v needs several stages on a rank"),
-        ("2,2,2,2 --epp-schedule stock --epp-placement v", {}, "--epp-schedule stock runs .* looped"),
+        ("2,2,2,2 --epp-schedule stock --epp-placement v", {}, "--epp-placement v is for --epp-schedule elastic"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_in_a_line(flags: str, megatron: dict[str, Any], says: str) -> None:

@@ -19,10 +19,10 @@ from megatron.core import package_info
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import problems_of
+from megatron_epp.mcore.arguments.rule import Door
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
 from scripts.megatron_state.state import State, states
 from tests.support.mcore.forked import job

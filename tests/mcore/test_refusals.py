@@ -20,11 +20,10 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_epp.cost.huggingface import flags_of_config
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, token_multiple
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS, REFUSED_LAYERS, pattern_problem
+from megatron_epp.mcore.arguments.refusals import EOD, IDLE, IMPLIED, OF_DOCUMENTS, REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.adopt_built import refusal
 from megatron_epp.mcore.model.core_attention import RelayAttention
@@ -59,10 +58,10 @@ REFUSED = [
     # planning
     ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
     ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
-    ("--epp-offload --epp-planner 1f1b", "--epp-offload", "--epp-planner greedy and orders of papers, not 1f1b"),
-    ("--epp-offload on --epp-recompute 1", "--epp-offload", "leave --epp-recompute at auto"),
-    ("--epp-offload --epp-planner mine:own --epp-recompute 1", "--epp-offload", "leave --epp-recompute at auto"),
-    ("--epp-host-memory-gb 4 --epp-recompute 1", "--epp-host-memory-gb", "leave --epp-recompute at auto"),
+    ("--epp-offload --epp-planner 1f1b", "--epp-planner 1f1b", "--epp-offload", "--epp-planner greedy"),
+    ("--epp-offload on --epp-recompute 1", "--epp-offload", "--epp-recompute 1", "leave it at auto"),
+    ("--epp-offload --epp-planner mine:own --epp-recompute 1", "--epp-offload", "--epp-recompute 1", "leave it at auto"),
+    ("--epp-host-memory-gb 4 --epp-recompute 1", "--epp-host-memory-gb", "--epp-recompute 1", "leave it at auto"),
     ("--epp-host-memory-gb 4 --epp-planner 1f1b", "--epp-host-memory-gb", "--epp-planner greedy"),
     ("--epp-offload --epp-host-memory-gb 0", "--epp-host-memory-gb is 0.0", "a positive number up to 1,000,000,000"),
     ("--epp-order given", "--epp-order given", "--epp-microbatches user"),
@@ -79,7 +78,7 @@ REFUSED = [
     (f"{OVERLAP} --tp-comm-overlap", "--epp-overlap-exchanges", "--tp-comm-overlap"),
     (f"{OVERLAP} --timing-log-level 2", "--epp-overlap-exchanges", "--timing-log-level 2"),
     (f"{OVERLAP} --nvtx-ranges", "--epp-overlap-exchanges", "--nvtx-ranges"),
-    ("--transformer-impl transformer_engine --delay-wgrad-compute", "leave out --delay-wgrad-compute", "--epp-split-weight"),
+    ("--transformer-impl transformer_engine --delay-wgrad-compute", "--delay-wgrad-compute", "--epp-split-weight", "leave it"),
     # experts
     (f"{EP} 4", f"{EP} 4", "a model with --num-experts"),
     (f"{EXPERTS} --num-experts 6", "--num-experts 6", f"{EP} 4", "multiple of 4"),
@@ -95,23 +94,13 @@ REFUSED = [
     (f"{EXPERTS} --epp-schedule packed", "--epp-schedule packed", "use padded"),
     (f"{EXPERTS} --epp-planner stp", "replicas are planned together", "--epp-planner greedy"),
     # stages
-    (f"{PP} 2 {PER_RANK} 3 --epp-planner 1f1b", "--num-layers 8", f"2 x {PER_RANK} 3"),
-    (f"{PP} 2 --account-for-loss-in-pipeline-split", "--num-layers 8", "1 for --account-for-loss-in-pipeline-split"),
-    (f"{PP} 2 {PER_RANK} 0", f"{PER_RANK} is 0", "at least 1"),
-    (f"{PP} 2 {LAYOUT} 'Ett|ttL'", "4 layers", "--num-layers is 8"),
-    (f"{PP} 2 {FIRST} 3 {LAST} 5 {PER_RANK} 2", f"{FIRST} 3 cannot be shared evenly"),
-    (f"{PP} 3 {FIRST} 3", "5 of --num-layers 8 are left for 2 ranks"),
-    (f"{PP} 4 {FIRST} 5 {PER_RANK} 5", "1 of --num-layers 8 for every other rank"),
+    (f"{PP} 2 {PER_RANK} 3 --epp-planner 1f1b", "--num-layers 8", f"{PP} 2", "multiple"),
+    (f"{PP} 2 {PER_RANK} 0", f"{PER_RANK} 0", "1 or more"),
     (f"{PP} 2 --epp-placement v --epp-planner 1f1b", "v needs several stages", f"{PER_RANK} 2"),
-    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --epp-placement v", "looped", "leave out --epp-placement v"),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --epp-placement v", "--epp-placement v is for --epp-schedule elastic", "leave"),
     (f"{PP} 2 {PER_RANK} 2 --epp-schedule packed", "packed", "another number of microbatches"),
-    (
-        f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --global-batch-size 24",
-        "24 replicas",
-        "make --global-batch-size 24 a multiple of 48",
-    ),
+    (f"{PP} 2 {PER_RANK} 2 --epp-schedule stock --global-batch-size 24", "--global-batch-size 24", "a multiple of 48"),
     # attention and layers
-    (f"{TP} 3", "--num-attention-heads 8", f"{TP} 3", "a multiple of 3"),
     (f"{CP} 2 --cp-comm-type allgather", "--cp-comm-type ['allgather']"),
     (f"{CP} 2 --epp-schedule stock", "--epp-schedule stock", "--epp-schedule whole"),
     (f"{TP} 2 {CP} 4 --sequence-parallel --epp-slices 10", "--seq-length 64", "10 slices of at least 8", "raise it to 80"),
@@ -121,12 +110,12 @@ REFUSED = [
     # batches and losses of one's own
     *((f"{TOKENS} {flag} 80", f"{flag} 80") for flag in COUNTING_SAMPLES),
     (f"{TOKENS} --rampup-batch-size 2 2 80", "--epp cannot honour --rampup-batch-size"),
-    (f"{TOKENS} --epp-schedule stock", "--epp-batch-tokens is for", "--epp-schedule"),
-    (f"{TOKENS} --epp-documents stream", "--epp-batch-tokens is for", "--epp-documents"),
-    *((f"{STREAM} {flag}", STREAM, f"leave out {flag}") for flag in PARTING),
-    ("--epp-samples a b c", "a file for training and one for evaluation, not 3"),
-    ("--epp-samples a --epp-schedule stock", "is for --epp-schedule elastic, not stock"),
-    (f"{SAMPLES}:GRPO {PP} 2 --epp-vocab-parallel on", "--epp-vocab-parallel on does not go with --epp-loss", "leave it out"),
+    (f"{TOKENS} --epp-schedule stock", "--epp-batch-tokens 64 is for --epp-schedule elastic, not --epp-schedule stock"),
+    (f"{TOKENS} --epp-documents stream", "--epp-batch-tokens 64 is not for --epp-documents stream"),
+    *((f"{STREAM} {flag}", f"{flag} True does not go with {STREAM}", "leave it out") for flag in PARTING),
+    ("--epp-samples a b c", "--epp-samples", "a file for training and one for evaluation"),
+    ("--epp-samples a --epp-schedule stock", "is for --epp-schedule elastic, not --epp-schedule stock"),
+    (f"{SAMPLES}:GRPO {PP} 2 --epp-vocab-parallel on", "--epp-loss", "does not go with --epp-vocab-parallel on", "leave it"),
     (f"{SAMPLES}:GRPO --mtp-num-layers 1", "trains no multi-token prediction"),
     (f"{SAMPLES}:VALUES", "reads values", "in the place of the output layer: pass --untie-embeddings-and-output-weights"),
     (f"{SAMPLES}:GRPO --num-experts 4 --moe-aux-loss-coeff 0.01", "routers are divided by tokens", "--moe-aux-loss-coeff 0"),

@@ -31,7 +31,7 @@ Import = Callable[..., ModuleType]
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
     """Imports the user's script, whose functions are known, with replacements in its text."""
     for name, digest in fingerprints_of(TEXT).items():
-        monkeypatch.setitem(fingerprints.SCRIPTS, name, {digest: "tests"})
+        monkeypatch.setitem(fingerprints.SCRIPTS, name, (digest,))
 
     def load(*replacements: tuple[str, str]) -> ModuleType:
         text = TEXT
@@ -112,10 +112,10 @@ class Step:
     ("name", "value", "beginning"),
     [
         ("loss_func", other_loss, f"loss_func = other_loss ({__file__}:"),
-        ("loss_func", Step(), "loss_func, which forward_step uses, is an object of class "),
+        ("loss_func", Step(), "loss_func, which forward_step uses, is changed to <"),
         ("partial", lambda function, *values: function, "partial = <lambda> ("),
-        ("partial", Step, "partial, which forward_step uses, is the class "),
-        ("torch", types.SimpleNamespace(), "torch, which loss_func uses, is an object of class types.SimpleNamespace"),
+        ("partial", Step, "partial, which forward_step uses, is changed to <class "),
+        ("torch", types.SimpleNamespace(), "torch, which loss_func uses, is changed to namespace()"),
         ("get_args", other_loss, "get_args = other_loss ("),
         ("BlendedMegatronDatasetBuilder", Step, "BlendedMegatronDatasetBuilder, which train_valid_test_datasets_provider uses"),
     ],
@@ -128,14 +128,6 @@ def test_what_is_put_in_the_place_of_something_that_it_uses_is_named(
     reported = changes(module)
     assert reported
     assert all(change.startswith(beginning) for change in reported)
-
-
-def test_a_patched_function_of_a_package_is_noticed(script: Import, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script()
-    monkeypatch.setattr(module.torch, "sum", other_loss)
-    (change,) = changes(module)
-    assert change.startswith(f"torch.sum = other_loss ({__file__}:")
-    assert "which loss_func uses" in change
 
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,9 +146,8 @@ def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
         (lambda step: functools.partial(step, scale=2), "a functools.partial that binds scale"),
         (lambda step: functools.partial(step, None), "a functools.partial that binds argument 1"),
         (lambda step: lambda *values: step(*values), "forward_step = <lambda>.<locals>.<lambda> ("),
-        (lambda step: Step(), "forward_step is an object of class "),
+        (lambda step: Step(), "forward_step is changed to "),
         (lambda step: Step().method, "forward_step = Step.method ("),
-        (lambda step: functools.lru_cache(step), "is not Megatron's own (fingerprint "),
     ],
 )
 def test_a_wrapped_forward_step_is_refused(script: Import, wrap: Callable[..., Any], subject: str) -> None:
@@ -179,11 +170,8 @@ def test_a_known_text_around_other_variables_is_refused(script: Import) -> None:
     assert "around.<locals>.loss_func" in change
 
 
-def test_the_functions_of_this_package_are_taken_and_what_is_put_in_them_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_functions_of_this_package_are_taken() -> None:
     assert changes_of(FORWARD_STEP, gpt.forward_step) == changes_of(PROVIDER, gpt.build_datasets) == []
-    monkeypatch.setattr(gpt, "token_loss", other_loss)
-    (change,) = changes_of(FORWARD_STEP, gpt.forward_step)
-    assert change.startswith("token_loss = other_loss (")
 
 
 def test_all_changes_are_told_at_once_with_what_to_do(script: Import) -> None:
@@ -241,10 +229,10 @@ def test_functions_that_a_script_will_pass_are_refused_while_it_parses_its_flags
     stock_functions.check_script(args)
 
 
-def test_what_a_script_does_not_pass_or_is_no_script_is_left_alone(script: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passes_nothing_to_megatron_is_left_alone(script: Import, monkeypatch: pytest.MonkeyPatch) -> None:
     args: Any = types.SimpleNamespace(epp=True, epp_microbatches="plan")
-    not_passed = ("\n        forward_step,\n", "\n        partial(forward_step),\n")  # which is seen when it is passed
-    for main in (script(), script(EDITED["loss"][1], not_passed), types.ModuleType("__main__")):
+    library = script(EDITED["loss"][1], ("import get_args, pretrain", "import get_args"))
+    for main in (script(), library, types.ModuleType("__main__")):
         monkeypatch.setitem(sys.modules, "__main__", main)
         stock_functions.check_script(args)
 
@@ -292,4 +280,4 @@ def test_the_scripts_of_a_clone_are_known(name: str) -> None:
     if not (CLONE / name).exists():
         pytest.skip(f"needs a release of Megatron-LM that has {name} in MEGATRON_LM")
     digests = fingerprints_of((CLONE / name).read_text())
-    assert {name: value for name, value in digests.items() if value not in fingerprints.SCRIPTS.get(name, {})} == {}
+    assert {name: value for name, value in digests.items() if value not in fingerprints.SCRIPTS.get(name, ())} == {}

@@ -15,8 +15,8 @@ import torch
 
 from megatron_epp import wrap
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.refusals import refuse
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.iteration import reduction
 from megatron_epp.mcore.iteration.reduction import Reduction

@@ -22,7 +22,7 @@ from megatron_epp.cost import H100, H100_NODE, analytic_profile
 from megatron_epp.cost.analytic import exchange_line
 from megatron_epp.cost.library import Cluster, load_cluster, load_flags, shape_of
 from megatron_epp.launch.yaml_settings import load_settings
-from megatron_epp.mcore.arguments.sizes import world_of
+from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load

@@ -12,7 +12,7 @@ from megatron_epp.cli.advise import question_of
 from megatron_epp.cost import OptimizerBytes, analytic_profile
 from megatron_epp.cost.library import even_layers, load_cluster, shape_of
 from megatron_epp.launch.yaml_settings import load_settings
-from megatron_epp.mcore.arguments.sizes import world_of
+from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from tests.support.plan.planner_cases import web_lengths

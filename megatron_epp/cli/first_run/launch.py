@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
-from megatron_epp.mcore.arguments.sizes import world_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of, flag_words
 
@@ -90,7 +90,7 @@ class StockLaunch:
         """Return the flags that a plan cannot honour and that `changes` does not change, with what to do about each."""
         args = argparse.Namespace(**self.flags)
         return [
-            f"{conflict.flag}: {conflict.advice}"
+            f"{conflict.flag}: {conflict.use}"
             for conflict in OF_DOCUMENTS
             if conflict.flag not in _CHANGED and conflict.is_given(args)
         ]

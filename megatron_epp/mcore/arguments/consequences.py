@@ -7,9 +7,9 @@ import logging
 
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.mcore.arguments.conflicts import EOD, IDLE, IMPLIED, NO_RESTART, OF_SAMPLES, Door, given_flags
-from megatron_epp.mcore.arguments.layout import EVEN, apply_layout, given_division, is_open, keeping_layers
-from megatron_epp.mcore.arguments.refusals import delays_weights, refuse, vocabulary_problems, weights_together
+from megatron_epp.mcore.arguments import refusals
+from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, apply_layout, is_divided, is_open
+from megatron_epp.mcore.arguments.rule import Door, given_flags, problems_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.features import (
     check_calls,
@@ -24,27 +24,17 @@ logger = logging.getLogger(__name__)
 
 def tell_data_flags(args: argparse.Namespace) -> None:
     """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
-    if args.rank != 0:
-        return
+    told = [
+        (refusals.IMPLIED, "implies %s: documents are sequences by themselves, attend to no other, have positions from 0"),
+        (refusals.IDLE, "makes no use of %s: documents are read as they are, without caches, loader processes or padding"),
+        ((refusals.EOD,), "masks the loss by %s inside of documents alone: it predicts nothing behind their last tokens"),
+    ]
     if args.epp_documents == "stream":
-        if idle := given_flags((row for row in IDLE if row not in OF_SAMPLES), args):
-            logger.warning("--epp makes no use of %s: Megatron's samples are read without loader processes", idle)
-        return
-    if implied := given_flags(IMPLIED, args):
-        logger.warning(
-            "--epp implies %s: documents are sequences by themselves, attend to no other, and have positions from 0", implied
-        )
-    if idle := given_flags(IDLE, args):
-        logger.warning(
-            "--epp makes no use of %s: documents are read from their files as they are, without caches, loader processes or "
-            "padding",
-            idle,
-        )
-    if EOD.is_given(args):
-        logger.warning(
-            "--eod-mask-loss masks the loss behind end-of-document tokens, as in Megatron, and --epp predicts nothing behind a "
-            "document's last token: only those inside of documents are masked"
-        )
+        unused = tuple(row for row in refusals.IDLE if row not in refusals.OF_SAMPLES)
+        told = [(unused, "makes no use of %s: Megatron's samples are read without loader processes")]
+    for rows, words in told:
+        if args.rank == 0 and (given := given_flags(rows, args)):
+            logger.warning(f"--epp {words}", given)
 
 
 def tell_saved_optimizer(args: argparse.Namespace) -> None:
@@ -89,10 +79,10 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     door = door_of(args)
     if door is Door.USER:
         check_calls()
-    refuse(args, door)
+    refusals.refuse(args, door)
     _leave_open(args, door)
     if door is Door.USER:
-        args.delay_wgrad_compute = delays_weights(args)
+        args.delay_wgrad_compute = refusals.delays_weights(args)
     if door is not Door.DOCUMENTS:
         return
     tell_data_flags(args)
@@ -101,7 +91,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     _settle_vocabulary(args)
     apply_layout(args)
     # Megatron copies it to the configs of the model and of data parallelism, which then leaves reductions to `backward_dw`.
-    args.delay_wgrad_compute = delays_weights(args)
+    args.delay_wgrad_compute = refusals.delays_weights(args)
     args.micro_batch_size = 1  # so that Megatron's number of microbatches is a replica's number of sequences
     args.dataloader_type = "external"  # Megatron then passes the iterators of a provider on as they are
     if not args.calculate_per_token_loss:
@@ -125,15 +115,15 @@ def _leave_open(args: argparse.Namespace, door: Door) -> None:
         return
     if args.epp_split_weight_gradient == AUTO:
         why = "" if args.pipeline_model_parallel_size > 1 else "there is one stage"
-        if why := why or next(weights_together(args), ""):
+        if why := why or next(problems_of(args, door, refusals.WEIGHTS_TOGETHER), ""):
             args.epp_split_weight_gradient = False
             logger.debug("weight gradients are computed with their backwards, since %s", why)
-    if args.epp_layout == EVEN and given_division(args):
+    if args.epp_layout == EVEN and is_divided(args):
         args.epp_layout = None
     elif is_open(args):
         args.epp_layout, args.epp_chosen_by_default = "auto", True
     elif args.epp_layout is None and args.rank == 0 and args.pipeline_model_parallel_size > 1:
-        logger.info("layers are as Megatron divides them, since %s", next(keeping_layers(args)))
+        logger.info("layers are as Megatron divides them, since %s", next(problems_of(args, door, KEEPING_LAYERS)))
     if args.epp_layout == "auto":
         every = ((each.kind, each.num_chunks) for each in placements_of(args.pipeline_model_parallel_size))
         args.epp_open_placements = [each for each in every if each[0] == (kind or each[0]) and each[1] == (chunks or each[1])]
@@ -148,7 +138,7 @@ def door_of(args: argparse.Namespace) -> Door:
 
 def _settle_vocabulary(args: argparse.Namespace) -> None:
     """Settle ``auto`` where the output layer cannot be divided: it stays on the last stage, which is logged."""
-    if args.epp_vocab_parallel == "auto" and (problem := next(vocabulary_problems(args), None)):
+    if args.epp_vocab_parallel == "auto" and (problem := next(problems_of(args, Door.DOCUMENTS, refusals.VOCABULARY), None)):
         args.epp_vocab_parallel = "off"
         if args.rank == 0 and args.pipeline_model_parallel_size > 1:
             logger.info("%s auto: the output layer stays on the last stage, since %s", VOCABULARY_FLAG, problem)
@@ -162,4 +152,4 @@ def refuse_restart(args: argparse.Namespace) -> None:
     Scripts set up the restart before they validate flags, and an error raised after that may merely restart the run.
     """
     if getattr(args, "epp", False):
-        refuse(args, Door.DOCUMENTS, (), (NO_RESTART,))
+        refusals.refuse(args, Door.DOCUMENTS, (refusals.NO_RESTART,))

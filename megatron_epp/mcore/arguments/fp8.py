@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.cost.casts import RECIPES, recipe_of
-from megatron_epp.mcore.arguments.conflicts import Door
+from megatron_epp.mcore.arguments.rule import Door
 
 
 def recipe(settings: object) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_epp.cost.library import even_layers
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.fp8 import row_multiple
+from megatron_epp.mcore.arguments.rule import Door, Rule, flags, problems_of
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import begins_with_greedy
@@ -19,6 +22,8 @@ from megatron_epp.plan.reading import naming_file, read_text
 
 logger = logging.getLogger(__name__)
 
+REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 LAYOUT_FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
 """Values of the flag for which the run's data decide, when it is set up (`training.layout_search`); even layers until then."""
@@ -27,41 +32,37 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 EVEN = "even"
 BETWEEN_STAGES, AHEAD = "|", "/"
 """Signs in a hybrid model's pattern: between stages, and ahead of the layers of a depth of multi-token prediction."""
-PER_RANK = "--num-virtual-stages-per-pipeline-rank"
-_OTHERS = (
-    "--pipeline-model-parallel-layout",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
+PER_RANK, PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+_OTHERS = flags(
+    f"--pipeline-model-parallel-layout {PER_STAGE} --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "",
+    say="says which layers a stage has",
 )
 """Flags of Megatron that divide layers over stages, too."""
+_DIVISIONS = (*flags("--hybrid-layer-pattern --hybrid-override-pattern", "", say="says which layers a stage has"), *_OTHERS)
+KEEPING_LAYERS = (
+    *_DIVISIONS,
+    *flags(
+        "--save --load",
+        "",
+        when=lambda a: getattr(a, "ckpt_format", "torch_dist") != "torch_dist",
+        say="with {ckpt_format} cannot keep others",
+    ),
+    Rule("--epp-planner", lambda a: not begins_with_greedy(a.epp_planner), "is asked for", ""),
+)
+"""Why layers stay as Megatron divides them where no flag asks for others."""
 
 
-def given_division(args: argparse.Namespace) -> str:
-    """Return the flag of Megatron's that divides layers over stages, with its value; empty if none is given."""
-    if pattern := hybrid_pattern(args):
-        return f"--hybrid-layer-pattern {pattern}"
-    values = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in _OTHERS)
-    return next((f"{flag} {value}" for flag, value in values if value), "")
+def is_divided(args: argparse.Namespace) -> bool:
+    """Return True if a flag of Megatron's divides layers over stages."""
+    return any(row.is_given(args) for row in _DIVISIONS)
 
 
 def is_open(args: argparse.Namespace) -> bool:
     """Return True if no flag says how layers are divided, and the run's data may: as with `--epp-layout auto`."""
     ranks = args.pipeline_model_parallel_size
-    return args.epp_layout is None and ranks > 1 and next(keeping_layers(args), None) is None
-
-
-def keeping_layers(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why layers stay as Megatron divides them where no flag asks for others."""
-    if flag := given_division(args):
-        yield f"{flag} says so"
-    keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)
-    if keeps and (kind := getattr(args, "ckpt_format", "torch_dist")) != "torch_dist":
-        yield f"--{keeps} with --ckpt-format {kind} cannot keep others"
-    if not begins_with_greedy(args.epp_planner):
-        yield f"--epp-planner {args.epp_planner} is asked for"
+    return args.epp_layout is None and ranks > 1 and not any(problems_of(args, Door.DOCUMENTS, KEEPING_LAYERS))
 
 
 def asked_layout(args: argparse.Namespace) -> Layout | None:
@@ -123,7 +124,7 @@ def readable_layout(args: argparse.Namespace) -> Layout | None:
 
 def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
-    if getattr(args, "epp_layout", None) is None or (args.epp_layout == EVEN and given_division(args)):
+    if getattr(args, "epp_layout", None) is None or (args.epp_layout == EVEN and is_divided(args)):
         return
     setting = f"{LAYOUT_FLAG} {args.epp_layout}"
     if hybrid_pattern(args):
@@ -137,9 +138,7 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
     except EppError as error:
         yield f"{setting}: {error}"
         return
-    for flag in _OTHERS:
-        if value := getattr(args, flag[2:].replace("-", "_"), None):
-            yield f"{setting} and {flag} {value} each say which layers a stage has: give one of them"
+    yield from (f"{row.text(args)}, and so does {setting}: give one of them" for row in _OTHERS if row.is_given(args))
     chunks, placement = layout.placement.num_chunks, layout.placement
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if virtual not in (None, chunks):
@@ -190,3 +189,12 @@ def _megatron_layout(layout: Layout, predictions: int) -> str:
     """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage that begins it."""
     bounds = accumulate(layout.halves, initial=0)
     return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)], predictions)
+
+
+def world_of(megatron: Mapping[str, Any]) -> int:
+    """Number of ranks of one data-parallel replica. Raises EppError for a size below 1."""
+    sizes = {name: 1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise EppError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
+    return math.prod(sizes.values())

@@ -1,8 +1,7 @@
 """The table of refusals: what settings cannot be, or not together, and what to do instead.
 
-The launcher, the training script and `megatron_epp.wrap` ask `refuse` before plans run a model. What concerns one subject is a
-function; `RULES` has these in the order in which problems are told, and says where they apply. Flags that are refused whatever
-else is given are rows of `CONFLICTS`.
+The launcher, the training script and `megatron_epp.wrap` ask `refuse` before plans run a model. A row is read at a glance; what
+has several lines, or counts something, is a function among the rows. What Megatron asserts itself, `start.validate` asks it.
 """
 
 from __future__ import annotations
@@ -10,26 +9,27 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments import ArgumentError, fp8
-from megatron_epp.mcore.arguments.conflicts import (
-    COUNTING,
-    OF_MODELS,
-    OF_VOCABULARY,
-    PARTING,
-    QUEUES,
-    REPLAYS,
-    Door,
-    MegatronFlag,
-    given_flags,
-)
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
-from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, hybrid_pattern, layout_problems
-from megatron_epp.mcore.arguments.sizes import replicas_of, shares, stages
+from megatron_epp.mcore.arguments.layout import (
+    BETWEEN_STAGES,
+    PER_RANK,
+    PER_STAGE,
+    REPLICA_SIZES,
+    hybrid_pattern,
+    is_divided,
+    is_open,
+    layout_problems,
+    readable_layout,
+    token_multiple,
+    world_of,
+)
+from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS
@@ -39,6 +39,158 @@ from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
 from megatron_epp.plan.reading import brief
+
+# ---- flags of which plans can honour no other value -------------------------------------------------------------------
+
+_ORDER = "leave it out: it belongs to Megatron's own schedules"
+_SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
+_IN_TURN = "leave it out: it takes microbatches in the order in which they run, and counts again what runs again"
+_STORAGE = "leave it out: plans count weights by their storage, which FP8 weights lack"
+_ONE = (None, 1)
+NO_RESTART = Rule("--inprocess-restart", use="leave it out: the watchdog of the failed run would end the restarted one")
+# Rows without doors are for documents only.
+OF_MODELS = (
+    NO_RESTART,
+    Rule("--cp-comm-type", use="leave it out: heads are exchanged for tokens, as a2a does", allowed=(None, ["p2p"], ["a2a"])),
+    *flags("--micro-batch-size --eval-micro-batch-size", "set it to 1: a microbatch is one sequence", allowed=_ONE),
+    *flags("--mock-data", "give real documents with --data-path"),
+    *flags("--sft", "leave it out, and make documents and their mask with `megatron-epp prepare --chat`"),
+    *flags(
+        "--recompute-granularity --recompute-activations",
+        "leave it out: plans choose what is recomputed (--epp-recompute changes how much)",
+    ),
+    Rule("--cuda-graph-impl", use="set it to none: shapes change every iteration", allowed=("none", None)),
+    Rule("--cuda-graph-impl", use=_SHAPES, doors=Door.MICROBATCHES, allowed=("none", None)),
+    *flags("--enable-cuda-graph --external-cuda-graph", _SHAPES, Door.ALL),
+    Rule("--dataloader-type", use="leave it out: documents are sampled by this package", allowed=(None, "external")),
+    *flags("--fp8-param-gather", _STORAGE, Door.ALL),
+    *flags("--fp8-param", _STORAGE, Door.MODEL),
+    *flags("--fp8-dot-product-attention --fp8-multi-head-attention", "leave it out: attention is not in FP8", Door.ALL),
+    *flags("--fp8-output-proj", "leave it out: the output layer multiplies in the type of the weights", Door.SLICES),
+    Rule("--fp4-format", use="leave it out: its casts are rounded at random", doors=Door.ALL, dest="fp4"),
+    *flags("--check-for-spiky-loss", "leave it out: a chunk's loss is as large as the chunk"),
+    *flags("--log-straggler", "leave it out: it times the script's forward steps, of which plans run none"),
+    *flags("--cpu-offloading-num-layers", doors=Door.SLICES),
+    *flags("--tp-comm-overlap", "leave it out: its buffers have one size, chunks have many", Door.SLICES),
+    *flags("--num-distributed-optimizer-instances", "leave it out: it reduces gradients twice", Door.ALL, allowed=_ONE),
+    # What keeps state by the order of running (docs/megatron-state.md).
+    *flags("--moe-routing-trace-path --save-activations-interval --save-dgrads-interval", _IN_TURN, Door.ALL),
+    *flags("--save-tokens-per-expert-interval --logits-save-dir --logits-load-dir", _IN_TURN, Door.ALL),
+    *flags("--defer-embedding-wgrad-compute --fine-grained-activation-offloading --moe-paged-stash", _ORDER, Door.ALL),
+    *flags("--overlap-moe-expert-parallel-comm --delay-wgrad-compute", _ORDER, Door.MICROBATCHES),
+    *flags("--num-microbatches-with-partial-activation-checkpoints", _ORDER, Door.MICROBATCHES),
+    *flags("--enable-mhc-connections", "leave it out: messages of plans have --hidden-size values a token", Door.ALL),
+    *flags("--dsa-indexer-topk-freq", "set it to 1: recompute finds another microbatch's", Door.MICROBATCHES, allowed=_ONE),
+    *flags("--use-megatron-fsdp --use-torch-fsdp2", doors=Door.ALL),
+    *flags("--hybrid-context-parallel --dynamic-context-parallel", "leave it out: replicas have own plans", Door.ALL),
+    *flags("--iterations-to-skip", allowed=([], None)),
+    *flags("--hierarchical-context-parallel-sizes --fim-data --use-varlen-dataset --use-legacy-models --output-logit-dtype"),
+    *flags("--overlap-param-gather-with-optimizer-step --heterogeneous-layers-config-path --sequence-packing-scheduler"),
+    *flags("--heterogeneous-layers-config-encoded-json --rampup-batch-size --step-batch-size-schedule --perform-rl-step"),
+    *flags("--phase-transition-iterations --full-validation --multiple-validation-sets"),
+)
+"""Flags of which plans can honour no other value, whatever kinds of layers a model has, by who gives them."""
+CONFLICTS = (*OF_MODELS, *(flag for kind in KINDS for flag in kind.flags))
+"""Flags of Megatron that are refused whatever else is given."""
+OF_DOCUMENTS = tuple(row for row in CONFLICTS if Door.DOCUMENTS in row.doors)
+
+# ---- flags of Megatron that do not go with ours -----------------------------------------------------------------------
+
+PARTING = flags(
+    "--reset-position-ids --reset-attention-mask --dataloader-inter-document-masking",
+    when=lambda a: a.epp_documents == "stream",
+    say="does not go with {epp_documents}, which runs samples across documents",
+)
+"""Flags with which documents of a sample do not see each other."""
+IMPLIED = (
+    *PARTING,
+    Rule("--no-create-attention-mask-in-dataloader", allowed=(True,), dest="create_attention_mask_in_dataloader"),
+)
+OF_SAMPLES = (
+    *flags("--data-cache-path --allow-ambiguous-pad-tokens"),
+    Rule("--num-dataset-builder-threads", allowed=_ONE),
+    Rule("--mid-level-dataset-surplus", allowed=(0.005,)),
+)
+"""Flags of `IDLE` that have an effect on Megatron's own samples, with `--epp-documents stream`."""
+IDLE = (
+    *OF_SAMPLES,
+    *flags("--per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"),
+    *flags("--exit-signal-handler-for-dataloader --object-storage-cache-path"),
+    Rule("--num-workers", allowed=(2,)),
+)
+EOD = Rule("--eod-mask-loss")
+COUNTING = flags(
+    "--train-samples --lr-decay-samples --lr-warmup-samples --override-ckpt-iteration",
+    "count iterations, since a batch has as many samples as fit --epp-batch-tokens",
+    when=lambda a: a.epp_batch_tokens is not None,
+    say="does not go with --epp-batch-tokens",
+)
+"""Flags for which every batch has --global-batch-size samples."""
+REPLAYS = flags(
+    # Megatron's, in ms-swift, NeMo-RL and recent verl; a field that verl adds to the model's configuration; slime's
+    "--moe-enable-routing-replay --enable-routing-replay --use-routing-replay --use-rollout-routing-replay",
+    "microbatches must run in their own order",
+)
+"""Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
+_ON = f"does not go with {VOCABULARY_FLAG} on"
+OF_VOCABULARY = (
+    *flags("--fp16", "use --bf16: small probabilities would leave the range of fp16", say=_ON),
+    *flags("--init-model-with-meta-device", "leave it out: the first weights are divided over ranks", say=_ON),
+    *flags("--logits-save-top-k", "leave it out: no rank has all logits of a token", say=_ON),
+    *flags("--label-smoothing", "set it to 0", say=_ON),
+    *flags("--hybrid-layer-pattern --hybrid-override-pattern", "train a GPTModel", say=_ON),
+    *flags("--mtp-num-layers", "leave it out: its predictions need the whole output layer on one rank", say=_ON),
+    *flags("--defer-embedding-wgrad-compute", "leave it out: T defers it", say=_ON),
+    *flags("--epp-loss", "leave it out: it needs the output layer on the last stage", say=_ON),
+)
+"""Flags that do not go with an output layer that is divided over pipeline ranks."""
+
+
+def _lacks_entries(args: Namespace) -> bool:
+    entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None) or sys.maxsize
+    return bool(entries < args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+
+
+_LEAVE = f"leave out {VOCABULARY_FLAG} on"
+_RANKS, _IS_OTHER = "--pipeline-model-parallel-size", lambda a: getattr(a, "ckpt_format", "torch_dist") != "torch_dist"
+VOCABULARY = (
+    Rule(_RANKS, lambda a: a.pipeline_model_parallel_size < 2, f"leaves nothing to divide: {_LEAVE}", ""),
+    *flags("--epp-schedule", "use elastic, or leave one of them out", say=_ON, allowed=("elastic",)),
+    *OF_VOCABULARY,
+    Rule(_RANKS, _lacks_entries, f"x {{tensor_model_parallel_size}} is more than the vocabulary has entries: {_LEAVE}", ""),
+    *flags("--save --load", "use --ckpt-format torch_dist, which can divide a weight over stages", when=_IS_OTHER, say=_ON),
+)
+"""Rows on an output layer that is divided over pipeline ranks; the first that applies is why it is not by default."""
+
+
+def _has_engine(args: Namespace) -> bool:
+    return bool(args.transformer_impl == "transformer_engine")
+
+
+def splits_weights(args: Namespace) -> bool:
+    """Return True for a run whose plans compute weight gradients as actions of their own."""
+    return args.epp_split_weight_gradient in (True, "on") and args.epp_schedule == "elastic"
+
+
+def delays_weights(args: Namespace) -> bool:
+    """Return True if Transformer Engine's layers, and the hooks of data parallelism, wait for split weight gradients."""
+    return splits_weights(args) and _has_engine(args)
+
+
+def _holds_gradients(args: Namespace) -> bool:
+    return _has_engine(args) and not args.gradient_accumulation_fusion  # of all experts, for every chunk
+
+
+WEIGHTS_TOGETHER = (
+    *flags("--epp-schedule", "", say="is asked for", allowed=("elastic",)),
+    *flags("--epp-planner", "", when=lambda a: not begins_with_greedy(a.epp_planner), say="is asked for"),
+    *flags("--hybrid-layer-pattern --hybrid-override-pattern", "", say="describes the layers"),
+    *flags("--add-bias-linear --add-qkv-bias", "", when=_has_engine, say="comes with every weight of Transformer Engine"),
+    *flags("--moe-grouped-gemm", "", when=_holds_gradients, say="needs --gradient-accumulation-fusion to split weights"),
+)
+"""Why weight gradients are computed with their backwards where no flag asks for more."""
+
+# ---- functions among the rows -----------------------------------------------------------------------------------------
 
 
 def _forgotten(args: Namespace, _: Door) -> Iterator[str]:
@@ -53,11 +205,8 @@ def _forgotten(args: Namespace, _: Door) -> Iterator[str]:
         yield f"{', '.join(idle)} {verb} nothing without --epp: add it, or leave {them} out"
 
 
-# ---- a script's own microbatches, with flags or `megatron_epp.wrap` --------------------------------------------------
-
 _REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"
 """Environment variable that slime sets to 1 in the processes whose routers replay."""
-_OF_REPLICAS = "global_aux_loss"
 
 
 def _replay(settings: Any, door: Door) -> Iterator[str]:
@@ -68,24 +217,13 @@ def _replay(settings: Any, door: Door) -> Iterator[str]:
     if getattr(settings, "epp_order", GIVEN) == GIVEN:
         return
     advice = f"use --epp-order {GIVEN}" if door.has_flags else f"use megatron_epp.wrap(order={GIVEN!r})"
-    _, *others = REPLAYS  # behind Megatron's own
-    if of_samples := getattr(settings, "epp_microbatches", "user") != "user":
-        advice = "leave it out, and give samples a column routes"
-    if replays := [row for row in (others if of_samples else REPLAYS) if row.is_given(settings)]:
-        yield f"{door.cannot} {'; '.join(row.text(settings, door) for row in replays)}: {advice}"
+    rows = REPLAYS
+    if getattr(settings, "epp_microbatches", "user") != "user":
+        advice, rows = "leave it out, and give samples a column routes", REPLAYS[1:]  # behind Megatron's own
+    replays = [row.text(settings, door) for row in rows if row.is_given(settings)]
     if os.environ.get(_REPLAY_VARIABLE) == "1":
-        yield f"{door.cannot} {_REPLAY_VARIABLE}=1 in the environment ({QUEUES}): {advice}"
-
-
-def _balancing(settings: Any, door: Door) -> Iterator[str]:
-    """Yield a loss of routers that look at tokens of all replicas: then all would need to run the same plan."""
-    balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
-    if _OF_REPLICAS in ((balancing,) if isinstance(balancing, str) else balancing):
-        refused = door.with_value("moe_router_load_balancing_type", _OF_REPLICAS)
-        yield (
-            f"{door.cannot} {refused}: replicas have plans of their own, and their routers would wait for each other; use "
-            "aux_loss or seq_aux_loss"
-        )
+        replays.append(f"{_REPLAY_VARIABLE}=1 in the environment ({REPLAYS[0].use})")
+    yield from (f"{door.cannot} {replay}: {advice}" for replay in replays)
 
 
 def _weight_shards(settings: Any, door: Door) -> Iterator[str]:
@@ -103,45 +241,27 @@ def _weight_shards(settings: Any, door: Door) -> Iterator[str]:
             )
 
 
-HONOURED = {
-    "epp",
-    "epp_microbatches",
-    "epp_order",
-    "epp_memory_cap_gb",
-    "epp_split_weight_gradient",
-    "epp_offload",
-    "epp_host_memory_gb",
-    "epp_wait_limit_seconds",
-    "epp_report_dir",
-    "epp_trace",
-    "epp_allow_unknown_megatron",
-}
+HONOURED = {"epp", "epp_microbatches", "epp_order", "epp_memory_cap_gb", "epp_split_weight_gradient", "epp_offload"}
+HONOURED |= {"epp_host_memory_gb", "epp_wait_limit_seconds", "epp_report_dir", "epp_trace", "epp_allow_unknown_megatron"}
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
 HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 """Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
 
 
 def _without_effect(settings: Any, door: Door) -> Iterator[str]:
-    """Yield settings of ours that need this package's data, layers or planners, or do not go with the order."""
+    """Yield settings of ours that need this package's data, layers or planners."""
     honoured = HONOURED | (HONOURED_BY_MEGATRON if door.has_flags else set())
     honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
     values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
     if clashes := [door.with_value(row.dest, value) for row, value in values if value not in (row.unset, "off", "even")]:
         who = "--epp-microbatches user" if door.has_flags else "a schedule of megatron_epp.wrap"
         yield f"{who} runs the script's own model and data: leave out {', '.join(clashes)}"
-    ways = ("epp_offload", "epp_host_memory_gb", "epp_split_weight_gradient")
-    uses = [door.name_of(name) for name in ways if getattr(settings, name) not in (AUTO, None, False, "off")]
-    if settings.epp_order == GIVEN and uses:
-        yield f"{door.with_value('epp_order', GIVEN)} frees memory by recompute alone: leave out {', '.join(uses)}"
 
 
 def advice(error: EppError, names: Names) -> str:
     """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
     rows = (ROWS[remedy.setting] for remedy in error.remedies if remedy.setting in ROWS)
     return error.without_remedies(*(row.setting for row in rows if row.is_ours and row.dest not in HONOURED)).text(names)
-
-
-# ---- plans of documents ----------------------------------------------------------------------------------------------
 
 
 def _numbers(args: Namespace, _: Door) -> Iterator[str]:
@@ -154,40 +274,51 @@ def _numbers(args: Namespace, _: Door) -> Iterator[str]:
                     yield f"{row.training} is {brief(value)}; it must be {read.must_be}"
 
 
-def _batches(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what does not go with batches of a number of tokens."""
-    if args.epp_batch_tokens is None:
+def _sizes(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield what does not divide over replicas, and is too short for slices. Raises `EppError` for a size that is none."""
+    replica, processes, batch = world_of(vars(args)), args.world_size, args.global_batch_size
+    if processes % replica:
+        names = " x ".join(f"{flag_of(name)} {getattr(args, name)}" for name in REPLICA_SIZES)
+        yield (
+            f"the run has {processes} processes, but {names} takes {replica} for each replica: start a multiple of {replica}, "
+            "or lower one of them"
+        )
         return
-    if args.epp_schedule != "elastic":
-        yield f"--epp-batch-tokens is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    if args.epp_documents == "stream":
-        yield "--epp-batch-tokens is for sequences of different lengths: with --epp-documents stream use --global-batch-size"
-    yield from (f"--epp-batch-tokens does not go with {row.text(args)}" for row in COUNTING if row.is_given(args))
+    replicas, ranks = processes // replica, args.pipeline_model_parallel_size
+    each = ranks if args.epp_schedule not in ("elastic", "packed") and _virtual(args) else 1
+    if batch is not None and (batch <= 0 or batch % (each * replicas)):
+        why = f", each of which runs an interleaved pipeline by --epp-schedule {args.epp_schedule}" if each > 1 else ""
+        yield f"--global-batch-size {batch} is for {replicas} replicas{why}: make it a multiple of {each * replicas}"
+    least = (multiple := token_multiple(args)) * (slices := args.epp_slices or 1)
+    if args.seq_length is not None and args.seq_length < least:
+        yield (
+            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: raise it to "
+            f"{least}, or lower --epp-slices"
+        )
 
 
-def _samples(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what does not go with `--epp-samples` and `--epp-loss`. Raises `EppError` if there is no such loss."""
-    if args.epp_samples is None:
-        if args.epp_loss is not None:
-            yield "--epp-loss needs the samples that the loss is of: add --epp-samples FILE"
+def _virtual(args: Namespace) -> bool:
+    """Return True if flags ask for several stages on a rank."""
+    ranks, chunks = args.pipeline_model_parallel_size, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    if (layout := readable_layout(args)) is not None:
+        return layout.placement.num_chunks > 1
+    if is_open(args) and args.epp_placement == "v":
+        return chunks in (None, 2)
+    if text := getattr(args, "pipeline_model_parallel_layout", None):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        return len(PipelineParallelLayerLayout.parse_str_to_list(text)) > ranks
+    per_stage = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    return (args.num_layers or 0) > ranks * per_stage if per_stage else (chunks or 1) > 1
+
+
+def _of_loss(args: Namespace, _: Door) -> Iterator[str]:
+    """Yield what does not go with a loss of samples. Raises `EppError` if there is no such loss."""
+    if args.epp_samples is None or args.epp_loss is None:
         return
-    sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
-    if source := next((name for name in sources if getattr(args, name, None)), ""):
-        yield f"--epp-samples takes the place of {flag_of(source)}: leave one of them out"
-    if len(args.epp_samples) > 2:
-        yield f"--epp-samples takes a file for training and one for evaluation, not {len(args.epp_samples)}"
-    if args.epp_schedule != "elastic":
-        yield f"--epp-samples is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    if args.epp_loss is not None:
-        yield from _of_loss(args)
-
-
-def _of_loss(args: Namespace) -> Iterator[str]:
     from megatron_epp.losses import load_loss
 
     loss = load_loss(args.epp_loss)
-    if getattr(args, "mtp_num_layers", None):
-        yield "--epp-loss trains no multi-token prediction: leave out --mtp-num-layers"
     if getattr(loss, "has_values", False) and not args.untie_embeddings_and_output_weights:
         yield (
             f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
@@ -196,64 +327,42 @@ def _of_loss(args: Namespace) -> Iterator[str]:
     yield from (f"--epp-loss {args.epp_loss}: {problem}" for problem in router_problems(args, Door.DOCUMENTS, loss.average))
 
 
-def _memory(settings: Any, door: Door) -> Iterator[str]:
-    """Yield what does not go with offload."""
-    host, has_host = door.name_of("epp_host_memory_gb"), settings.epp_host_memory_gb is not None
-    if settings.epp_offload == "off" and has_host:
-        yield f"{host} needs {door.with_value('epp_offload', 'on')}: add that, or leave this out"
-    if door is not Door.DOCUMENTS or not (settings.epp_offload == "on" or (has_host and settings.epp_offload != "off")):
-        return
-    flag, entry = "--epp-offload" if settings.epp_offload == "on" else host, PLANNERS.entry(settings.epp_planner)
-    if entry is not None and not entry.may_offload:
-        yield f"{flag} is for --epp-planner greedy and orders of papers, not {settings.epp_planner}; leave one of them out"
-    elif settings.epp_recompute != "auto":
-        yield f"{flag} is for offload, which takes the place of recompute where it can: leave --epp-recompute at auto"
+def _is_packed(args: Namespace) -> bool:
+    return args.epp_schedule == "packed" and _virtual(args)  # Megatron's interleaved pipeline cannot run the batches
 
 
-def _plans(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield which of our flags are incompatible with each other, or with Megatron's."""
+def _asks_offload(args: Namespace) -> bool:
+    return args.epp_offload == "on" or (args.epp_host_memory_gb is not None and args.epp_offload != "off")
+
+
+def _cannot_offload(args: Namespace) -> bool:
+    entry = PLANNERS.entry(args.epp_planner)
+    return _asks_offload(args) and entry is not None and not entry.may_offload
+
+
+def _planned_only(args: Namespace, _: Door) -> Iterator[str]:
     planner = args.epp_planner
     if (entry := PLANNERS.entry(planner)) is not None and entry.lacks:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
-    if args.epp_documents == "stream" and (parting := given_flags(PARTING, args)):
-        yield f"--epp-documents stream runs samples across documents: leave out {parting}, or use --epp-documents split"
-    if args.epp_order == GIVEN:
-        yield f"--epp-order {GIVEN} is for --epp-microbatches user: leave it out, documents are cut and packed by the plan"
-    if args.epp_costs == "measure":
-        yield (
-            "--epp-costs measure has gone: use learn, which fits costs to the first iterations of training, or a file that "
-            "`megatron-epp profile -o FILE` writes"
-        )
-    if args.epp_trace is not None and args.epp_report_dir is None:
-        yield "--epp-trace needs --epp-report-dir to write to"
-    # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
-    if args.delay_wgrad_compute and not splits_weights(args):
-        yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-def splits_weights(args: Namespace) -> bool:
-    """Return True for a run whose plans compute weight gradients as actions of their own."""
-    return args.epp_split_weight_gradient in (True, "on") and args.epp_schedule == "elastic"
+def _has_rest(args: Namespace) -> bool:
+    """Return True if whole layers do not divide over stages, and no flag says how else they are divided."""
+    stages = args.pipeline_model_parallel_size * (getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1)
+    return args.num_layers % stages != 0 and args.epp_layout is None and not is_open(args) and not is_divided(args)
 
 
-def delays_weights(args: Namespace) -> bool:
-    """Return True if Transformer Engine's layers, and the hooks of data parallelism, wait for split weight gradients."""
-    return splits_weights(args) and args.transformer_impl == "transformer_engine"
+def _trains_nothing(args: Namespace) -> bool:
+    return not (args.train_iters or args.train_samples or args.skip_train)
 
 
-def weights_together(args: Namespace) -> Iterator[str]:
-    """Yield why weight gradients are computed with their backwards where no flag asks for more."""
-    engine = args.transformer_impl == "transformer_engine"
-    if args.epp_schedule != "elastic":
-        yield f"--epp-schedule {args.epp_schedule} is asked for"
-    if not begins_with_greedy(args.epp_planner):
-        yield f"--epp-planner {args.epp_planner} is asked for"
-    if hybrid_pattern(args):
-        yield "the model has a pattern of layers"
-    if engine and (args.add_bias_linear or args.add_qkv_bias):
-        yield "Transformer Engine's layers have biases, whose gradients come with every weight's"
-    if engine and args.moe_grouped_gemm and not args.gradient_accumulation_fusion:
-        yield "grouped experts would hold a gradient of all experts for every chunk without --gradient-accumulation-fusion"
+def _only_warms_up(args: Namespace) -> bool:
+    decay = args.lr_decay_iters or args.train_iters
+    return bool(decay and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay)
+
+
+def _lacks_decay(args: Namespace) -> bool:
+    return args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples)
 
 
 OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
@@ -266,36 +375,7 @@ def _optional(args: Namespace, _: Door) -> Iterator[str]:
             yield from resolve_name(target)(args)
 
 
-def vocabulary_problems(args: Namespace) -> Iterator[str]:
-    """Yield what an output layer that is divided over pipeline ranks does not go with."""
-    ranks = args.pipeline_model_parallel_size
-    if ranks < 2:
-        yield f"{VOCABULARY_FLAG} on divides the output layer over --pipeline-model-parallel-size {ranks} ranks: leave it out"
-    if args.epp_schedule != "elastic":
-        yield f"{VOCABULARY_FLAG} on is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
-    if args.epp_loss is not None:
-        yield f"{VOCABULARY_FLAG} on does not go with --epp-loss, which needs the output layer on the last stage: leave it out"
-    yield from (f"{VOCABULARY_FLAG} on does not go with {row.text(args)}" for row in OF_VOCABULARY if row.is_given(args))
-    entries = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
-    if entries is not None and entries // args.tensor_model_parallel_size < ranks:
-        yield (
-            f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries over {args.tensor_model_parallel_size} x {ranks} "
-            "ranks, some of which would have none: leave it out"
-        )
-    kind = getattr(args, "ckpt_format", "torch_dist")
-    for flag in ("--save", "--load"):
-        if getattr(args, flag[2:], None) and kind != "torch_dist":
-            yield (
-                f"{VOCABULARY_FLAG} on with {flag} needs --ckpt-format torch_dist, not {kind}, which cannot divide a weight "
-                "over stages"
-            )
-
-
-# ---- kinds of layers -------------------------------------------------------------------------------------------------
-
-REFUSED_LAYERS = {
-    "D": "sparse attention (DSA)",
-}
+REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
 """Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
 
@@ -322,60 +402,93 @@ def _layers(args: Namespace, _: Door) -> Iterator[str]:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-CONFLICTS = (*OF_MODELS, *(flag for kind in KINDS for flag in kind.flags))
-"""Flags of Megatron that are refused whatever else is given."""
-OF_DOCUMENTS = tuple(row for row in CONFLICTS if Door.DOCUMENTS in row.doors)
-
-
-class Rule(NamedTuple):
-    """Function from settings and their source to why they are refused, a line each; and the sources for which it is asked."""
-
-    problems: Callable[[Any, Door], Iterable[str]]
-    doors: Door = Door.DOCUMENTS
-
-
-RULES = (
-    Rule(_forgotten, Door.STOCK),
-    Rule(_replay, Door.MICROBATCHES),
-    Rule(_balancing, Door.MICROBATCHES),
-    Rule(_weight_shards, Door.ALL),
-    Rule(fp8.problems, Door.ALL),
-    Rule(_without_effect, Door.USER | Door.WRAP),
-    Rule(replicas_of),
-    Rule(_numbers),
-    Rule(shares),
-    Rule(layout_problems),
-    Rule(stages),
-    Rule(_batches),
-    Rule(_samples),
-    Rule(_memory, Door.DOCUMENTS | Door.USER | Door.WRAP),
-    Rule(_plans),
-    Rule(_optional),
-    Rule(lambda args, _: vocabulary_problems(args) if shards_vocabulary(args) else ()),
-    Rule(_layers),
-    Rule(chunk_problems, Door.SLICED_MODEL),
+_ELASTIC, _OWN = "is for --epp-schedule elastic, not {epp_schedule}", Door.USER | Door.WRAP
+_OURS, _OFFLOAD = Door.DOCUMENTS | _OWN, "--epp-offload and --epp-host-memory-gb"
+_DIVIDE = "make it one, or give --decoder-first-pipeline-num-layers or --pipeline-model-parallel-layout"
+_DATA = "--data-path --train-data-path --data-args-path --per-split-data-args-path"
+_NO_V = ("looped", None)
+RULES: Rules = (
+    *CONFLICTS,
+    Check(_forgotten, Door.STOCK),
+    # a script's own microbatches, with flags or `megatron_epp.wrap`
+    Check(_replay, Door.MICROBATCHES),
+    *flags(
+        "--moe-router-load-balancing-type",
+        "use aux_loss or seq_aux_loss: replicas have plans of their own, and their routers would wait for each other",
+        Door.MICROBATCHES,
+        lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
+    ),
+    Check(_weight_shards, Door.ALL),
+    Check(fp8.problems, Door.ALL),
+    Check(_without_effect, _OWN),
+    *flags(
+        "--epp-offload --epp-host-memory-gb --epp-split-weight-gradient",
+        doors=_OWN,
+        when=lambda a: a.epp_order == GIVEN,
+        say="does not go with {epp_order}, which frees memory by recompute alone",
+        allowed=(AUTO, None, False, "off"),
+    ),
+    Rule("--epp-host-memory-gb", lambda a: a.epp_offload == "off", "does not go with {epp_offload}", BOTH, _OURS),
+    # sizes and stages
+    Check(_sizes),
+    Check(_numbers),
+    *flags(
+        "--context-parallel-size",
+        "use --epp-schedule whole",
+        when=lambda a: a.epp_schedule == "stock",
+        say="does not go with {epp_schedule}, in which Megatron's own attention shares out tokens in another order",
+        allowed=(1,),
+    ),
+    Check(layout_problems),
+    Rule(PER_RANK, lambda a: a.num_virtual_stages_per_pipeline_rank < 1, "is no number", "give 1 or more", allowed=(None,)),
+    Rule(PER_STAGE, lambda a: a.num_layers_per_virtual_pipeline_stage < 1, "is no number", "give 1 or more", allowed=(None,)),
+    Rule("--num-layers", _has_rest, "is no multiple of the stages of {pipeline_model_parallel_size}", _DIVIDE),
+    Rule("--epp-placement", lambda a: not _virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V),
+    *flags("--epp-placement", "leave it out", when=lambda a: a.epp_schedule != "elastic", say=_ELASTIC, allowed=_NO_V),
+    Rule("--epp-schedule", _is_packed, "makes another number of microbatches of every batch", "put one stage on a rank"),
+    # batches, samples and losses
+    Rule("--epp-batch-tokens", lambda a: a.epp_schedule != "elastic", _ELASTIC, BOTH),
+    Rule("--epp-batch-tokens", lambda a: a.epp_documents == "stream", "is not for {epp_documents}", "use --global-batch-size"),
+    *COUNTING,
+    *PARTING,
+    *flags(_DATA, BOTH, when=lambda a: a.epp_samples is not None, say="and --epp-samples are both data", allowed=(None, [])),
+    Rule("--epp-loss", lambda a: a.epp_samples is None, "needs samples", "add --epp-samples FILE"),
+    Rule("--epp-samples", lambda a: len(a.epp_samples) > 2, "are too many", "give a file for training and one for evaluation"),
+    Rule("--epp-samples", lambda a: a.epp_schedule != "elastic", _ELASTIC, BOTH),
+    Rule("--mtp-num-layers", lambda a: a.epp_loss is not None, "is not for --epp-loss, which trains no multi-token prediction"),
+    Check(_of_loss),
+    # plans
+    Rule("--epp-planner", _cannot_offload, f"is not for {_OFFLOAD}", "use --epp-planner greedy"),
+    *flags("--epp-recompute", "leave it at auto", when=_asks_offload, say=f"is not for {_OFFLOAD}", allowed=("auto",)),
+    Check(_planned_only),
+    Rule("--epp-order", lambda a: a.epp_order == GIVEN, "is for --epp-microbatches user: documents are cut by the plan"),
+    Rule("--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile`"),
+    Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
+    # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
+    Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),
+    Check(_optional),
+    Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
+    Check(_layers),
+    Check(chunk_problems, Door.SLICED_MODEL),
 )
 
+_LOOP = Door.STOCK | Door.DOCUMENTS
+START: Rules = (
+    Rule("--wandb-project", lambda a: not a.wandb_exp_name, "needs --wandb-exp-name", "add it", _LOOP | Door.USER),
+    Rule("--eval-iters", lambda a: not a.eval_interval, "needs --eval-interval", "add it, or pass --eval-iters 0", _LOOP),
+    Rule("--train-iters", _trains_nothing, "is missing", "say for how many iterations to train", _LOOP, ()),
+    Rule("--lr", lambda a: a.lr is None and not a.skip_train, "is missing", "pass a learning rate, as --lr 1e-4", _LOOP, ()),
+    Rule("--lr-warmup-iters", _only_warms_up, "is not below {lr_decay_iters}, by default {train_iters}", "lower it", _LOOP),
+    Rule("--lr-decay-style", _lacks_decay, "needs --lr-wsd-decay-iters", "add it", _LOOP),
+    Rule("--seed", lambda a: a.seed <= 0, "must be 1 or more", "raise it", _LOOP, ()),
+)
+"""What Megatron asks for only after it has started, for flags of a run that starts; one that is only described does without.
 
-def problems_of(
-    settings: object, door: Door, rules: Iterable[Rule] = RULES, conflicts: Iterable[MegatronFlag] = CONFLICTS
-) -> Iterator[str]:
-    """Yield why settings are refused, a line each; in the first all flags that plans cannot honour.
-
-    Args:
-        settings: Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments.
-
-    Raises:
-        EppError: a file or a function that a setting names cannot be read, or sizes are no sizes.
-    """
-    if clashes := [row.text(settings, door) for row in conflicts if door in row.doors and row.is_given(settings)]:
-        yield f"{door.cannot} {'; '.join(clashes)}"
-    for rule in rules:
-        if door in rule.doors:
-            yield from rule.problems(settings, door)
+A script with its own microbatches may run another loop than Megatron's.
+"""
 
 
-def refuse(settings: object, door: Door, rules: Iterable[Rule] = RULES, conflicts: Iterable[MegatronFlag] = CONFLICTS) -> None:
+def refuse(settings: object, door: Door, rules: Rules = RULES) -> None:
     """Raise `ArgumentError` with a line for each of `problems_of`."""
-    if problems := [*problems_of(settings, door, rules, conflicts)]:
+    if problems := [*problems_of(settings, door, rules)]:
         raise ArgumentError("\n".join(problems))

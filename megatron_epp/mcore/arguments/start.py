@@ -1,24 +1,25 @@
-"""Checks of flags and files that Megatron makes only after it has started, in assertions, made before."""
+"""Checks of flags and files that Megatron makes only after it has started, made before: by our table, and by asking it."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import linecache
 import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
 from megatron_epp.mcore.arguments import ArgumentError, fp8
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
-from megatron_epp.mcore.arguments.refusals import Rule, problems_of
+from megatron_epp.mcore.arguments.refusals import START
+from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan.errors import EppError
@@ -33,53 +34,8 @@ _BRIDGE_CONFIG = "run_config.yaml"
 """File in a checkpoint by which Megatron-Bridge knows the model that it exports."""
 
 
-def _of_megatron(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what Megatron asserts one after the other, mostly without values: told here at once, with values and remedies."""
-    if args.save and not args.save_interval:
-        yield f"--save {args.save} needs --save-interval: add it (in iterations), or leave out --save"
-    if args.lr is not None and args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} is above --lr {args.lr}: lower it"
-    context, most = args.seq_length, args.max_position_embeddings
-    if context and most and most < context:
-        yield f"--max-position-embeddings {most} is below --seq-length {context}: raise it"
-    if context and not most and not args.use_checkpoint_args:
-        yield f"--max-position-embeddings is missing: set it to --seq-length {context}, or more"
-    every, retained = args.save_interval, args.save_retain_interval
-    if every and retained and retained % every:
-        yield f"--save-retain-interval {retained} is no multiple of --save-interval {every}: make it one"
-    if args.wandb_project and not args.wandb_exp_name:
-        yield "--wandb-project needs --wandb-exp-name: add it"
-
-
-def _of_megatrons_loop(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what Megatron's training loop asks for, which a script with its own microbatches may not run."""
-    if args.eval_iters and not args.eval_interval:
-        yield f"--eval-iters {args.eval_iters} needs --eval-interval: add it (in iterations), or pass --eval-iters 0"
-    if not args.train_iters and not args.train_samples and not args.skip_train:
-        yield "--train-iters is missing: say for how many iterations to train"
-    if args.lr is None and not args.skip_train:
-        yield "--lr is missing: pass a learning rate, as --lr 1e-4"
-    warm_up, decay = args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
-    if decay and args.lr_warmup_fraction is None and warm_up >= decay:
-        yield (
-            f"--lr-warmup-iters {warm_up} is not below --lr-decay-iters {args.lr_decay_iters}, by default --train-iters "
-            f"{args.train_iters}: lower it"
-        )
-    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters: add it"
-    if args.seed <= 0:
-        yield f"--seed {args.seed} must be 1 or more"
-
-
-START = (
-    Rule(_of_megatron, Door.STOCK | Door.DOCUMENTS | Door.USER),
-    Rule(_of_megatrons_loop, Door.STOCK | Door.DOCUMENTS),
-)
-"""Further checks of flags before a run starts; a run that is only described does without."""
-
-
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
-    """Refuse what Megatron would refuse later, and modify flags as training does; all problems are told at once.
+    """Refuse what Megatron would refuse later, and modify flags as training does; all problems of ours are told at once.
 
     Args:
         args: parsed flags that Megatron has not validated yet.
@@ -91,7 +47,7 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     """
     door = door_of(args)
     is_user = door is Door.USER
-    of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START, ()))
+    of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START))
     of_files = (_packages, _written_folders) if is_user else (_check_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
@@ -104,16 +60,72 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
         raise ArgumentError("\n".join(problems))
     if args.epp and not args.eval_iters and not args.eval_interval:
         args.eval_interval = args.train_iters  # it divides by the interval also where nothing is evaluated
+    if wants_flags:
+        validated = validate(args)
+        if wants_files and not is_user and (problem := _other_schedule(validated)):
+            raise ArgumentError(problem)
+
+
+def validate(args: Namespace) -> Namespace:
+    """Return flags as Megatron validates them, which it will do in the run again, without its output.
+
+    A run on documents has Megatron make the model's configuration, too, which divides layers and heads.
+
+    Raises:
+        ArgumentError: Megatron refuses them.
+    """
+    import torch
+    from megatron.training import arguments
+
+    flags, cuda = copy.deepcopy(args), torch.cuda
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ  # as ``launch.environment`` sets it for the run
+    # Where there is no GPU, as on a login node, the capability is the least that Megatron takes for grouped experts.
+    capability = cuda.get_device_capability if cuda.is_available() else lambda device=None: (8, 0)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        _replaced(os, "environ", environment),
+        _replaced(cuda, "get_device_capability", capability),
+        refusals_of_megatron(args),
+    ):
+        # The original: ours would make the checks of `check_start` again.
+        patching.original_of("megatron.training.arguments:validate_args")(flags, {"tokenizer_type": "GPT2BPETokenizer"})
+        if door_of(args) is Door.DOCUMENTS:
+            arguments.core_transformer_config_from_args(flags)
+    return flags
 
 
 @contextlib.contextmanager
-def refusals_of_megatron() -> Iterator[None]:
-    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line."""
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def refusals_of_megatron(args: Namespace) -> Iterator[None]:
+    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line.
+
+    Args:
+        args: flags ahead of it, by whose names the line calls them, with values for an assertion without words.
+    """
+    before = dict(vars(args))
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
-        text = re.sub(r"\bargs\.(\w+)", lambda name: flag_of(name[1]), _asserted(error) or one_line(error))
-        raise ArgumentError(f"Megatron refuses these flags: {text}") from None
+        asserted, named = _asserted(error), []
+
+        def flag(match: re.Match[str]) -> str:
+            if (name := match[1] or match[0]) not in before:
+                return match[0]
+            named.append(f"{flag_of(name)} {before[name]}")
+            return flag_of(name)
+
+        text = re.sub(r"\b(?:args|self)\.(\w+)|\b[a-z]+(?:_\w+)+", flag, asserted or one_line(error))
+        values = f" ({', '.join(dict.fromkeys(named))})" if asserted and named else ""
+        raise ArgumentError(f"Megatron refuses these flags: {text}{values}") from None
 
 
 def _asserted(error: Exception) -> str:
@@ -125,44 +137,6 @@ def _asserted(error: Exception) -> str:
         trace = trace.tb_next
     line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
     return f"it requires {line.removeprefix('assert ').rstrip(', \\')}" if line.startswith("assert ") else ""
-
-
-def validate(args: Namespace) -> None:
-    """Make Megatron validate flags that `check_start` has accepted, as it will in the run, without its output.
-
-    Raises:
-        ArgumentError: it refuses them.
-    """
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    is_set = name in os.environ
-    os.environ.setdefault(name, "1")  # as ``launch.environment`` sets it for the run
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), _device_of_the_job(), refusals_of_megatron():
-            # The original: ours would make the checks of `check_start` again.
-            patching.original_of("megatron.training.arguments:validate_args")(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    finally:
-        if not is_set:
-            del os.environ[name]
-
-
-@contextlib.contextmanager
-def _device_of_the_job() -> Iterator[None]:
-    """Answer Megatron's question for the compute capability of a GPU where there is none, as on a login node.
-
-    The answer is the least that it takes for grouped experts. In the job it asks the GPU itself.
-    """
-    import torch
-
-    cuda: Any = torch.cuda
-    if cuda.is_available():
-        yield
-        return
-    of_gpu = cuda.get_device_capability
-    cuda.get_device_capability = lambda device=None: (8, 0)
-    try:
-        yield
-    finally:
-        cuda.get_device_capability = of_gpu
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -296,15 +270,33 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
             f"load it with {ranks}, in whatever form it was saved: resume with {saved_ranks}, or begin it anew with "
             "--no-load-optim"
         )
-    schedule = saved.get("opt_param_scheduler")
-    if not schedule or args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
-        return
-    if changed := list(dict.fromkeys(_changed(args, schedule, then))):
-        yield (
-            f"the checkpoint in {folder} was saved with another schedule of learning rates: this run has {', '.join(changed)}; "
-            "add --override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep the "
-            "old one"
+
+
+def _other_schedule(args: Namespace) -> str:
+    """Return that Megatron's schedule of learning rates is another than that of the checkpoint to resume from; else nothing.
+
+    Args:
+        args: flags that Megatron has validated.
+    """
+    takes_any = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if takes_any or args.finetune or args.no_load_optim or args.skip_train or args.load is None or _is_remote(args.load):
+        return ""
+    saved = (common_state(Path(args.load)) or {}).get("opt_param_scheduler")
+    if not saved:
+        return ""
+    import torch
+    from megatron.training import training
+
+    with _replaced(training, "get_args", lambda: args), refusals_of_megatron(args):
+        schedule = training.get_optimizer_param_scheduler(torch.optim.SGD([torch.zeros(1)]))
+    try:
+        schedule.load_state_dict(saved)
+    except AssertionError as error:
+        return (
+            f"the checkpoint in {args.load} was saved with another schedule of learning rates ({one_line(error)}): add "
+            "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep it"
         )
+    return ""
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -322,39 +314,6 @@ def common_state(folder: Path) -> dict[str, Any] | None:
     except Exception:  # a damaged one is named when it is loaded, or set aside then
         return None
     return state if isinstance(state, dict) else None
-
-
-def _changed(args: Namespace, saved: Mapping[str, object], then: Namespace | None) -> Iterator[str]:
-    """Yield what differs from the schedule of learning rates that a checkpoint holds, with both values.
-
-    Args:
-        saved: the schedule's values by Megatron's names; what it counts is samples.
-    """
-    by_samples = bool(args.train_samples)
-    unit, size = ("samples", 1) if by_samples else ("iters", args.global_batch_size or 0)
-    total = args.train_samples or args.train_iters or 0
-    decay, fraction = getattr(args, f"lr_decay_{unit}") or total, args.lr_warmup_fraction
-    warm_up = getattr(args, f"lr_warmup_{unit}") if fraction is None else fraction * decay
-    batch = () if by_samples else ("global_batch_size",)
-    ends = (f"train_{unit}", *batch)
-    rows: dict[str, tuple[object, tuple[str, ...]]] = {
-        "max_lr": (args.lr, ("lr",)),
-        "min_lr": (args.min_lr, ("min_lr",)),
-        "lr_decay_style": (args.lr_decay_style, ("lr_decay_style",)),
-        "lr_warmup_steps": (warm_up * size, (f"lr_warmup_{unit}", "lr_warmup_fraction", *batch)),
-        "lr_decay_steps": (decay * size, (f"lr_decay_{unit}", *batch) if getattr(args, f"lr_decay_{unit}") else ends),
-        "wd_incr_steps": (total * size, ends),
-        "wd_incr_style": (args.weight_decay_incr_style, ("weight_decay_incr_style",)),
-    }
-    if args.weight_decay_incr_style == "constant":
-        rows |= dict.fromkeys(("start_wd", "end_wd"), (args.weight_decay, ("weight_decay",)))
-    for name, (value, flags) in rows.items():
-        if name not in saved or saved[name] == value or (name.endswith("_steps") and not size * total):
-            continue
-        other = [flag for flag in flags if then is not None and getattr(then, flag, None) != getattr(args, flag)]
-        yield from (f"{flag_of(flag)} {getattr(args, flag)}, not {getattr(then, flag, None)}" for flag in other)
-        if not other:
-            yield f"{name} {value}, not {saved[name]}"
 
 
 FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_packages, _tokenizer, _written_folders, _checkpoint)

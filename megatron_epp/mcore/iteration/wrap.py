@@ -14,9 +14,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore import features
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import refuse
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.table import TABLE, names_in_loop
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of

@@ -20,9 +20,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
 from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse, splits_weights
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks

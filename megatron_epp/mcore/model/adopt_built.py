@@ -17,8 +17,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.losses import Average
-from megatron_epp.mcore.arguments.conflicts import Door
-from megatron_epp.mcore.arguments.refusals import problems_of, splits_weights
+from megatron_epp.mcore.arguments.refusals import RULES, splits_weights
+from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
@@ -99,7 +99,7 @@ def _refusal(model: Any) -> str:
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
     if config.recompute_granularity is not None:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
-    if problems := [*problems_of(config, Door.SLICED_MODEL)]:
+    if problems := [*problems_of(config, Door.SLICED_MODEL, RULES)]:
         return "; ".join(problems)
     layer = getattr(model, "output_layer", None)
     if layer is not None and getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:

@@ -12,7 +12,6 @@ import dis
 import functools
 import hashlib
 import linecache
-from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -106,40 +105,23 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
 }
 """Functions that our schedule replaces or calls: other code there may still work, and causes a warning."""
 
-_KNOWN = """
-    _build_cached_logits_loss_func c28a4f50f8c6 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
-    BATCH_KEYS ef10269979f5 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
-    core_gpt_dataset_config_from_args 529e7a1d910e pretrain_gpt 0.18
-    core_gpt_dataset_config_from_args 0fe8dd138d45 pretrain_hybrid 0.18
-    core_gpt_dataset_config_from_args 1b2587e544f1 pretrain_gpt 0.19, main
-    core_gpt_dataset_config_from_args deea63f48447 pretrain_hybrid 0.19, main
-    forward_step 95e05c11c45d pretrain_gpt 0.18
-    forward_step ade95dc38644 pretrain_hybrid 0.18
-    forward_step 218c3d0fd672 pretrain_gpt 0.19, main
-    forward_step 7ba7c96178a8 pretrain_hybrid 0.19, main
-    get_batch e5851b096413 pretrain_gpt 0.18
-    get_batch 478108a61a9c pretrain_hybrid 0.18
-    get_batch 5b1566dde385 pretrain_gpt 0.19, main
-    get_batch 764b680f2a52 pretrain_hybrid 0.19, main
-    get_embedding_ranks e4c37ad63493 pretrain_gpt 0.18, 0.19, main
-    is_dataset_built_on_rank 12fd84d1a9de pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main
-    loss_func 164ac332b1bc pretrain_gpt 0.18
-    loss_func 54cbc4c6c875 pretrain_hybrid 0.18
-    loss_func ecd56124c25d pretrain_gpt 0.19, main
-    loss_func 2b56be347b1c pretrain_hybrid 0.19, main
-    SPIKY_LOSS_FACTOR 4a44dc153642 pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main
-    train_valid_test_datasets_provider 76137f4a9b7d pretrain_gpt 0.18, 0.19, main
-    train_valid_test_datasets_provider 398474cf0b9f pretrain_hybrid 0.18, 0.19, main
-"""
-SCRIPTS: dict[str, dict[str, str]] = {}
-"""Functions and constants of Megatron's training scripts that `--epp` replaces, by name.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "_build_cached_logits_loss_func": ("c28a4f50f8c6",),
+    "BATCH_KEYS": ("ef10269979f5",),
+    "core_gpt_dataset_config_from_args": ("529e7a1d910e", "0fe8dd138d45", "1b2587e544f1", "deea63f48447"),
+    "forward_step": ("95e05c11c45d", "ade95dc38644", "218c3d0fd672", "7ba7c96178a8"),
+    "get_batch": ("e5851b096413", "478108a61a9c", "5b1566dde385", "764b680f2a52"),
+    "get_embedding_ranks": ("e4c37ad63493",),
+    "is_dataset_built_on_rank": ("12fd84d1a9de",),
+    "loss_func": ("164ac332b1bc", "54cbc4c6c875", "ecd56124c25d", "2b56be347b1c"),
+    "SPIKY_LOSS_FACTOR": ("4a44dc153642",),
+    "train_valid_test_datasets_provider": ("76137f4a9b7d", "398474cf0b9f"),
+}
+"""Functions and constants that the forward step, the datasets and the embedding ranks of Megatron's scripts consist of.
 
-Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.18 is
-0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
-`scripts/fingerprint_script.py` prints the fingerprints of another release.
+`fingerprint` of a function, or the digest of a constant: `pretrain_gpt.py` and `pretrain_hybrid.py` of 0.18.0 and 0.18.2, then
+of 0.19.0, the end of its branch and main of August 2026. `scripts/fingerprint_script.py` prints those of another release.
 """
-for _name, _digest, _where in (row.split(maxsplit=2) for row in _KNOWN.splitlines() if row):
-    SCRIPTS.setdefault(_name, {})[_digest] = _where
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -171,18 +153,6 @@ def global_names(code: CodeType) -> list[str]:
         if isinstance(inner, CodeType):
             names += global_names(inner)
     return list(dict.fromkeys(names))
-
-
-def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Yield every chain ``name.attribute.attribute`` in a tree as a tuple that starts with the name."""
-    for descendant in ast.walk(node):
-        path: list[str] = []
-        step: ast.AST = descendant
-        while isinstance(step, ast.Attribute):
-            path.insert(0, step.attr)
-            step = step.value
-        if path and isinstance(step, ast.Name):
-            yield (step.id, *path)
 
 
 @functools.lru_cache(maxsize=16)

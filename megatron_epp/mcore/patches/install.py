@@ -74,7 +74,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
         logger.info("trains with Megatron %s", described())
     global _flags
     _flags = argparse.Namespace(**vars(args))
-    with refusals_of_megatron():
+    with refusals_of_megatron(args):
         return original(args, *rest, **named)
 
 

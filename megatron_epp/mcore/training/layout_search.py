@@ -24,7 +24,6 @@ from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.conflicts import Door
 from megatron_epp.mcore.arguments.layout import (
     LAYOUT_FLAG,
     SEARCHED,
@@ -36,6 +35,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import delays_weights, refuse
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.start import TRACKER, common_state, validate
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
@@ -136,8 +136,7 @@ def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
     trial = argparse.Namespace(**vars(flags) | own | megatrons)
     refuse(trial, Door.DOCUMENTS)
     settle_layout(trial, layout)
-    validate(trial)
-    return trial
+    return validate(trial)
 
 
 def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:

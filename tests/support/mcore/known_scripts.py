@@ -16,7 +16,7 @@ import json
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS
 
 for name, found in json.loads({known!r}).items():
-    SCRIPTS[name] = SCRIPTS.get(name, {{}}) | {{found: "tests"}}
+    SCRIPTS[name] = (*SCRIPTS.get(name, ()), found)
 """
 
 

@@ -9,5 +9,5 @@ from megatron_epp.mcore.patches.fingerprints import SCRIPTS
 from tests.support.mcore.known_scripts import USER_SCRIPT, fingerprints_of
 
 for name, found in fingerprints_of(USER_SCRIPT.read_text()).items():
-    SCRIPTS[name] = SCRIPTS.get(name, {}) | {found: "tests"}
+    SCRIPTS[name] = (*SCRIPTS.get(name, ()), found)
 runpy.run_module("megatron_epp.run", run_name="__main__", alter_sys=True)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
+from megatron_epp.mcore.arguments.rule import Door, Rule
 from megatron_epp.mcore.features import pads_uneven_exchanges
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 from megatron_epp.plan.planners import begins_with_greedy
@@ -143,8 +143,8 @@ EXPERTS = LayerKind(
     name="experts",
     symbol="E",
     flags=(
-        MegatronFlag("--moe-enable-routing-replay", advice="leave it out: routes are a column of --epp-samples"),
-        MegatronFlag("--overlap-moe-expert-parallel-comm"),
+        Rule("--moe-enable-routing-replay", use="leave it out: routes are a column of --epp-samples"),
+        Rule("--overlap-moe-expert-parallel-comm"),
     ),
     problems=_problems,
     adopt=_pad_exchanges,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cost.library import GATED_DELTA_NET
-from megatron_epp.mcore.arguments.conflicts import MegatronFlag
+from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ GATED_DELTA = LayerKind(
     name="gated delta nets",
     carries="states, and rows ahead of a convolution",
     symbol="G",
-    flags=(MegatronFlag("--experimental-attention-variant", (None, GATED_DELTA_NET)),),
+    flags=(Rule("--experimental-attention-variant", allowed=(None, GATED_DELTA_NET)),),
     modules=modules,
     problems=_problems,
     adopt=_adopt,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
 from megatron_epp.mcore.arguments.layout import AHEAD
+from megatron_epp.mcore.arguments.rule import Door, Rule
 
 if TYPE_CHECKING:
     from megatron_epp.runtime.context import ChunkContext
@@ -32,7 +32,7 @@ class LayerKind:
     name: str
     carries: str = ""
     symbol: str = ""
-    flags: tuple[MegatronFlag, ...] = ()
+    flags: tuple[Rule, ...] = ()
     modules: Callable[[], tuple[type, ...]] = tuple
     problems: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()
     adopt: Callable[[Any, argparse.Namespace], None] = lambda model, args: None
@@ -90,13 +90,13 @@ ATTENTION = LayerKind(
     carries="keys and values, of a window alone where a layer has one",
     symbol="*",
     flags=(
-        MegatronFlag("--attention-dropout", (0.0,), "set it to 0", doors=Door.SLICES),
-        MegatronFlag("--qk-clip", doors=Door.SLICES),
-        MegatronFlag("--log-max-attention-logit", doors=Door.SLICES),
-        MegatronFlag(
+        Rule("--attention-dropout", use="set it to 0", doors=Door.SLICES, allowed=(0.0,)),
+        Rule("--qk-clip", doors=Door.SLICES),
+        Rule("--log-max-attention-logit", doors=Door.SLICES),
+        Rule(
             "--position-embedding-type",
-            (None, "learned_absolute", "rope", "yarn", "none"),
-            "use rope: angles are by position; positions of three axes come with samples (wrap_samples)",
+            use="use rope: angles are by position; positions of three axes come with samples (wrap_samples)",
+            allowed=(None, "learned_absolute", "rope", "yarn", "none"),
         ),
     ),
     problems=_attention_problems,
@@ -123,7 +123,7 @@ PREDICTION = LayerKind(
     name="multi-token prediction",
     carries="what its layers do",
     symbol=AHEAD,
-    flags=(MegatronFlag("--mtp-detach-heads", advice="leave it out: it was never tried with slices"),),
+    flags=(Rule("--mtp-detach-heads", use="leave it out: it was never tried with slices"),),
     problems=_prediction_problems,
 )
 """Chunks bring the tokens ahead of them along (`data.batch.AheadArrays`), so the embeddings there need nothing of other slices;

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import Door, MegatronFlag
+from megatron_epp.mcore.arguments.rule import Door, Rule
 from megatron_epp.mcore.model.kinds.kind import LayerKind
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ LATENT_ATTENTION = LayerKind(
     name="latent attention",
     carries="latents, or keys and values",
     symbol="+",
-    flags=(MegatronFlag("--mla-down-proj-fusion", advice="leave it out: it was never tried with slices", doors=Door.SLICES),),
+    flags=(Rule("--mla-down-proj-fusion", use="leave it out: it was never tried with slices", doors=Door.SLICES),),
     problems=_problems,
     adopt=_hand_on_latents,
 )

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.conflicts import MegatronFlag
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
+from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.features import takes_state_dtype
 from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
 
@@ -104,11 +104,11 @@ STATE_SPACE = LayerKind(
     carries="states, and rows ahead of a convolution",
     symbol=_SYMBOL,
     flags=(
-        MegatronFlag(
+        Rule(
             "--disable-mamba-mem-eff-path",
-            (None, True),
-            "leave it out: slices run in the fused kernel",
-            "use_mamba_mem_eff_path",
+            use="leave it out: slices run in the fused kernel",
+            allowed=(None, True),
+            dest="use_mamba_mem_eff_path",
         ),
     ),
     modules=modules,
