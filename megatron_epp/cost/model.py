@@ -11,8 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import Any
 
 import numpy as np
 
@@ -34,14 +32,7 @@ from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
-
-def _of_version_1(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of version 2, by a module that is imported for the few files that have others."""
-    fields: dict[str, Any] = resolve_name("megatron_epp.cost.older:of_version_1")(body)
-    return fields
-
-
-_FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC, _of_version_1)
+_FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from megatron_epp.cost.learning import RECORDED
 from megatron_epp.cost.learning import WARM_UP as NOT_RECORDED
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
-from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_words
@@ -35,6 +33,11 @@ _LIMIT_S = 3600.0
 _FIGURES = "iterations.jsonl"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Default environment variables of a run."""
+
+
+type Start = Callable[[int, Sequence[str], Mapping[str, str], Path, float], int | None]
+"""Runs so many ranks with a module and its flags after ``-m``, more environment variables, a log that their output is appended
+to, and a limit in seconds. Returns the exit code; None if they were ended at the limit."""
 
 
 class TrainingError(EppError):
@@ -95,31 +98,32 @@ def train(
     timeout_s: float = _LIMIT_S,
     program: str = OURS,
     environment: Mapping[str, str] = MappingProxyType({}),
+    start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine and read the figures: with torchrun on GPUs, otherwise in forked processes, which start faster.
+    """Train on this machine, and read the figures.
 
     Args:
         folder: folder of the log and the figures; figures of an earlier run are removed.
         num_ranks: number of processes. More than there are GPUs share them, which NCCL can from 2.30 on.
         settings: flags, `--epp` ones included.
         timeout_s: limit in seconds for the whole run.
+        start: how ranks start; `torchrun` if None.
 
     Raises:
         TrainingError: the run failed, or takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
-    if count_gpus():
-        torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-        sharing = sharing_gpus(num_ranks)
-        torchrun += ["--nproc-per-node", str(num_ranks), *(["--virtual-local-rank"] if sharing else [])]
-        command = [*torchrun, *words]
-        log.write_text(" ".join(command) + "\n", encoding="utf-8")
-        code = _exit_code(command, log, timeout_s, sharing | dict(environment))
-    else:
-        command = [sys.executable, *words]
-        log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
-        code = _forked(num_ranks, words, log, timeout_s, environment)
+    log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
+    code = (start or torchrun)(num_ranks, words, environment, log, timeout_s)
     return _finished(folder, log, code, timeout_s)
+
+
+def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> int | None:
+    """Start ranks by torch's launcher, as users do: a `Start`."""
+    launcher = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
+    sharing = sharing_gpus(num_ranks) if count_gpus() else {}
+    launcher += ["--nproc-per-node", str(num_ranks), *(["--virtual-local-rank"] if sharing else [])]
+    return _exit_code([*launcher, *words], log, limit_s, sharing | dict(environment))
 
 
 def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
@@ -173,24 +177,6 @@ def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Re
         written = enumerate(read_text(folder / _FIGURES).splitlines(), start=1)
         lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
     return RecordedRun(lines, tuple(times[line["iteration"]] for line in lines))
-
-
-def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run forked ranks; return their exit code, like `_exit_code`. Raises `TrainingError` if the forking process has ended."""
-    forks = _forks()
-    try:
-        return forks.run(num_ranks, program, environment, log, limit_s)
-    except BaseException as error:  # after an interrupt too: the next job would be given this one's answer
-        _forks.cache_clear()
-        forks.close()
-        if isinstance(error, EppError):
-            raise TrainingError(str(error)) from error
-        raise
-
-
-@functools.cache
-def _forks() -> Forks:
-    return Forks({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
 
 
 def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:

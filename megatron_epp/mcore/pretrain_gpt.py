@@ -32,7 +32,7 @@ def main() -> None:
 def preload() -> None:
     """Import and patch everything that a training needs, so that processes forked later inherit it."""
     from megatron_epp.mcore.patches import fingerprints, patching
-    from megatron_epp.port import forks
+    from megatron_epp.port import forked
 
     with entry.errors_in_one_line():
         entry.prepare()
@@ -43,7 +43,7 @@ def preload() -> None:
     patching.unknown(fingerprints.RELIED_ON)  # reads their sources, whose fingerprints are then known
     # Forked processes have what is imported here; spawned ones would import Megatron again, seconds for each.
     _fork_managers()
-    forks.fork_workers()
+    forked.fork_workers()
     gc.freeze()  # what is there now stays, and need not be looked through after every training
 
 

@@ -202,14 +202,12 @@ class FileFormat:
         name: used in error messages.
         schema, version: values of these fields in the file.
         codec: of the values.
-        of_older: makes the fields of this version of those of the one before; None if that is refused.
     """
 
     name: str
     schema: str
     version: int
     codec: Codec
-    of_older: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def head(self) -> dict[str, Any]:
@@ -231,10 +229,7 @@ class FileFormat:
     def parse[T](self, kind: type[T], text: str, what: str = "the text") -> T:
         """Read the text of a file; names that are not fields are ignored, see `Codec.read`. Raises `EppError`."""
         body = of_type(dict, parse_json(text, what), "a JSON object")
-        if self.of_older is not None and (body.get("schema"), body.get("version")) == (self.schema, self.version - 1):
-            body = self.of_older(body)
-        else:
-            self.check(body)
+        self.check(body)
         return self.codec.read(kind, body, ignore_unknown=True)
 
     def read[T](self, kind: type[T], text: str, check: Callable[[T], None]) -> T:

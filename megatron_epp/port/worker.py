@@ -46,7 +46,7 @@ class Worker:
     """A process that calls functions by their names. Answers come in the order of the calls.
 
     It starts a fresh interpreter that imports nothing but what it is asked for: multiprocessing would import the training
-    script again, and with it torch. It ends with the process that made it, however that ends. `forks.fork_workers` changes how
+    script again, and with it torch. It ends with the process that made it, however that ends. `forked.fork_workers` changes how
     it starts.
 
     Args:

@@ -25,18 +25,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_epp.contrib.demos.fidelity import Comparison, compare
 from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.plan import Action, EppError, Plan, load, save
 from megatron_epp.plan.operations import is_compute
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.text import format_us
 from scripts.bench.alone_rank import STATE_BYTES, Model, Ran, one_rank, run
+from scripts.bench.compared import by_kind, replayed_us
 from scripts.bench.frame import RUNS, Bench, Figures, numbers
 from scripts.tables import table
 
@@ -70,22 +71,23 @@ def ran(plan: Plan, model: Model, end_s: float = float("inf")) -> Iterator[Ran]:
         yield measured
 
 
-def figures_of(plan: Plan, ranks: Sequence[Ran]) -> tuple[Figures, Comparison]:
+def figures_of(plan: Plan, ranks: Sequence[Ran]) -> Figures:
     """Put the times of all ranks on a plan's dependencies.
 
     Returns:
         makespans as planned and by measured times, tokens per second by these, the largest peaks of a rank, and for each kind
-        of action its number and the microseconds planned and measured; and the comparison behind them.
+        of action its number and the microseconds planned and measured.
     """
-    compared = compare(plan, Measured.of(plan, [rank.events for rank in ranks]))
+    measured = Measured.of(plan, [rank.events for rank in ranks])
+    measured_us = replayed_us(plan, measured)
     return {
-        "planned_us": compared.planned_us,
-        "measured_us": compared.replayed_us,
-        "tokens_per_second": 1e6 * plan.num_tokens / compared.replayed_us,
+        "planned_us": simulate(plan).makespan_us,
+        "measured_us": measured_us,
+        "tokens_per_second": 1e6 * plan.num_tokens / measured_us,
         "planned_bytes": max(plan.predicted.peak_bytes),
         "measured_bytes": max(rank.peak_bytes for rank in ranks),
-        "kinds": {kind: (took.count, took.planned_us, took.measured_us) for kind, took in compared.kinds.items()},
-    }, compared
+        "kinds": by_kind(plan, measured),
+    }
 
 
 def planned(args: Namespace, way: str, model: Model, costs: PipelineCosts, problem: Problem, end_s: float) -> Figures:
@@ -104,17 +106,17 @@ def planned(args: Namespace, way: str, model: Model, costs: PipelineCosts, probl
     if len(measured) < plan_of_way.num_ranks:
         return {"reason": f"{len(measured)} of {plan_of_way.num_ranks} ranks have run within {args.seconds:g} s"}
     Measured.of(plan_of_way, [rank.events for rank in measured]).save(args.output / f"measured-{name}.json")
-    return figures_of(plan_of_way, measured)[0]
+    return figures_of(plan_of_way, measured)
 
 
 def as_trained(args: Namespace, model: Model) -> Figures:
     """Run the plan of a training's iteration, for its makespan by itself next to that of the training."""
     trained_plan = load(args.plan)
     with one_rank():
-        figures, alone = figures_of(trained_plan, [*ran(trained_plan, model)])
-    in_training = compare(trained_plan, Measured.load(args.measured))
-    makespans = {"in_training_us": in_training.measured_us, "replayed_us": in_training.replayed_us}
-    return figures | makespans | {"alone_us": alone.replayed_us}
+        figures = figures_of(trained_plan, [*ran(trained_plan, model)])
+    in_training = Measured.load(args.measured)
+    makespans = {"in_training_us": in_training.makespan_us, "replayed_us": replayed_us(trained_plan, in_training)}
+    return figures | makespans | {"alone_us": figures["measured_us"]}
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:

@@ -7,13 +7,15 @@ generates.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_epp.launch.forked import Forks
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.demo_rl import engine as verl
 from scripts.tables import table
@@ -22,14 +24,13 @@ RANKS = 4
 LIMIT_S = 600.0
 SCHEDULES = {"stock": {"MEGATRON_EPP": ""}, "plans": {"MEGATRON_EPP": "1"}}
 """Environment of both trainings: the variable with which verl's plugin installs plans."""
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VERL_LOGGING_LEVEL": "ERROR"}
 REDUCED_STEPS = 3
 
 
 def row(args: Namespace, steps: int) -> Figures:
     """Take steps by both schedules; return rewards and losses of the last rank, and how far plans are off on any."""
-    ranks = Forks({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VERL_LOGGING_LEVEL": "ERROR"})
-    stock, plans = (trained(args, ranks, name, steps) for name in SCHEDULES)
-    ranks.close()
+    stock, plans = (trained(args, name, steps) for name in SCHEDULES)
     log = (args.output / "plans" / "log").read_text(errors="replace")
     count = sum(" ms, bubble " in line and "while costs are learnt" not in line for line in log.splitlines())
     if not count:
@@ -39,14 +40,16 @@ def row(args: Namespace, steps: int) -> Figures:
     return {"steps": steps, "plans": count, "largest_relative_differences": differences, "last_rank": last}
 
 
-def trained(args: Namespace, ranks: Forks, name: str, steps: int) -> list[dict[str, Any]]:
+def trained(args: Namespace, name: str, steps: int) -> list[dict[str, Any]]:
     """Take the steps by a schedule on fresh ranks; return what each has written. Raises SystemExit with the log's end."""
     folder = args.output.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
-    log.unlink(missing_ok=True)
-    log.touch()
-    code = ranks.run(RANKS, ["-m", "scripts.demo_rl.updates", str(folder), str(steps)], SCHEDULES[name], log, LIMIT_S)
+    torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [*torchrun, "-m", "scripts.demo_rl.updates", str(folder), str(steps)]
+    with open(log, "w", encoding="utf-8") as output:
+        variables = os.environ | ON_CPU | SCHEDULES[name]
+        code = subprocess.call(command, stdout=output, stderr=output, env=variables, timeout=LIMIT_S)
     if code != 0:
         raise SystemExit(f"{log.read_text(errors='replace')[-3000:]}\nfailed with {code}: {log}")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(RANKS)]

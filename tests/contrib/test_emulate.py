@@ -25,7 +25,7 @@ from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, 
 def assert_follows(emulated, plan):
     """Every rank ran its list, no action was shorter than planned, and none began before what it needs and its message."""
     started, ended = {}, {}
-    for rank, events in enumerate(emulated.events):
+    for rank, events in enumerate(emulated):
         copies = {str(copy.action): copy.time_us for copy in plan.copies[rank]} if plan.copies else {}
         copied = [event for event in events if event[0] in copies]
         assert [text for text, _, _ in copied] == list(copies)
@@ -52,9 +52,8 @@ def test_a_planned_batch_runs_as_planned_and_no_faster(forward_only):
     plan = planned((900, 200, 120, 60), [1, 1, 1], slices=3, forward_only=forward_only)
     emulated = emulate(plan, scale=3.0, timeout_s=120)
     assert_follows(emulated, plan)
-    measured_us = max(end for events in emulated.events for _, _, end in events)
+    measured_us = max(end for events in emulated for _, _, end in events)
     assert measured_us >= simulate(plan).makespan_us * (1 - 1e-6)
-    assert emulated.late_us > 0
 
 
 def test_other_placements_run_too():
@@ -66,7 +65,7 @@ def test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them():
     plan = replace(offloading(two_ranks(), 0.5), host_links=(0, 0))
     emulated = emulate(plan, scale=2000.0, timeout_s=120)
     assert_follows(emulated, plan)
-    at = {text: (start, end) for events in emulated.events for text, start, end in events}
+    at = {text: (start, end) for events in emulated for text, start, end in events}
     for op in "OL":
         lane = sorted(at[f"{stage}{op}{chunk}"] for stage in (0, 1) for chunk in (0, 1, 2))
         assert all(before[1] <= after[0] for before, after in pairwise(lane))
@@ -86,9 +85,7 @@ def test_the_command_reports_measured_against_simulated_and_writes_the_run(tmp_p
     save(plan, tmp_path / "plan.json")
     argv = ["emulate", str(tmp_path / "plan.json"), "--time-scale", "2", "-o", str(tmp_path / "measured.json")]
     assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "makespan: simulated" in out
-    assert "overhead" in out
+    assert "makespan: simulated" in capsys.readouterr().out
     measured = Measured.load(tmp_path / "measured.json")
     assert measured.plan_digest == digest(plan)
     assert measured.makespan_us >= plan.predicted.makespan_us * (1 - 1e-6)
@@ -109,8 +106,8 @@ def test_shards_of_the_vocabulary_wait_for_their_collectives(forward_only):
     problem = Problem((900, 200, 120, 60), (0, 1, 2), (UNLIMITED_BYTES,) * 3, forward_only=forward_only)
     plan = make_plan(problem, costs, Options(slices=3))
     emulated = emulate(plan, scale=100.0, timeout_s=120)
-    events = {Action.parse(text): (start, end) for row in emulated.events for text, start, end in row}
-    assert [text for text, _, _ in emulated.events[1]] == [str(action) for action in plan.actions(1)]
+    events = {Action.parse(text): (start, end) for row in emulated for text, start, end in row}
+    assert [text for text, _, _ in emulated[1]] == [str(action) for action in plan.actions(1)]
     spread, gather = (plan.messages.collective_times(op) for op in (Op.SPREAD, Op.GATHER))
     for chunk in range(len(plan.chunks)):
         shards = [events[Action(Op.S, rank, chunk)] for rank in range(3)]

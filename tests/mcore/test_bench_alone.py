@@ -42,7 +42,7 @@ def test_every_rank_runs_all_its_actions_by_itself_and_recompute_keeps_less(tmp_
 
 @pytest.mark.slow  # trains on two ranks first
 def test_a_plan_that_a_training_has_run_is_put_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_forks", forked.forks)
+    forked.fork_runs(monkeypatch)
     data = write_pair(tmp_path / "documents", documents_of([n + 1 for n in (900, 40, 300, 700) * 6]))
     sizes = {"pipeline_model_parallel_size": 2, "seq_length": 1024, "train_iters": 3, "epp_trace": 3}
     runs.train(tmp_path / "run", 2, runs.tiny_gpt(**sizes, data_path=data))

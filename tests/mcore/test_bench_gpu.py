@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from megatron_epp.launch import runs
 from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Action
 from megatron_epp.report.measured import Event, Measured
@@ -61,7 +60,7 @@ def test_every_part_runs_and_its_figures_fit_together(report):
 
 
 def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_forks", forked.forks)
+    forked.fork_runs(monkeypatch)
     rows = {
         "same": Row(2, TWO),
         "other weights": Row(2, TWO, {"seed": 7}),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch import runs
 from scripts.bench.host import Counts, count, shown
 from scripts.bench.host_rank import MEGATRON
 from tests.support.mcore import forked
@@ -18,7 +17,7 @@ MORE_CALLS = 150
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Counts]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_forks", forked.forks)  # trains in ranks of the process that other tests fork from
+        forked.fork_runs(patch)
         found = count(Path(tmp_path_factory.mktemp("host")))
     print(shown(found))
     return {(one.op, one.segments): one for one in found}

@@ -40,7 +40,7 @@ def ran(tmp_path, capsys):
 
 
 def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ran, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_forks", forked.forks)  # trains in ranks of the process that other tests fork from
+    forked.fork_runs(monkeypatch)
     code, report, printed = ran("--lengths", "3000,900,40,7")
     assert [(step["name"], step["outcome"]["status"]) for step in report["steps"]] == [(name, "passed") for name in NAMES]
     assert code == 0
@@ -60,7 +60,7 @@ def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ra
 
 
 def test_a_race_measures_every_schedule_on_the_same_documents(ran, monkeypatch):
-    monkeypatch.setattr(runs, "_forks", forked.forks)
+    forked.fork_runs(monkeypatch)
     code, report, printed = ran("--steps", "race")
     assert code == 0
     (step,) = report["steps"]

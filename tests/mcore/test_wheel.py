@@ -128,7 +128,7 @@ def test_commands_run_from_anywhere(installed, tmp_path):
 
 
 def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
-    sizes = ["--rounds", 1, "--iterations", 1, "--context", 256]
+    sizes = ["--rounds", 1, "--context", 256]
     said = succeeds([installed / "megatron-epp", "quickstart", *sizes, "-o", "here"], tmp_path, 600)
     assert "inconclusive: " in said  # one round has no spread
     report = json.loads((tmp_path / "here" / "report.json").read_text())
@@ -138,5 +138,4 @@ def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
     long = report["long_document"]
     assert long["elastic_bytes"] <= long["cap_bytes"] < min(long["whole_bytes"], long["needed_bytes"])
     left = {path.name for path in (tmp_path / "here").iterdir() if path.is_file()}
-    pictures = {"schedules.png", "iteration.png", "long-document.png"}
-    assert left == {"report.json", "plan.json", "trace.json", "iteration.html", *pictures}
+    assert left == {"report.json", "plan.json", "iteration.html"}

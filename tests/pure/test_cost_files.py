@@ -35,52 +35,49 @@ from megatron_epp.plan import EppError
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BY_HAND = {
-    "num_layers": 2,
+    "kind": "layer",
     "forward": {"fixed_us": 9.0, "per_token_us": 1.0},
     "backward": {"fixed_us": 19.0, "per_token_us": 2.0},
-    "layer_bytes_per_token": 100.0,
-    "recomputed_layer_bytes_per_token": 8.0,
-    "kv_bytes_per_token": 16.0,
 }
 
 
-def by_hand(**changes: Any) -> str:
-    """Return a file of one stage; a change to None leaves a field out."""
-    stage = {name: value for name, value in (BY_HAND | changes).items() if value is not None}
-    body = {"schema": "megatron-epp/costs", "version": 1, "name": "by hand", "hidden_bytes_per_token": 4.0, "stages": [stage]}
-    return json.dumps(body)
+def by_hand(version: int = 2, **changes: Any) -> str:
+    """Return a file of one stage of one block; a change to None leaves a field out."""
+    stages = [{"blocks": [BY_HAND | {"bytes_per_token": 100.0, "kv": {"bytes_per_token": 16.0}} | changes]}]
+    body = {"schema": "megatron-epp/costs", "version": version, "name": "by hand", "hidden_bytes_per_token": 4.0}
+    return json.dumps(body | {"stages": stages})
 
 
-def test_a_file_of_version_1_gives_the_costs_that_one_of_version_2_has():
+def test_a_file_gives_its_costs_back():
     """Of two stages of a model, the first of which ends inside a layer, with the vocabulary in shards."""
-    older, newer = (PipelineCosts.from_json((GOLDEN / f"costs_version_{version}.json").read_text()) for version in (1, 2))
-    assert older == newer
-    assert older.vocabulary is not None
-    assert [len(stage.inner) for stage in older.stages] == [1, 1]
+    costs = PipelineCosts.from_json((GOLDEN / "costs_version_2.json").read_text())
+    assert costs.vocabulary is not None
+    assert [len(stage.inner) for stage in costs.stages] == [1, 1]
+    assert PipelineCosts.from_json(costs.to_json()) == costs
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"num_layers": None}, r"stages\[0\].num_layers is missing"),
-        ({"kv_bytes_per_token": None}, r"stages\[0\].kv_bytes_per_token is missing"),
-        ({"layer_flops": 5}, r"stages\[0\].layer_flops is unknown"),
-        ({"half": 5}, r"stages\[0\].half is 5"),
-        ({"half": {"kind": "norm"}}, r"kind is 'norm'"),
-        ({"head_bytes_per_token": "much"}, r"stages\[0\].head_bytes_per_token: 'much' is not a number"),
+        ({"kind": None}, r"stages\[0\].blocks\[0\].kind is missing"),
+        ({"kv": {"heads": 2}}, r"kv.bytes_per_token is missing"),
+        ({"layer_flops": 5}, r"layer_flops is unknown"),
+        ({"kind": "norm"}, r"kind is 'norm'"),
+        ({"bytes_per_token": "much"}, r"bytes_per_token: 'much' is not a number"),
         ({"forward": 7}, r"forward is 7"),
         ({"weight": {"fixed_us": 99.0}}, r"weight is above the backward"),
     ],
 )
-def test_a_wrong_file_of_version_1_is_refused(changes: dict[str, Any], error: str):
+def test_a_wrong_file_is_refused(changes: dict[str, Any], error: str):
     with pytest.raises(EppError, match=error):
         PipelineCosts.from_json(by_hand(**changes))
 
 
 def test_files_of_other_versions_are_refused():
-    for version in (0, 3):
-        with pytest.raises(EppError, match=f"version {version}, where this reads 'megatron-epp/costs' 2"):
-            PipelineCosts.from_json(by_hand().replace('"version": 1', f'"version": {version}'))
+    for version in (0, 1, 3):
+        error = f"version {version}, where this reads 'megatron-epp/costs' 2.; write one with `megatron-epp profile`"
+        with pytest.raises(EppError, match=error):
+            PipelineCosts.from_json(by_hand(version))
 
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)

@@ -31,7 +31,7 @@ def test_the_reason_is_the_line_that_names_it(line, reason):
     assert reason_in(f"iteration 1/2\n{line}\nlast\n") == reason
 
 
-def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
+def test_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
     def stand_in(command, log, limit_s, environment):
         assert command[1:4] == ["-m", "megatron_epp.launch.torchrun", "--standalone"]
         assert command[command.index("--nproc-per-node") + 1] == "2"
@@ -46,47 +46,6 @@ def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monke
     run = runs.train(tmp_path, 2, {"epp": True, "num_layers": 4})
     assert run.losses == [2.5]
     assert run.tokens_per_second == 5000
-
-
-class Fork:
-    """Plays what forks ranks: says what it runs, or fails."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error, self.closed = error, False
-
-    def run(self, num_ranks, program, environment, log, limit_s):
-        if self.error is not None:
-            raise self.error
-        return 3
-
-    def close(self):
-        self.closed = True
-
-
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [(EppError("what forks has ended"), runs.TrainingError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)],
-)
-def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, monkeypatch, request, error, raised):
-    made, errors = [], iter([error])
-
-    def make(environment):
-        made.append(Fork(next(errors, None)))
-        return made[-1]
-
-    monkeypatch.setattr(runs, "Forks", make)
-    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
-    request.addfinalizer(runs._forks.cache_clear)
-    runs._forks.cache_clear()
-    with pytest.raises(raised, match=str(error)):
-        runs.train(tmp_path, 2, {"num_layers": 4})
-    assert [fork.closed for fork in made] == [True]
-    for _ in range(2):
-        with pytest.raises(runs.TrainingError, match="exit code 3"):
-            runs.train(tmp_path, 2, {"num_layers": 4})
-    assert [fork.closed for fork in made] == [True, False]
-    assert "forked, as each of 2 ranks: " in (tmp_path / "train.log").read_text()
-    assert "torchrun" not in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(

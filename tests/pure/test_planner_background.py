@@ -18,7 +18,7 @@ from hypothesis import given
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, digest, lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
-from megatron_epp.port import forks
+from megatron_epp.port import forked
 from megatron_epp.port.packed import PackedPlan
 from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, PlanningProcess
 from megatron_epp.port.worker import Worker, WorkerError
@@ -146,7 +146,7 @@ TASKS = "tests.support.plan.worker_tasks"
 
 
 class Forked(Worker):
-    start = staticmethod(forks.forked)  # type: ignore[assignment]
+    start = staticmethod(forked.forked)  # type: ignore[assignment]
 
 
 @pytest.fixture(params=[Worker, Forked])
@@ -216,13 +216,13 @@ gc.collect()
 
 
 @pytest.mark.parametrize(
-    "before", ["", "forks.fork_workers(); worker.Worker().call('builtins:print', 'noise');"], ids=["afresh", "forked"]
+    "before", ["", "forked.fork_workers(); worker.Worker().call('builtins:print', 'noise');"], ids=["afresh", "forked"]
 )
 def test_it_ends_when_the_process_that_made_it_is_killed_and_keeps_to_standard_error(before: str):
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
         "import os, signal;"
-        f"from megatron_epp.port import forks, worker; {before}"
+        f"from megatron_epp.port import forked, worker; {before}"
         "one = worker.Worker(); one.send('time:sleep', 600); print(one._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

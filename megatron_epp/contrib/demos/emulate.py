@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.contrib.demos.emulate_shards import WaitingShards
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
@@ -42,20 +41,6 @@ _SPIN_S = 100e-6
 """Seconds at the end of a wait that are spent spinning: sleeping overshoots by about this much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Emulation:
-    """Measurements of one emulation, in the plan's time: divided by the scale.
-
-    Attributes:
-        events: for every rank, ``(action, start_us, end_us)`` in order of start, copies included.
-        late_us: mean overhead that this machine adds to a compute action, not divided by the scale: the time from when it could
-            have started (rank free, message received, load complete) to its start, and from its due to its actual end.
-    """
-
-    events: tuple[tuple[tuple[str, float, float], ...], ...]
-    late_us: float
-
-
 @dataclass(slots=True)
 class EmulatedRank:
     """State shared by the stages of one rank: the clock and the recorded events."""
@@ -64,9 +49,7 @@ class EmulatedRank:
     rank: int
     scale: float
     origin_s: float = 0.0
-    free_s: float = 0.0
     offload: WaitingOffload | None = None
-    late_s: float = 0.0
     events: Events = field(default_factory=list)
     ended_s: dict[Action, float] = field(default_factory=dict)
     times_us: dict[Action, float] = field(init=False)
@@ -81,11 +64,10 @@ class EmulatedRank:
         if action.op is Op.B and self.offload is not None:
             arrived_s = max(arrived_s, self.offload.loaded_s)
         _wait_until(arrived_s)
-        start_s, time_s = time.monotonic(), self.times_us[action] * self.scale * 1e-6
-        _wait_until(start_s + time_s)
+        start_s = time.monotonic()
+        _wait_until(start_s + self.times_us[action] * self.scale * 1e-6)
         end_s = time.monotonic()
-        self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_s
-        self.free_s = self.ended_s[action] = end_s
+        self.ended_s[action] = end_s
         self.record(action, start_s, end_s)
         return end_s
 
@@ -190,18 +172,55 @@ def host_locks(plan: Plan, context: Any) -> Locks:
     return {(link, op): context.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
 
 
-def emulate(plan: Plan, scale: float, timeout_s: float) -> Emulation:
+class WaitingShards:
+    """Handlers of `S`, `N`, `T` and their collectives by timed waits: collectives carry the times at which inputs were ready.
+
+    Args:
+        spread, gather: communicators of all ranks, one for each collective.
+    """
+
+    def __init__(self, rank: EmulatedRank, spread: dist.ProcessGroup, gather: dist.ProcessGroup) -> None:
+        self._rank, self._groups = rank, {Op.SPREAD: spread, Op.GATHER: gather}
+        self._moving: dict[tuple[Op, int], tuple[dist.Work | None, Tensor]] = {}
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers for `Executor`."""
+        return dict.fromkeys(self._groups, self._send) | dict.fromkeys((Op.S, Op.N, Op.T), self._after)
+
+    def _send(self, executor: Executor, action: Action) -> None:
+        plan, chunk = self._rank.plan, action.chunk
+        last, own = Action(Op.F, plan.num_stages - 1, chunk), Action(Op.S, self._rank.rank, chunk)
+        source = last if action.op is Op.SPREAD else own
+        when = torch.tensor([self._rank.ended_s.get(source, 0.0)], dtype=torch.float64)
+        work = dist.all_reduce(when, dist.ReduceOp.MAX, group=self._groups[action.op], async_op=True)
+        self._moving[action.op, chunk] = work, when
+
+    def _after(self, executor: Executor, action: Action) -> None:
+        """Run an action when the collective before it has brought its input."""
+        carried = Op.SPREAD if action.op is Op.S else Op.GATHER
+        work, when = self._moving[carried, action.chunk]
+        if work is not None:
+            work.wait()
+            self._moving[carried, action.chunk] = None, when
+        times_us = self._rank.plan.messages.collective_times(carried)
+        moved_us = times_us[action.chunk] if times_us else 0.0
+        self._rank.perform(action, float(when[0]) + moved_us * self._rank.scale * 1e-6)
+
+
+def emulate(plan: Plan, scale: float, timeout_s: float) -> list[Events]:
     """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
 
-    Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
+    Returns:
+        for every rank, ``(action, start_us, end_us)`` in order of start, copies included, divided by `scale`.
+
+    Raises:
+        EppError: a rank failed, or the whole emulation took longer than `timeout_s`.
     """
-    locks = host_locks(plan, CONTEXT)
-    done = run_ranks(_run, plan.num_ranks, plan, scale, locks, timeout_s=timeout_s)
-    late_s = sum(late for _, late in done)
-    return Emulation(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
+    events: list[Events] = run_ranks(_run, plan.num_ranks, plan, scale, host_locks(plan, CONTEXT), timeout_s=timeout_s)
+    return events
 
 
-def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, float]:
+def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
     everyone, placement = range(plan.num_ranks), plan.placement
     links = None
     if plan.num_ranks > 1:
@@ -219,10 +238,10 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, flo
     if plan.num_ranks > 1:
         handlers = WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
     executor = Executor(unstreamed, rank, stages, links, offload=shared.offload, handlers=handlers)
-    shared.origin_s = shared.free_s = float(start[0])
+    shared.origin_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()
-    return sorted(shared.events, key=itemgetter(1, 2)), shared.late_s
+    return sorted(shared.events, key=itemgetter(1, 2))
 
 
 def _wait_until(when_s: float) -> None:

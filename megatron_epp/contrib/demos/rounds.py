@@ -1,54 +1,22 @@
-"""Comparison of measurements taken in alternating rounds: medians with their spread, and whether a difference is certain.
-
-For that, the processor time that other programs used meanwhile on this machine (Linux).
-"""
+"""Comparison of measurements taken in alternating rounds, and of the cores that other programs used meanwhile (Linux)."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-_BUSY_COLUMNS = ("user", "nice", "system", "irq", "softirq", "steal")
-_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-"""First numbers of the line ``cpu`` of /proc/stat, in clock ticks; guests' time is in ``user`` and ``nice``, too (proc(5))."""
-_PARENT, _OWN_TICKS = 1, slice(11, 15)
-"""Positions behind the name in /proc/PID/stat: the parent, and the ticks of the process and of its children that ended."""
+_PROC = Path("/proc")
+_IDLE = slice(3, 5)
+"""Columns ``idle`` and ``iowait`` of the first line; the eight first columns are all time (proc(5))."""
+_OWN = slice(11, 15)
+"""Ticks of a process and of its children that ended, behind its name in /proc/PID/stat."""
 _TAKEN = 0.1
 """Share of the measured ranks' cores that other programs may take before the machine counts as busy."""
-_BUSY = "inconclusive: the machine was busy"
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """One figure, measured once in every round."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return median(self.values)
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """Least and largest value."""
-        return min(self.values), max(self.values)
-
-    @property
-    def spread(self) -> float:
-        """Distance between the largest and the least value, as a share of the median."""
-        least, most = self.range
-        return (most - least) / self.median
-
-    def overlaps(self, other: Rounds) -> bool:
-        """Return whether the two ranges have a value in common."""
-        (a, b), (c, d) = self.range, other.range
-        return a <= d and c <= b
 
 
 def turns[T](names: Sequence[T], rounds: int) -> Iterator[tuple[T, ...]]:
@@ -83,50 +51,14 @@ class Occupancy:
         return f"other programs took {others} of {self.num_cores} cores"
 
 
-def doubt(first: Rounds, second: Rounds, occupancy: Occupancy) -> str:
-    """Say why a difference between two measurements is not certain; empty if it is."""
+def doubt(first: Sequence[float], second: Sequence[float], occupancy: Occupancy) -> str:
+    """Say why a difference between measurements of several rounds is not certain, before it is said; empty if it is."""
     if occupancy.is_busy:
-        return f"{_BUSY} ({occupancy})"
-    if min(len(first.values), len(second.values)) == 1:
-        return "inconclusive: one round has no spread"
-    return "inconclusive: the measured times overlap" if first.overlaps(second) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorTime:
-    """Processor time used since the machine started.
-
-    Attributes:
-        at_s: time of the reading, by a clock that never goes back.
-        all_s: seconds of all programs on all cores, and seconds that a virtual machine was denied.
-        own_s: seconds of this process and of all processes below it, ended ones included if their parent has waited for them.
-    """
-
-    at_s: float
-    all_s: float
-    own_s: float
-
-    @staticmethod
-    def read(folder: Path = Path("/proc")) -> ProcessorTime | None:
-        """Read the processor time used so far; None if the system does not tell, as other systems than Linux.
-
-        Args:
-            folder: where the system tells it.
-        """
-        tick_s = 1 / os.sysconf("SC_CLK_TCK")
-        try:
-            line = (folder / "stat").read_text(encoding="ascii").partition("\n")[0].split()
-        except OSError:
-            return None
-        if line[:1] != ["cpu"] or not any(ticks := [*map(int, line[1:])]):
-            return None
-        busy = sum(count for column, count in zip(_COLUMNS, ticks, strict=False) if column in _BUSY_COLUMNS)
-        return ProcessorTime(time.monotonic(), busy * tick_s, _ticks_below(folder, os.getpid()) * tick_s)
-
-    def cores_of_others_since(self, before: ProcessorTime) -> float:
-        """Return the mean number of cores that other programs kept busy since an earlier reading."""
-        others_s = (self.all_s - before.all_s) - (self.own_s - before.own_s)
-        return max(0.0, others_s) / (self.at_s - before.at_s)
+        return f"inconclusive: the machine was busy ({occupancy}): "
+    if min(len(first), len(second)) == 1:
+        return "inconclusive: one round has no spread: "
+    overlap = min(first) <= max(second) and min(second) <= max(first)
+    return "inconclusive: the measured times overlap: " if overlap else ""
 
 
 class OthersMeter:
@@ -137,33 +69,28 @@ class OthersMeter:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure during the body. Processes that the body starts count as this program's."""
-        before = ProcessorTime.read()
+        """Measure during the body. Children of this process, and what they have waited for, count as this program's."""
+        before, start_s = _others_s(), time.monotonic()
         yield
-        after = ProcessorTime.read()
+        after, took_s = _others_s(), time.monotonic() - start_s
         if before is not None and after is not None:
-            self._cores.append(after.cores_of_others_since(before))
+            self._cores.append(max(0.0, after - before) / took_s)
 
     def occupancy(self, num_ranks: int) -> Occupancy:
         """Return the median over the measurements."""
         return Occupancy(median(self._cores) if self._cores else None, num_ranks, os.cpu_count() or 1)
 
 
-def _ticks_below(folder: Path, top: int) -> int:
-    """Sum the clock ticks of a process and of all processes below it."""
-    ticks: dict[int, int] = {}
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for path in folder.glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        process = int(path.parent.name)
-        ticks[process] = sum(map(int, fields[_OWN_TICKS]))
-        children[int(fields[_PARENT])].append(process)
-    total, below = 0, [top]
-    while below:
-        process = below.pop()
-        total += ticks.get(process, 0)
-        below += children[process]
-    return total
+def _others_s() -> float | None:
+    """Return the processor time that other programs have used, in seconds, with a constant added; None if it is not told."""
+    try:
+        name, *words = (_PROC / "stat").read_text(encoding="ascii").partition("\n")[0].split()
+    except (OSError, ValueError):
+        return None
+    ticks = [*map(int, words[:8])] if name == "cpu" else []
+    if not any(ticks):
+        return None
+    lists = (_PROC / "self" / "task").glob("*/children")
+    stats = [(_PROC / child / "stat").read_text(errors="replace") for each in lists for child in each.read_text().split()]
+    of_children = sum(int(word) for stat in stats for word in stat.rpartition(")")[2].split()[_OWN])
+    return (sum(ticks) - sum(ticks[_IDLE]) - of_children) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])

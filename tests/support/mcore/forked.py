@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
-from megatron_epp.launch.forked import Forks, serve
+from megatron_epp.contrib.demos.forks import Forks, serve
+from megatron_epp.launch import runs
 from megatron_epp.port.worker import started
 from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
@@ -119,6 +121,11 @@ def ranks() -> list[psutil.Process]:
 def forks() -> Forks:
     """Return the process that forks this process's ranks: from the one that all test files share, if there is one."""
     return SharedForks(path) if (path := os.environ.get(SHARED)) else Forks(ENVIRONMENT, (__name__, "preload"))
+
+
+def fork_runs(patch: pytest.MonkeyPatch) -> None:
+    """Have `runs.train` fork its ranks from the process that other tests fork from."""
+    patch.setattr(runs, "torchrun", lambda *job: forks().run(*job))
 
 
 class SharedForks(Forks):

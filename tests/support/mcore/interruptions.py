@@ -2,7 +2,7 @@
 
     python -m tests.support.mcore.interruptions 0 30 --log interruptions.jsonl
 
-A trial draws the number of ranks, the launcher (torchrun's, or forked ranks), what happens, to which process, and when: after
+A trial draws the number of ranks, what happens, to which process, and when: after
 some iteration, or inside a save. The run has to end by itself, and leave no process and no temporary file; a run whose planning
 process ends goes on. Then it is resumed, and its losses have to be those of a run that nothing has happened to, to the bit.
 Seeds of which the log has a line are not tried again.
@@ -27,7 +27,6 @@ from pathlib import Path
 
 import psutil
 
-from megatron_epp.launch.forked import Forks
 from megatron_epp.plan.writing import append_line
 from tests.support.mcore import leftovers
 from tests.support.mcore.launch import ENVIRONMENT, TINY
@@ -52,7 +51,6 @@ class Trial:
 
     Attributes:
         ranks: number of them.
-        forked: ranks are forked; else torchrun starts them.
         saves_aside: checkpoints are written by processes of their own.
         happening: one of `HAPPENINGS`.
         victim: index of the rank that it happens to.
@@ -62,7 +60,6 @@ class Trial:
     """
 
     ranks: int
-    forked: bool
     saves_aside: bool
     happening: str
     victim: int
@@ -74,16 +71,15 @@ class Trial:
 def trial_of(seed: int) -> Trial:
     """Draw a trial."""
     draw = random.Random(seed)
-    ranks, forked = draw.choice((2, 4)), draw.random() < 0.5
-    happenings = [one for one in HAPPENINGS if not (forked and one.startswith("launcher"))]
+    ranks = draw.choice((2, 4))
     iteration, in_save = draw.randint(1, ITERATIONS - 10), draw.random() < 0.4
     delay_s = draw.random() * (0.05 if in_save else 0.3)
     aside = draw.random() < 0.3
-    return Trial(ranks, forked, aside, draw.choice(happenings), draw.randrange(ranks), iteration, in_save, delay_s)
+    return Trial(ranks, aside, draw.choice(HAPPENINGS), draw.randrange(ranks), iteration, in_save, delay_s)
 
 
 class Starter:
-    """Starts trainings in one of two ways, with temporary files in a folder of its own.
+    """Starts trainings, with temporary files in a folder of its own.
 
     Args:
         folder: for temporary files; short enough for the paths of sockets.
@@ -92,7 +88,6 @@ class Starter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(1)
-        self._forks: Forks | None = None
         self.launcher: subprocess.Popen[bytes] | None = None
         self._before: set[int] = set()
         self._files: set[Path] = set()
@@ -101,21 +96,11 @@ class Starter:
         """Start a training. The result is its exit code, None where it had to be ended after `LIMIT_S`."""
         command = ["-m", "megatron_epp.mcore.pretrain_gpt", *map(str, arguments)]
         environment = ENVIRONMENT | {"TMPDIR": str(self._folder)}
-        if trial.forked:
-            self.launcher = None
-            if self._forks is None:
-                self._forks = Forks(environment)
-            self._remember()
-            return self._pool.submit(self._forks.run, trial.ranks, command, {}, log, LIMIT_S)
-        self._remember()
+        self._before, self._files = {process.pid for process in leftovers.alive(self._folder)}, set(self._folder.iterdir())
         launcher = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", str(trial.ranks)]
         with log.open("ab") as output:
             self.launcher = subprocess.Popen([*launcher, *command], env=os.environ | environment, stdout=output, stderr=output)
         return self._pool.submit(_waited, self.launcher)
-
-    def _remember(self) -> None:
-        self._before = set()
-        self._before, self._files = {process.pid for process in self.alive()}, set(self._folder.iterdir())
 
     def alive(self) -> list[psutil.Process]:
         """Processes that have this folder, but for those that were there before the training."""
@@ -123,19 +108,15 @@ class Starter:
 
     def ranks(self) -> list[psutil.Process]:
         """Ranks of the training, in the order of their start."""
-        assert self._forks is not None or self.launcher is not None
-        parent = self.launcher.pid if self.launcher else self._forks._process.pid
-        children = psutil.Process(parent).children()
-        mine = [each for each in children if self.launcher or os.getpgid(each.pid) == each.pid]
-        return sorted(mine, key=lambda process: process.pid)
+        assert self.launcher is not None
+        return sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
 
     def left(self) -> list[str]:
         """Temporary files of multiprocessing and of this package; a start removes those of a launcher that was killed."""
-        if self.launcher is not None:
-            script = self._folder / "script.py"
-            script.touch()
-            command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
-            subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
+        script = self._folder / "script.py"
+        script.touch()
+        command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
+        subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
         return sorted(path.name for path in set(leftovers.files(self._folder)) - self._files)
 
 
@@ -247,7 +228,7 @@ def main() -> int:
             if trial.ranks not in whole:
                 report = Path(top, f"whole-{trial.ranks}")
                 arguments = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--epp-report-dir", report]
-                starter.start(Trial(trial.ranks, True, False, "", 0, 0, False, 0.0), folder / "whole", arguments).result()
+                starter.start(Trial(trial.ranks, False, "", 0, 0, False, 0.0), folder / "whole", arguments).result()
                 whole[trial.ranks] = losses(report)
                 assert len(set(whole[trial.ranks].values())) == ITERATIONS, (folder / "whole").read_text()[-3000:]
             print(f"seed {seed}: {trial}", flush=True)

@@ -1,8 +1,7 @@
-"""Short trainings on CPUs whose ranks are forked from one process that has imported and prepared Megatron.
+"""Ranks on CPUs that are forked from one process that has imported and prepared Megatron, which takes longer than a short run.
 
-On a CPU that takes longer than a short run. Forked ranks are not equivalent to processes that torch's launcher starts: CUDA,
-above all, does not survive a fork. `Forks` is used where jobs come from, which needs neither torch nor Megatron. The other
-functions run in the process that forks, and in the ranks.
+`Forks` is used where jobs come from, which needs neither torch nor Megatron; other functions run in the process that forks, and
+in the ranks. They are not equivalent to processes that torch's launcher starts: CUDA, above all, does not survive a fork.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from megatron_epp.launch.machine import free_port
 from megatron_epp.plan.errors import EppError
 from megatron_epp.port.worker import started
 
-PRELOAD = ("megatron_epp.mcore.pretrain_gpt", "preload")
-"""Module and name of the function that imports and prepares Megatron."""
 _PATIENCE_S = 30.0
 """Time limit in seconds for processes that are told to end."""
 
@@ -45,7 +42,7 @@ class Forks:
         preload: module and name of the function that it calls first; all that this leaves is in the ranks, too.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: tuple[str, str] = PRELOAD) -> None:
+    def __init__(self, environment: Mapping[str, str], preload: tuple[str, str]) -> None:
         self._lock = threading.Lock()
         self._process, self._connection = started(serve, *preload, options=("-W", "ignore"), environment=environment)
         atexit.register(self.close)

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from megatron_epp.launch.forked import Forks
+from megatron_epp.contrib.demos.forks import Forks
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch
 
@@ -42,14 +42,6 @@ def test_the_first_rank_that_fails_ends_the_job_with_its_exit_code(tmp_path):
 def test_a_job_that_takes_longer_than_it_may_is_ended(tmp_path):
     with pytest.raises(AssertionError, match=r"not finished after 0\.5 s:\n0 is up"):
         launch(1, script(tmp_path, "print(rank, 'is up')\ntime.sleep(600)"), timeout_s=0.5)
-
-
-def test_without_the_process_that_forks_there_is_a_reason(tmp_path):
-    forks = Forks({}, LIGHT)
-    forks._process.kill()
-    with pytest.raises(EppError, match="exit code -9"):
-        forks.run(1, [str(script(tmp_path, ""))], {}, tmp_path / "log", 60)
-    forks.close()
 
 
 def test_without_the_process_that_forks_no_rank_lives_on(tmp_path):
