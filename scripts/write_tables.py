@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.first_run import STEPS
-from megatron_epp.cost import huggingface, memory
+from megatron_epp.cost import memory
 from megatron_epp.cost.casts import RECIPES
-from megatron_epp.cost.hardware import H100, Rates
-from megatron_epp.cost.library import load_flags, mixers_of, pattern_of, shape_of, shipped, whole_pattern
 from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.formulas import huggingface
+from megatron_epp.formulas.hardware import H100, Rates
+from megatron_epp.formulas.library import load_flags, mixers_of, pattern_of, shape_of, whole_pattern
 from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.arguments.refusals import COUNTING, OF_VOCABULARY, PARTING, REPLAYS
@@ -26,6 +27,7 @@ from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words
+from megatron_epp.plan.yaml_files import shipped
 from scripts.tables import table, with_tables
 from scripts.write_flags import beyond_leaving_out
 

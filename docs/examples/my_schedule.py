@@ -1,7 +1,8 @@
 """A schedule of one's own: GPipe over slices. All forwards run, then all backwards."""
 
-from megatron_epp.cost import H100, Costs, analytic_costs
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import Costs
+from megatron_epp.formulas import H100, analytic_costs
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Chunk, Op, Segment, check, save, simulate, to_grid
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.report.gantt import save_gantt

@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.cost import H100, Costs, analytic_costs
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import Costs
+from megatron_epp.formulas import H100, analytic_costs
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, check, to_grid
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, chunks_of, elastic_1f1b, fitted, plan
 

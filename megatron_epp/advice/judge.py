@@ -11,10 +11,9 @@ from functools import cache
 from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, StockChoices, without_shards
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import Costs
-from megatron_epp.cost.analytic import exchange_line
-from megatron_epp.cost.library import even_layers
+from megatron_epp.formulas.analytic import exchange_line
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Share, by_count
 from megatron_epp.plan.units import format_gib

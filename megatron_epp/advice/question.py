@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost import ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates
-from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile, profile_for
-from megatron_epp.cost.library import Cluster, even_layers, pattern_of, shape_of, token_multiple_of, whole_pattern
+from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.plan.layout import Layout, halves_of, layout_flag, staged_pattern
+from megatron_epp.formulas import ModelShape, Profile, Rates
+from megatron_epp.formulas.analytic import MICROSECONDS, analytic_profile, profile_for
+from megatron_epp.formulas.library import Cluster, pattern_of, shape_of, token_multiple_of, whole_pattern
+from megatron_epp.plan.layout import Layout, even_layers, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.layouts.layout_choice import Sample

@@ -38,10 +38,10 @@ from megatron_epp.cli.planning_flags import (
     of_model,
 )
 from megatron_epp.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
-from megatron_epp.cost import Profile
-from megatron_epp.cost.library import check_formulas, find, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.formulas import Profile
+from megatron_epp.formulas.library import check_formulas, load_costs, load_flags
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
@@ -51,6 +51,7 @@ from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
+from megatron_epp.plan.yaml_files import find, shipped
 from megatron_epp.planner import Options
 from megatron_epp.report.text import format_us
 

@@ -13,7 +13,7 @@ from megatron_epp.cli.layout_flag import BALANCED, EVEN, chosen_layout, pipeline
 from megatron_epp.cli.planning_flags import cluster_of, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import progress
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.library import DEVICES_PER_NODE
+from megatron_epp.formulas.library import DEVICES_PER_NODE
 from megatron_epp.mcore.arguments.parser import names_of, offloads, options_from
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError, InfeasibleError, Names

@@ -38,8 +38,8 @@ from megatron_epp.cli.terminal import (
     progress,
     say,
 )
-from megatron_epp.cost import Profile
-from megatron_epp.cost.library import pattern_of
+from megatron_epp.formulas import Profile
+from megatron_epp.formulas.library import pattern_of
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES

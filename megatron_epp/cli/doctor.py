@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_epp.cli import measure_profile
 from megatron_epp.cli.terminal import Command, Parser, progress, say
-from megatron_epp.cost.library import load_costs
-from megatron_epp.cost.profile import Profile
+from megatron_epp.formulas.library import load_costs
+from megatron_epp.formulas.profile import Profile
 from megatron_epp.launch.machine import (
     EXPANDABLE,
     TF32,

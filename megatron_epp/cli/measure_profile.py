@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.cli.planning_flags import add_model, flags_of, of_model
 from megatron_epp.cli.terminal import Parser, add_output, progress, say
-from megatron_epp.cost.analytic import analytic_profile
-from megatron_epp.cost.library import RATES, load_cluster, shape_of
-from megatron_epp.cost.line_fits import fit_profile
-from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.profile import Profile
+from megatron_epp.formulas.analytic import analytic_profile
+from megatron_epp.formulas.library import RATES, load_cluster, shape_of
+from megatron_epp.formulas.model_shape import ModelShape
+from megatron_epp.formulas.profile import Profile
+from megatron_epp.formulas.profile_fit import fit_profile
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
 from megatron_epp.plan.errors import EppError

@@ -10,10 +10,13 @@ from typing import Any
 
 from megatron_epp.cli.lengths import add_batch
 from megatron_epp.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.cost import OptimizerBytes, PipelineCosts, Profile, Rates, analytic_profile
-from megatron_epp.cost.analytic import profile_for
+from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.casts import recipe_of
-from megatron_epp.cost.library import (
+from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.optimizer import TRAINED_SHARE
+from megatron_epp.formulas import Profile, Rates, analytic_profile
+from megatron_epp.formulas.analytic import profile_for
+from megatron_epp.formulas.library import (
     RATES,
     Cluster,
     check_formulas,
@@ -25,10 +28,8 @@ from megatron_epp.cost.library import (
     shape_of,
     token_multiple_of,
 )
-from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.cost.model_shape import ALLTOALL
-from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.cost.parameters import parameters_of, summary
+from megatron_epp.formulas.model_shape import ALLTOALL
+from megatron_epp.formulas.parameters import parameters_of, summary
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import FP8, OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError

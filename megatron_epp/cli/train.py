@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 
 from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
-from megatron_epp.cost.library import find
 from megatron_epp.launch.command import command_of, exports, save_run, variables_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.script_flags import argv_of
@@ -20,6 +19,7 @@ from megatron_epp.launch.yaml_settings import Settings, load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file
+from megatron_epp.plan.yaml_files import find
 
 _EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan import EppError, Op
 from megatron_epp.plan.operations import OperationRows
@@ -87,24 +86,6 @@ class ShardBytes:
     passing_bytes_per_token: float = 0.0
     workspace_bytes: float = 0.0
     gradient_workspace_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, shape: ModelShape, *, fused_accumulation: bool = False) -> ShardBytes:
-        """Return the bytes of a model's shards; `fused_accumulation` as `loss_workspace_bytes` takes it."""
-        blocks, value_bytes, entries = shape.loss_block_tokens, shape.bytes_per_value, shape.vocab_size // shape.tensor_parallel
-        # A token of a chunk is on one of the context-parallel ranks.
-        hidden, ranks = shape.hidden_size / shape.context_parallel, shape.context_parallel
-        copy = value_bytes if value_bytes < FP32_BYTES else 0
-        # A block's part of the weight gradient comes when its fp32 logits have gone, and is added to the sum in fp32.
-        summed = max(FP32_BYTES * shape.hidden_size, (FP32_BYTES + copy) * shape.hidden_size - FP32_BYTES * blocks)
-        gradient = value_bytes * shape.hidden_size if fused_accumulation else summed
-        return cls(
-            kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
-            input_bytes_per_token=hidden * (value_bytes + FP32_BYTES),
-            passing_bytes_per_token=0.0 if blocks or value_bytes == FP32_BYTES else entries * FP32_BYTES / ranks,
-            workspace_bytes=float(blocks * entries * (FP32_BYTES + copy)),
-            gradient_workspace_bytes=float(entries * gradient) if blocks else 0.0,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_epp.cost.kept import FILE_NAME as COSTS
 from megatron_epp.cost.learning import RECORDED
 from megatron_epp.cost.learning import WARM_UP as NOT_RECORDED
-from megatron_epp.cost.library import load_flags
+from megatron_epp.formulas.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError

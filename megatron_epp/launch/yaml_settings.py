@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import brief, missing_file, naming_file, nearest, one_line
+from megatron_epp.plan.yaml_files import FOLDERS, locate, parse_yaml, read_yaml
 
 
 @dataclass(frozen=True, slots=True)

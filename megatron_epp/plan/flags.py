@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+GATED_DELTA_NET = "gated_delta_net"
+"""Value of `experimental_attention_variant` of a model whose layers are not all of attention."""
+
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting: two hyphens, and its name with hyphens."""

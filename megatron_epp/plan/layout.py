@@ -8,7 +8,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.codec import Codec, FileFormat
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import MOST_LAYERS, brief
 
@@ -218,3 +218,19 @@ def _placement(rank_of: tuple[int, ...], num_stages: int) -> Placement:
 
 
 _FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec({float: lambda layers: halves_of(layers) / 2}))
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as whole layers allow.
+
+    Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
+    the head.
+
+    Raises:
+        EppError: there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")
+        raise EppError(f"{num_layers} layers do not make {num_stages} stages", *remedies)
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))

@@ -25,10 +25,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
-from megatron_epp.cost.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data.sequence_lengths import wikipedia
+from megatron_epp.formulas import analytic_profile, on_device
+from megatron_epp.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Plan, load, save
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.simulate import simulate

@@ -22,9 +22,10 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from megatron_epp.cost import PipelineCosts, Profile, analytic_profile
-from megatron_epp.cost.library import balanced_layers, load_cluster
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.output_layer import PASS_US
+from megatron_epp.formulas import Profile, analytic_profile
+from megatron_epp.formulas.library import balanced_layers, load_cluster
 from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of

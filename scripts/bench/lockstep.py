@@ -21,8 +21,8 @@ from time import process_time
 import numpy as np
 
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.data import sequence_lengths
+from megatron_epp.formulas.library import load_cluster, load_flags
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options
 from megatron_epp.planner.estimate import about_us

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_epp.cli.main import main as command
-from megatron_epp.cost.library import load_flags
+from megatron_epp.formulas.library import load_flags
 from scripts.bench.frame import Bench, Figures
 from scripts.tables import table
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.cost import Costs
-from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_epp.cost.library import load_flags
+from megatron_epp.formulas.library import load_flags
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry

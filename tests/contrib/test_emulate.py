@@ -10,7 +10,7 @@ import pytest
 
 from megatron_epp.cli.main import main
 from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingOffload, emulate, host_locks
-from megatron_epp.cost import CPU, ModelShape, analytic_profile
+from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, EppError, Op
 from megatron_epp.plan.relations import deps
 from megatron_epp.plan.serialize import digest, save

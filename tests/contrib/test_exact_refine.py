@@ -9,7 +9,8 @@ import pytest
 
 from megatron_epp.contrib.exact.oracle import makespan_us
 from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
-from megatron_epp.cost import H100, PipelineCosts, analytic_profile, library
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import H100, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan

@@ -12,9 +12,9 @@ from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADI
 from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
 from megatron_epp.contrib.papers.fixed_order import Batch
-from megatron_epp.cost import H100, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import NO_TIME
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, exchanges_of, run_together
-from megatron_epp.cost import H100, LinearTime, analytic_profile, on_device
+from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages
+from megatron_epp.formulas import H100, analytic_profile, on_device
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, PlanError, Step, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

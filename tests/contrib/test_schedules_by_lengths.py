@@ -16,8 +16,9 @@ from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.dynapipe import sorted_microbatches
 from megatron_epp.contrib.papers.partition import least_latency
 from megatron_epp.contrib.papers.sppo import sequence_aware_shares
-from megatron_epp.cost import H100, LinearTime, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import LinearTime, PipelineCosts
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan, check, lower
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement

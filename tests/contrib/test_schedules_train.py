@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost import CPU, analytic_profile
-from megatron_epp.cost.library import shape_of
+from megatron_epp.formulas import CPU, analytic_profile
+from megatron_epp.formulas.library import shape_of
 from megatron_epp.plan.planners import PLANNERS
 from scripts.parity.cells import Case
 from scripts.parity.compare import BATCH

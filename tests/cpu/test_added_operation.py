@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp import planner
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import Action, Copy, Op, PlanError, check, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.operations import (

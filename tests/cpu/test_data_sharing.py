@@ -6,9 +6,9 @@ from itertools import islice
 
 import pytest
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.packed import PackedPlan

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from megatron_epp.cli.main import main
-from megatron_epp.cost import CPU, ModelShape, Profile
-from megatron_epp.cost.line_fits import fit_profile
+from megatron_epp.formulas import CPU, ModelShape, Profile
+from megatron_epp.formulas.profile_fit import fit_profile
 from megatron_epp.plan.serialize import load
 from megatron_epp.runtime.links.processes import measure_link
 from megatron_epp.runtime.tools.profiling import CrossEntropy, Grid, measure

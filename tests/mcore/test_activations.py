@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost.library import load_flags, shipped
+from megatron_epp.formulas.library import load_flags
+from megatron_epp.plan.yaml_files import shipped
 from tests.support.mcore.forked import job, returned
 
 BYTES_OF_A_CHUNK = 512

@@ -13,8 +13,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_epp.cost import H100, LinearTime, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import LinearTime
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, loss_obstacle, shard_logits

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_epp.cli.planning_flags import cap_of
-from megatron_epp.cost import H100
-from megatron_epp.cost.library import Cluster
 from megatron_epp.cost.memory import SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.formulas import H100
+from megatron_epp.formulas.library import Cluster
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import UNLIMITED_BYTES
 

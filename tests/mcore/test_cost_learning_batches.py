@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore.iteration import base_run
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Linear
 
-from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs, analytic_profile
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs, analytic_profile
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs

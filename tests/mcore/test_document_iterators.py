@@ -5,10 +5,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data import sampler
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run

@@ -121,7 +121,8 @@ def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_pa
 
 
 def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
-    from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_profile
+    from megatron_epp.cost import OptimizerBytes
+    from megatron_epp.formulas import H100, ModelShape, analytic_profile
     from megatron_epp.mcore.costs.shape import costs_of_stages, trained_share
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 9, bias=False))

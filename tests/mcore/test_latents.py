@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import CPU, PipelineCosts, analytic_profile
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import CPU, analytic_profile
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.shape import model_shape

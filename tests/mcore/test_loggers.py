@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from megatron.training import global_vars
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import base_run, loggers, sliced_run

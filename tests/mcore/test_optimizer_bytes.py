@@ -14,10 +14,11 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_of
-from megatron_epp.cost import H100, ModelShape, OptimizerBytes, analytic_costs, analytic_profile
+from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS
+from megatron_epp.formulas import H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.shape import facts, optimizer_bytes

@@ -15,7 +15,7 @@ from megatron_epp.advice.recipe import recipe_text
 from megatron_epp.cli.main import main
 from megatron_epp.cli.prepare import add_arguments
 from megatron_epp.cli.train import checked_argv
-from megatron_epp.cost.library import load_cluster, load_flags
+from megatron_epp.formulas.library import load_cluster, load_flags
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.launch.yaml_settings import load_settings

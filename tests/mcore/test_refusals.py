@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.cost.huggingface import flags_of_config
+from megatron_epp.formulas.huggingface import flags_of_config
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args

@@ -16,8 +16,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_epp import run as way_in
 from megatron_epp.advice.question import Configuration
 from megatron_epp.callers import verl
-from megatron_epp.cost import ModelShape
-from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.formulas import ModelShape
+from megatron_epp.formulas.attention import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs import shape as shapes

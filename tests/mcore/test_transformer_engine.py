@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost import ModelShape
 from megatron_epp.cost.casts import RECIPES
+from megatron_epp.formulas import ModelShape
 from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.cost.work import work_of
+from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows

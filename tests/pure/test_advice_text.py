@@ -11,8 +11,8 @@ from megatron_epp.advice.causes import CAUSES, Gain, Stock
 from megatron_epp.advice.configuration_search import Advice, _simplest_first
 from megatron_epp.advice.judge import Baseline, Judged, Misfit, Parts
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost import H100
-from megatron_epp.cost.library import Cluster
+from megatron_epp.formulas import H100
+from megatron_epp.formulas.library import Cluster
 from megatron_epp.planner import Decisions
 from tests.support.plan.small_plans import one_f_one_b
 

@@ -18,9 +18,9 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import plan_flags, question_of
 from megatron_epp.cli.lengths import batches_of, lengths_of
 from megatron_epp.cli.main import main
-from megatron_epp.cost import H100, H100_NODE, analytic_profile
-from megatron_epp.cost.analytic import exchange_line
-from megatron_epp.cost.library import Cluster, load_cluster, load_flags, shape_of
+from megatron_epp.formulas import H100, H100_NODE, analytic_profile
+from megatron_epp.formulas.analytic import exchange_line
+from megatron_epp.formulas.library import Cluster, load_cluster, load_flags, shape_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan import InfeasibleError

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from megatron_epp.cost import LinearTime
-from megatron_epp.cost.library import shipped
+from megatron_epp.plan.yaml_files import shipped
 from scripts.bench.public.gains import BENCH as RECIPES_BENCH
 from scripts.bench.public.gains import as_shipped, together
 from scripts.bench.public.recipes import RECIPES

@@ -12,8 +12,8 @@ import yaml
 
 from megatron_epp.advice import configuration_search
 from megatron_epp.cli.main import _parser, main
-from megatron_epp.cost import H100_NODE, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.formulas import H100_NODE, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.layout import Layout, staged_pattern
 from megatron_epp.plan.placement import Placement

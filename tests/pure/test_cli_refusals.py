@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_epp.cost.library import load_costs
+from megatron_epp.formulas.library import load_costs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from tests.pure.test_cost_latents import costs as costs_of_latents

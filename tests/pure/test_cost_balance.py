@@ -7,9 +7,10 @@ from typing import Literal
 
 import pytest
 
-from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
-from megatron_epp.cost.library import balanced_layers, load_flags, shape_of
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import balanced_layers, load_flags, shape_of
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan

@@ -8,12 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_epp.cost import CPU, H100, BlockCosts, LinearTime, ModelShape, PipelineCosts, StageCosts, on_device
-from megatron_epp.cost.analytic import analytic_profile
+from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
+from megatron_epp.formulas import CPU, H100, ModelShape, on_device
+from megatron_epp.formulas.analytic import analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.problem import Options, Problem

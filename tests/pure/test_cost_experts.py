@@ -7,11 +7,12 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_source, flags_of
-from megatron_epp.cost import H100, ModelShape, Rates, work_of
-from megatron_epp.cost.analytic import analytic_profile, exchange_line
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import work_of
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.formulas import H100, ModelShape, Rates
+from megatron_epp.formulas.analytic import analytic_profile, exchange_line
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement

@@ -10,14 +10,15 @@ import pytest
 
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.planning_flags import costs_source
-from megatron_epp.cost import CPU, H100, H100_NODE, LinearTime, OptimizerBytes, Profile, analytic_costs, analytic_profile
-from megatron_epp.cost.analytic import profile_for
-from megatron_epp.cost.attention import BACKWARD_TFLOPS, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
+from megatron_epp.cost import LinearTime, OptimizerBytes
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.casts import RECIPES, casts_of
-from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import work_of
+from megatron_epp.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
+from megatron_epp.formulas.analytic import profile_for
+from megatron_epp.formulas.attention import BACKWARD_TFLOPS, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
+from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement

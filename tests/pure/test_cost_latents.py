@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.cost import H100, ModelShape, PipelineCosts, Profile, analytic_profile, on_device, work_of
-from megatron_epp.cost.analytic import profile_for
+from megatron_epp.cost import PipelineCosts, work_of
 from megatron_epp.cost.blocks import LAYER, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.formulas import H100, ModelShape, Profile, analytic_profile, on_device
+from megatron_epp.formulas.analytic import profile_for
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import token_class

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, LinearTime, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost import LinearTime, StageCosts
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.learning import (
     RECORDED,
@@ -25,6 +25,7 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.slowness import ITERATIONS, SLOWER, SlowStages, slowed_us
 from megatron_epp.cost.timed import Timed, fitted_line, undetermined
 from megatron_epp.cost.work import causal_pairs
+from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Action, Chunk, Op, Plan, Recompute, Segment, simulate
 from megatron_epp.planner import Options, Problem, plan
 from tests.support.plan.small_plans import one_f_one_b

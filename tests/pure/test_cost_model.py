@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import CPU, H100, LinearTime, ModeCosts, ModelShape, PipelineCosts, Static, analytic_costs, causal_pairs
-from megatron_epp.cost.analytic import analytic_profile, expansion_line
+from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, Static, causal_pairs
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.work import work_of
+from megatron_epp.formulas import CPU, H100, ModelShape, analytic_costs
+from megatron_epp.formulas.analytic import analytic_profile, expansion_line
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from tests.support.plan.stages import stage_of
 

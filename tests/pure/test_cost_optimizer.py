@@ -13,10 +13,9 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import OptimizerBytes, Static
-from megatron_epp.cost.library import even_layers
 from megatron_epp.cost.optimizer import Parameters
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 
 PRECISE = {"use_precision_aware_optimizer": True}

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, analytic_profile, on_device, work_of
+from megatron_epp.cost import LinearTime, work_of
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, PASS_US, VocabularyShards, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.cost.timed import Learnt
+from megatron_epp.formulas import CPU, H100, ModelShape, analytic_profile, on_device
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
 from megatron_epp.plan.serialize import load
 from tests.support.plan.small_plans import one_f_one_b

@@ -14,10 +14,11 @@ from megatron_epp.cli import main as cli
 from megatron_epp.cli.advise import question_of
 from megatron_epp.cli.main import main
 from megatron_epp.cli.planning_flags import costs_of
-from megatron_epp.cost import H100, LinearTime, ModelShape, OptimizerBytes, PipelineCosts, analytic_profile, work_of
+from megatron_epp.cost import LinearTime, OptimizerBytes, PipelineCosts, work_of
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.optimizer import TRAINED_SHARE, Parameters
 from megatron_epp.cost.work import trained_tokens
+from megatron_epp.formulas import H100, ModelShape, analytic_profile
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.layout import Layout

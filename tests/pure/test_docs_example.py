@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import H100, analytic_costs
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.formulas import H100, analytic_costs
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, check, load, report
 from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.serialize import to_json

@@ -162,7 +162,7 @@ def test_the_exit_code_is_1_only_where_training_cannot_run(monkeypatch, capsys, 
     [("NVIDIA H100", "measured", OK), ("NVIDIA A100", "measured", WARNING), ("NVIDIA H100", "analytic", WARNING)],
 )
 def test_a_profile_fits_where_it_was_measured(monkeypatch, machine_name, source, status):
-    from megatron_epp.cost.library import load_costs
+    from megatron_epp.formulas.library import load_costs
 
     profile = load_costs("llama3-8b-h100")
     shipped = type(profile).from_json(profile.to_json())

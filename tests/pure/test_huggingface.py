@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost.huggingface import flags_of_config
-from megatron_epp.cost.library import check_formulas, load_flags, shape_of
+from megatron_epp.formulas.huggingface import flags_of_config
+from megatron_epp.formulas.library import check_formulas, load_flags, shape_of
 from megatron_epp.plan import EppError
 
 DENSE: dict[str, Any] = {

@@ -17,6 +17,7 @@ LAYERS = (
     {"cost"},
     {"port"},
     {"planner", "report"},
+    {"formulas"},
     {"losses"},
     {"advice", "launch", "data"},
     {"runtime"},
@@ -25,7 +26,7 @@ LAYERS = (
     {"contrib", "__main__"},
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
-PURE = ("plan", "cost", "port", "planner", "report", "advice")
+PURE = ("plan", "cost", "port", "planner", "report", "formulas", "advice")
 OF_MEGATRON = ("contrib.overlap.exchanges",)
 """Modules outside `mcore` that import Megatron."""
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")

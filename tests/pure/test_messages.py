@@ -16,7 +16,7 @@ import megatron_epp
 from megatron_epp.cli import alternatives, plan
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.main import MODULES, NAMES
-from megatron_epp.cost import ModelShape
+from megatron_epp.formulas import ModelShape
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from megatron_epp import planner
-from megatron_epp.cost import CPU, ModelShape, analytic_profile
+from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, Op, PlanError, lower, simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from tests.support.plan.random_plans import sound_plans

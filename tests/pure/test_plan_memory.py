@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.cost import on_device
-from megatron_epp.cost.library import load_costs
+from megatron_epp.formulas import on_device
+from megatron_epp.formulas.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, Action, KVOffload, Op, check, lower, simulate
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peaks, in_units, kv_offload_changes, slices_of

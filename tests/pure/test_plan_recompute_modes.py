@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import H100, ModelShape, PipelineCosts, Profile, analytic_costs, analytic_profile
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES
 
@@ -63,11 +64,11 @@ COSTS = """            "attention": ModeCosts(attention_forward, hidden + shape.
 """
 ADDED = {  # file, line before which it is added, and what
     "plan/recompute.py": ('        RecomputeMode(\n            name="selective",\n', ROW),
-    "cost/analytic.py": ('            "mlp": ModeCosts(', COSTS),
+    "formulas/analytic.py": ('            "mlp": ModeCosts(', COSTS),
 }
 USE = """
 import sys
-from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import check, from_json, to_grid, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown

@@ -8,9 +8,10 @@ from itertools import product
 
 import pytest
 
-from megatron_epp.cost import H100, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

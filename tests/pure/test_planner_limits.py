@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.cost.work import causal_pairs
+from megatron_epp.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, least, plan

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.cost import memory as item
+from megatron_epp.formulas import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, lower, simulate
 from megatron_epp.plan.check import check
 from megatron_epp.plan.check.lockstep import check_lockstep

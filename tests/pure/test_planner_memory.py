@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, analytic_profile, work_of
+from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
-from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.formulas import analytic_profile
+from megatron_epp.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan

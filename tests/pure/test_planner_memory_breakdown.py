@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.formulas import on_device
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner import Options, plan

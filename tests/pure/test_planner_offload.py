@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
-from megatron_epp.cost import H100, LinearTime, PipelineCosts, analytic_profile, on_device, work_of
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import LinearTime, PipelineCosts, work_of
+from megatron_epp.formulas import H100, analytic_profile, on_device
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
-from megatron_epp.cost import H100, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan, Step
 from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError, check, digest
 from megatron_epp.planner import Options, Problem, plan
 from tests.support import ROOT

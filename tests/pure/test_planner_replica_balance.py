@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.problem import by_count, connected, imbalance
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import LOCKSTEP_SHAPES, SHAPES, SMALL_ENDS, Shape, cut_in_runs, falling_times

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.cost import H100, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.work import span_work_of, work_of
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN

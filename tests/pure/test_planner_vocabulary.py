@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cost import H100, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, load, lower, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout

@@ -19,9 +19,9 @@ import pytest
 
 from megatron_epp.contrib.helix.attention_operations import A
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
-from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.formulas import H100, analytic_profile
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement

@@ -30,12 +30,13 @@ from megatron_epp.cli.first_run.training import parity
 from megatron_epp.cli.lengths import SOURCES
 from megatron_epp.cli.terminal import Command, Parser, output_folder, progress, say
 from megatron_epp.cli.train import quietly
-from megatron_epp.cost.library import load_cluster, load_flags, shipped
+from megatron_epp.formulas.library import load_cluster, load_flags
 from megatron_epp.launch.command import versions
 from megatron_epp.launch.machine import count_gpus, machine
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
+from megatron_epp.plan.yaml_files import shipped
 
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today

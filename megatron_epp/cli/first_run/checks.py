@@ -13,7 +13,7 @@ from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.measure_profile import measure_profile, measured_device, residual_table
 from megatron_epp.cli.terminal import progress
-from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.text import format_us, table

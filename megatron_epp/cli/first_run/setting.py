@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.cli.first_run.launch import StockLaunch
-from megatron_epp.cost.library import Cluster
-from megatron_epp.cost.profile import Profile
+from megatron_epp.formulas.library import Cluster
+from megatron_epp.formulas.profile import Profile
 
 
 @dataclass(slots=True)

@@ -10,12 +10,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments.fp8 import row_multiple
 from megatron_epp.mcore.arguments.rule import Door, Rule, flags, problems_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
-from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
+from megatron_epp.plan.layout import Layout, even_layers, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.reading import naming_file, read_text

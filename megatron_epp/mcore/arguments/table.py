@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
-from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.casts import RECIPES
-from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
-from megatron_epp.cost.model_shape import DISPATCHERS
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.indexed_documents import DOCUMENTS
+from megatron_epp.formulas.attention import KERNELS
+from megatron_epp.formulas.library import RATES
+from megatron_epp.formulas.model_shape import DISPATCHERS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
@@ -38,6 +38,7 @@ from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
+from megatron_epp.plan.yaml_files import shipped
 
 PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
 

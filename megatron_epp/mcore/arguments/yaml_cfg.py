@@ -16,10 +16,10 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import read_yaml
 from megatron_epp.launch.script_flags import flags_of, words_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import brief, naming_file, nearest
+from megatron_epp.plan.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 

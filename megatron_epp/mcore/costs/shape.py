@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import CPU, H100_NODE, ModelShape, OptimizerBytes, PipelineCosts, Profile, Rates, on_device
-from megatron_epp.cost.analytic import profile_for
-from megatron_epp.cost.attention import CUDNN, FLASH_2, FLASH_3
-from megatron_epp.cost.device import least_working_bytes_per_token
-from megatron_epp.cost.library import shape_of
+from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
-from megatron_epp.cost.output_layer import AUTO, ShardBytes
+from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.formulas import CPU, H100_NODE, ModelShape, Profile, Rates, on_device
+from megatron_epp.formulas.analytic import profile_for
+from megatron_epp.formulas.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.formulas.device import least_working_bytes_per_token, shard_bytes
+from megatron_epp.formulas.library import shape_of
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 
@@ -202,7 +203,7 @@ def share_that_trains(args: argparse.Namespace) -> float:
     """Return the share of the parameters that train by `--epp-trained-parameters`, the same in all layers; 1 without it."""
     if (trained := getattr(args, "epp_trained_parameters", None)) is None:
         return 1.0
-    from megatron_epp.cost import parameters  # which few trainings need
+    from megatron_epp.formulas import parameters  # which few trainings need
 
     return min(1.0, trained / parameters.parameters_of({**vars(args), "vocab_size": args.padded_vocab_size}))
 
@@ -231,7 +232,7 @@ def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: 
     """
     if costs.vocabulary is not None:
         shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-        held = ShardBytes.of(shape, fused_accumulation=bool(args.gradient_accumulation_fusion))
+        held = shard_bytes(shape, fused_accumulation=bool(args.gradient_accumulation_fusion))
         costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():

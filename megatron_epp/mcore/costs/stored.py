@@ -13,13 +13,14 @@ from pathlib import Path
 
 from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.library import find, load_costs
-from megatron_epp.cost.profile import Profile
+from megatron_epp.formulas.library import load_costs
+from megatron_epp.formulas.profile import Profile
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.errors import as_setting
 from megatron_epp.plan.writing import write_text
+from megatron_epp.plan.yaml_files import find
 from megatron_epp.runtime.links.objects import made_by_first
 
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.cost.library import by_layer, pattern_of
 from megatron_epp.data.routes import Routing
+from megatron_epp.formulas.library import by_layer, pattern_of
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.kinds.experts import EXPERTS

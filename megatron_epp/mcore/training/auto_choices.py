@@ -11,7 +11,8 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from megatron_epp.cost import PipelineCosts, Profile
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import Profile
 from megatron_epp.mcore.costs.shape import for_search
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.training.layout_search import first_batches, given_layout, sample_of

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost.library import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.reading import brief, naming_file, read_text, whole
+from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, parse_yaml
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import GroupOptions
 

@@ -22,9 +22,8 @@ from itertools import product
 
 import numpy as np
 
-from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.plan.layout import Layout, layers_text
+from megatron_epp.plan.layout import Layout, even_layers, layers_text
 from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem

@@ -1,7 +1,7 @@
 """Context parallelism: how the ranks of a group share the tokens of a chunk, between attention calls and inside them.
 
 A scheme says which tokens each rank has (`shards`) and how attention runs on them (`attend`). What a scheme costs is in
-`cost.model_shape`. All ranks of the group must run the same actions in the same order.
+`formulas.model_shape`. All ranks of the group must run the same actions in the same order.
 """
 
 from __future__ import annotations

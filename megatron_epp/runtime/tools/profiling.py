@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_epp.cost import ModelShape, causal_pairs
+from megatron_epp.cost import causal_pairs
 from megatron_epp.cost.line_fits import Point
+from megatron_epp.formulas import ModelShape
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.segments import SegmentTable

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.placement import Placement

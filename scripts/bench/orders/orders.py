@@ -20,11 +20,12 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from megatron_epp.cost import Costs, analytic_profile, on_device
-from megatron_epp.cost.library import even_layers, load_cluster, load_flags, shape_of
+from megatron_epp.cost import Costs
 from megatron_epp.data import sequence_lengths
+from megatron_epp.formulas import analytic_profile, on_device
+from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan import Prediction
 from megatron_epp.plan.planners import PLANNERS

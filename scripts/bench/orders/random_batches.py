@@ -16,10 +16,9 @@ from functools import cache
 
 import numpy as np
 
-from megatron_epp.cost.library import even_layers
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import Options, Problem, plan

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 
-from megatron_epp.cost import H100, analytic_costs
-from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.data.sequence_lengths import wikipedia
+from megatron_epp.formulas import H100, analytic_costs
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
 from scripts.bench.frame import Bench, Figures

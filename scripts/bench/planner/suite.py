@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import Costs, ModelShape, PipelineCosts, analytic_profile
-from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.cost import Costs, PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
+from megatron_epp.formulas import ModelShape, analytic_profile
+from megatron_epp.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 

@@ -21,8 +21,8 @@ from megatron_epp.advice.configuration_search import Advice, NothingFitsError, a
 from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
 from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cli.planning_flags import cap_of
-from megatron_epp.cost.analytic import MICROSECONDS
-from megatron_epp.cost.library import load_cluster
+from megatron_epp.formulas.analytic import MICROSECONDS
+from megatron_epp.formulas.library import load_cluster
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import placements_of
 from megatron_epp.plan.problem import by_count

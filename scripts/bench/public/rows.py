@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_epp.advice.question import Configuration
-from megatron_epp.cost.library import even_layers, load_flags
+from megatron_epp.formulas.library import load_flags
+from megatron_epp.plan.layout import even_layers
 
 NORMS, ACTIVATION, EXPERTS, UP = "norms", "activation", "experts", "projections of latents"
 """Parts of a layer that recipes recompute: norms before attention and the MLP, the nonlinearity, experts with their exchanges,

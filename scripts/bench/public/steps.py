@@ -11,10 +11,11 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost import LinearTime, ModelShape, PipelineCosts, Rates
-from megatron_epp.cost.analytic import MICROSECONDS, exchange_line
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.library import load_cluster
+from megatron_epp.formulas import ModelShape, Rates
+from megatron_epp.formulas.analytic import MICROSECONDS, exchange_line
+from megatron_epp.formulas.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.report.text import table

@@ -26,11 +26,12 @@ from statistics import fmean
 import numpy as np
 
 from megatron_epp.advice.causes import Stock, StockChoices
-from megatron_epp.cost import Costs, analytic_profile
-from megatron_epp.cost.hardware import H100_NODE
-from megatron_epp.cost.library import even_layers, load_flags, shape_of
+from megatron_epp.cost import Costs
+from megatron_epp.formulas import analytic_profile
+from megatron_epp.formulas.hardware import H100_NODE
+from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us

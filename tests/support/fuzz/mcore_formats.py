@@ -17,8 +17,8 @@ import tokenizers
 import torch.distributed as dist
 import transformers
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.kept import KeptCosts, to_state
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
 from megatron_epp.mcore.costs import learnt

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_epp.cli.main import main
-from megatron_epp.cost import CPU, ModelShape, analytic_profile
+from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan.serialize import to_json
 from tests.support.plan.report_plans import measured_run, sliced_plan
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost import CPU, H100, LinearTime, ModelShape, PipelineCosts, analytic_profile, on_device
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.formulas import CPU, H100, ModelShape, analytic_profile, on_device
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN

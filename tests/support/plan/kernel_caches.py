@@ -14,7 +14,7 @@ from math import ceil, log2
 
 import numpy as np
 
-from megatron_epp.cost import ModelShape
+from megatron_epp.formulas import ModelShape
 from megatron_epp.plan import Plan
 from megatron_epp.plan.shape_classes import CallSize, token_class
 from megatron_epp.plan.sizing import heads_at_once

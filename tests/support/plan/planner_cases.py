@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_epp import planner
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import Copy, KVOffload, Op, Prediction, Recompute, Step, check
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.cost.library import GATED_DELTA_NET
 from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
+from megatron_epp.plan.flags import GATED_DELTA_NET
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.cost import CPU, analytic_profile
+from megatron_epp.formulas import CPU, analytic_profile
 from megatron_epp.mcore import entry
 from scripts.parity.planner import share_planner
 from scripts.parity.runs import train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Self
 
-from megatron_epp.cost.model_shape import DeltaNet, Exchange, ModelShape, StateSpace
+from megatron_epp.formulas.model_shape import DeltaNet, Exchange, ModelShape, StateSpace
 
 BLOCK_TOKENS = 64
 """Tokens between two states that flash-linear-attention's kernel computes; inside such a block it has products of pairs."""

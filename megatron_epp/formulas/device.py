@@ -8,8 +8,9 @@ from dataclasses import replace
 from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ModelShape
-from megatron_epp.cost.recurrent import StateSpaceShape
+from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes
+from megatron_epp.formulas.model_shape import ModelShape
+from megatron_epp.formulas.recurrent import StateSpaceShape
 
 
 def on_device(
@@ -61,3 +62,21 @@ def least_working_bytes_per_token(shape: ModelShape) -> float:
     """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
     recurrence = 0.0 if shape.mamba is None else StateSpaceShape.of(shape).gradient_bytes_per_token
     return max(shape.dispatched_bytes_per_token, recurrence)
+
+
+def shard_bytes(shape: ModelShape, *, fused_accumulation: bool = False) -> ShardBytes:
+    """Return the bytes of a model's shards; `fused_accumulation` as `loss_workspace_bytes` takes it."""
+    blocks, value_bytes, entries = shape.loss_block_tokens, shape.bytes_per_value, shape.vocab_size // shape.tensor_parallel
+    # A token of a chunk is on one of the context-parallel ranks.
+    hidden, ranks = shape.hidden_size / shape.context_parallel, shape.context_parallel
+    copy = value_bytes if value_bytes < FP32_BYTES else 0
+    # A block's part of the weight gradient comes when its fp32 logits have gone, and is added to the sum in fp32.
+    summed = max(FP32_BYTES * shape.hidden_size, (FP32_BYTES + copy) * shape.hidden_size - FP32_BYTES * blocks)
+    gradient = value_bytes * shape.hidden_size if fused_accumulation else summed
+    return ShardBytes(
+        kept_bytes_per_token=0.0 if blocks else entries * value_bytes / ranks,
+        input_bytes_per_token=hidden * (value_bytes + FP32_BYTES),
+        passing_bytes_per_token=0.0 if blocks or value_bytes == FP32_BYTES else entries * FP32_BYTES / ranks,
+        workspace_bytes=float(blocks * entries * (FP32_BYTES + copy)),
+        gradient_workspace_bytes=float(entries * gradient) if blocks else 0.0,
+    )

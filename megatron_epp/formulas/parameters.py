@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.cost.library import by_layer, delta_net, mixers_of, pattern_of, shape_of, state_space
+from megatron_epp.formulas.library import by_layer, delta_net, mixers_of, pattern_of, shape_of, state_space
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.cost.device import least_working_bytes_per_token
-from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import Exchange, ModelShape
-from megatron_epp.cost.output_layer import ShardBytes, loss_workspace_bytes
-from megatron_epp.cost.profile import ModelPart, Profile, mean_of
-from megatron_epp.cost.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
+from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
+from megatron_epp.formulas.device import least_working_bytes_per_token, shard_bytes
+from megatron_epp.formulas.hardware import Rates
+from megatron_epp.formulas.model_shape import Exchange, ModelShape
+from megatron_epp.formulas.profile import ModelPart, Profile, mean_of
+from megatron_epp.formulas.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
@@ -44,8 +44,8 @@ def analytic_costs(
     """Costs of a pipeline by formula. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
-        shape: of the model; `cost.library.shape_of` makes one of Megatron's flags.
-        rates: of the devices, as `cost.H100`.
+        shape: of the model; `formulas.library.shape_of` makes one of Megatron's flags.
+        rates: of the devices, as `formulas.H100`.
         layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
         state_bytes_per_parameter: bytes of a parameter's weight, gradient and optimizer state (`Profile.costs`).
 
@@ -93,7 +93,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
-        shards=ShardBytes.of(shape),
+        shards=shard_bytes(shape),
         exchange_bytes_per_token=shape.exchange_bytes_per_token,
         uncast_bytes_per_token=shape.uncast_bytes_per_token,
         least_working_bytes_per_token=least_working_bytes_per_token(shape),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost.attention import Speed, speed_of
+from megatron_epp.formulas.attention import Speed, speed_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ H100 = Rates(
 
 Peaks are from NVIDIA's datasheet of the H100 SXM; the shares of them that a training sustains are assumed: 989 TFLOP/s in dense
 bf16, of which linear layers have 61 %; attention 45 and 40 % where no kernel is named, between the 35 % of FlashAttention-2 and
-the 75 % of FlashAttention-3 (published rates: `megatron_epp/cost/attention.py`; the shipped clusters of H100 and H200 name
+the 75 % of FlashAttention-3 (published rates: `megatron_epp/formulas/attention.py`; the shipped clusters of H100 and H200 name
 cuDNN); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of the link, 80 %; 64 GB/s of PCIe each way,
 63 %. In dense FP8 the peak is twice that of bf16, 1,979 TFLOP/s; by these rates, casts take 4 to 24 % of the time of a product
 with 28,672 to 4,096 outputs, and products are assumed to have nine tenths of bf16's share. Latencies, the overhead of a layer

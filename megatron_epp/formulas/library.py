@@ -1,8 +1,7 @@
 """Models and clusters as YAML files, by path or by the name of one that ships with the package.
 
 A model file holds Megatron's own flags under ``megatron:``, or is the ``config.json`` of a Hugging Face model; a cluster file
-holds `Rates` and the memory of a device. YAML is read within limits: aliases that repeat without end, or contain themselves,
-are refused.
+holds `Rates` and the memory of a device.
 """
 
 from __future__ import annotations
@@ -16,47 +15,41 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.attention import KERNELS
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.casts import casts_of
-from megatron_epp.cost.hardware import CPU, H100_NODE, Rates
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.model_shape import ALLTOALL, DISPATCHERS, PARTS, DeltaNet, ModelShape, StateSpace
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
-from megatron_epp.cost.profile import FORMAT as PROFILE
-from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
+from megatron_epp.formulas.attention import KERNELS
+from megatron_epp.formulas.hardware import CPU, H100_NODE, Rates
+from megatron_epp.formulas.model_shape import ALLTOALL, DISPATCHERS, PARTS, DeltaNet, ModelShape, StateSpace
+from megatron_epp.formulas.profile import FORMAT as PROFILE
+from megatron_epp.formulas.profile import Profile
 from megatron_epp.plan import EppError, Remedy
+from megatron_epp.plan.flags import GATED_DELTA_NET
+from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.reading import (
     MOST_LAYERS,
     MOST_SIZE,
-    MOST_VALUES,
     brief,
-    check_nested,
-    missing_file,
     naming_file,
     nearest,
     number,
-    one_line,
     parse_json,
     read_text,
 )
+from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
 
 RATES = {"h100": H100_NODE, "cpu": CPU}
 """Rates by name, from which a cluster file starts."""
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""Folders of the shipped files: inside an installed package, or next to the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
 MOST_GB = 1e9
 """Largest memory of a device, in 2^30 bytes."""
 MOST_RATE = 1e30
 """Largest rate, per second."""
-MOST_YAML_BYTES = 1 << 20
-"""Largest size of a file: settings are small, and reading YAML is slow."""
 CONFIG = "config.json"
 """Name of the file that describes a Hugging Face model."""
 DEVICES_PER_NODE = 8
@@ -91,62 +84,6 @@ class Cluster:
         return replace(rates, devices_per_node=node)
 
 
-def parse_yaml(text: str, what: str) -> Any:
-    """Read the value of a YAML text.
-
-    Raises:
-        EppError: PyYAML is missing, the text is not YAML, or it holds too many values, too deep.
-    """
-    try:
-        import yaml  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise EppError(f"reading {what} needs PyYAML: pip install pyyaml (megatron-core[training] brings it)") from error
-    try:
-        value = yaml.safe_load(text)
-    except RecursionError:
-        raise EppError(f"{what} is nested too deep") from None
-    except Exception as error:  # its constructors raise many kinds for values that are not of their tag, as in `2020-13-45`
-        raise EppError(f"{what} is not YAML: {one_line(error)}") from None
-    check_nested(value, what, MOST_VALUES)
-    return value
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
-    with naming_file(path):
-        text = read_text(path, MOST_YAML_BYTES)
-    if not text.strip():
-        raise EppError(f"{path} is empty")
-    body = parse_yaml(text, str(path))
-    if not isinstance(body, dict):
-        raise EppError(f"{path} holds no `name: value` pairs")
-    return {str(key): value for key, value in body.items()}
-
-
-def shipped(kind: str) -> list[str]:
-    """Names of the shipped files of a kind: ``models``, ``clusters`` or ``profiles``."""
-    return sorted(path.stem for folder in FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
-
-
-def locate(name: str, kind: str = "", folder: Path = Path()) -> Path | None:
-    """Find a file by its path, relative to a folder, or a shipped file by its name; None if there is neither."""
-    shipped_as = (folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml", ".json"))
-    return next((path for path in (folder / name, *shipped_as) if os.path.isfile(path)), None)  # False for what is no path
-
-
-def find(kind: str, name: str) -> Path:
-    """Path of the file that a name or a path denotes.
-
-    Raises:
-        EppError: there is none; the message lists the shipped names.
-    """
-    if (path := locate(name, kind)) is not None:
-        return path
-    names = shipped(kind)
-    known = f"{', '.join(names)}{nearest(name, names)}"
-    raise EppError(f"{missing_file(name)}, and there is no such name among the shipped {kind}: {known}")
-
-
 def load_flags(name: str) -> dict[str, Any]:
     """Megatron's flags of a model, a dictionary with underscores in the names.
 
@@ -158,7 +95,7 @@ def load_flags(name: str) -> dict[str, Any]:
     """
     path = _path_of(name)
     if path.suffix == ".json":
-        from megatron_epp.cost.huggingface import flags_of_config  # a training reads none
+        from megatron_epp.formulas.huggingface import flags_of_config  # a training reads none
 
         with naming_file(path):
             return flags_of_config(parse_json(read_text(path, MOST_YAML_BYTES), "the text"))
@@ -420,10 +357,6 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     return {"window": int(sides[1]), "window_share": share}
 
 
-GATED_DELTA_NET = "gated_delta_net"
-"""Value of `experimental_attention_variant` of a model whose layers are not all of attention."""
-
-
 def mixers_of(flags: Mapping[str, Any]) -> str:
     """Return `ModelShape.mixers`. Raises `EppError` if flags do not say which layers have gated delta nets."""
     if (pattern := pattern_of(flags)) or flags.get("experimental_attention_variant") != GATED_DELTA_NET:
@@ -527,22 +460,6 @@ def _blocks(value: Any) -> str | int:
     if type(tokens) is not int or not 0 <= tokens <= MOST_SIZE:
         raise EppError(f"epp_loss_block_tokens is {brief(value)}; it must be auto or a whole number from 0 to {MOST_SIZE:,}")
     return tokens
-
-
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as whole layers allow.
-
-    Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
-    the head.
-
-    Raises:
-        EppError: there are more stages than layers.
-    """
-    if num_stages > num_layers:
-        remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")
-        raise EppError(f"{num_layers} layers do not make {num_stages} stages", *remedies)
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))
 
 
 def balanced_layers(
