@@ -29,14 +29,11 @@ class Planner:
     """Stands for a `BackgroundPlanner`."""
 
     def __init__(self) -> None:
-        self.is_closed, self.grains = False, list[float]()
+        self.grains = list[float]()
 
     def plan(self, problem: Problem, grain: float = 1.0) -> Planner:
         self.grains.append(grain)
         return self
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Times:
@@ -112,7 +109,6 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
     assert {*others, *by_learnt.grains} == {1.0}
     assert planner.first_batch > LEARNING  # or its plan would be needed before costs are known
     planner.close()
-    assert by_learnt.is_closed
 
 
 def test_batches_of_single_calls_never_wait_for_costs() -> None:

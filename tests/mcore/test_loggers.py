@@ -208,7 +208,7 @@ def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_
     ours = object.__new__(sliced_run.SlicedRun)
     ours.problem, ours.replicas, ours.names = Problem((), (0, 1), (cap,) * 2), 1, {"cap_bytes": "--cap"}
     ours.longest_tokens, ours.learnt_planner, ours._can_plan = longest, None, threading.Event()
-    ours._planner = Namespace(plan=lambda problem: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
+    ours._planner = Namespace(plan=lambda problem, **_: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
     ours._can_plan.set()
     for _ in range(2):
         ours._plan((50,), (), (), (), forward_only=False)

@@ -172,7 +172,10 @@ class IterationReport:
             run.report_folder.write(self.iteration, line, plan, measured)
         if not is_logged or dist.get_rank() != last:
             return None
-        log = partial(self._log, line, self._hint(plan, costs))
+        hint = ""
+        if run.makes_chunks and plan is not None and costs is not None and self.iteration % run.args.log_interval == 0:
+            hint = self._hint(plan, costs)
+        log = partial(self._log, line, hint)
         if run.names is TRAINING:
             return log
         log()  # Python's loggers may be used in any thread, and a program's next call may be far
@@ -213,15 +216,13 @@ class IterationReport:
         if loggers.is_written(args, self.iteration):
             loggers.write(line)
 
-    def _hint(self, plan: Plan | None, costs: PipelineCosts | None) -> str:
+    def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
         """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations.
 
         Models whose layers differ from each other get no such hint.
         """
         run = self.run
-        if plan is None or costs is None or self.iteration % run.args.log_interval:
-            return ""
-        if not run.makes_chunks or len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
+        if len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
             return ""
         if hybrid_pattern(run.args) or getattr(run.args, "moe_layer_freq", 1) != 1:
             return ""
