@@ -108,10 +108,6 @@ def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list
     words = [str(word) for word in (value if isinstance(value, list) else [value])]
     if isinstance(value, bool | dict) or (len(words) != 1 and not takes_several):
         raise EppError(f"{key} is {brief(value)}; {option} takes one value{', or a list of them' * takes_several}")
-    if "\0" in "".join(words):
-        raise EppError(f"{key} is {value!r}; no command line can hold a NUL character")
-    if len(words) == 1 and words[0].startswith("-"):  # else it is read as a flag
-        return [f"{option}={words[0]}"]
-    if any(word.startswith("-") and not _NEGATIVE.fullmatch(word) for word in words):
-        raise EppError(f"{key} is {brief(value)}; a value among several must not begin with -, as flags do")
-    return [option, *words]
+    if "\0" in "".join(words) or (words[1:] and any(w.startswith("-") and not _NEGATIVE.fullmatch(w) for w in words)):
+        raise EppError(f"{key} is {brief(value)}; a value has no NUL character, and one among several does not begin with -")
+    return [f"{option}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else [option, *words]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import brief, missing_file, naming_file, nearest, one_line
+from megatron_epp.plan.reading import brief, missing_file, naming_file, nearest, one_line, printable
 from megatron_epp.plan.yaml_files import FOLDERS, locate, parse_yaml, read_yaml
 
 
@@ -131,9 +131,9 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
         with _naming_key(source):
             config = OmegaConf.merge(config, sections)
     with _naming_key(", ".join(names)):
-        settings = OmegaConf.to_object(config)
+        settings, text = OmegaConf.to_object(config), OmegaConf.to_yaml(config)
     assert isinstance(settings, Settings)
-    return replace(settings, text=OmegaConf.to_yaml(config))
+    return replace(settings, text=text)
 
 
 def _bodies(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -180,10 +180,10 @@ def _naming_key(source: str) -> Iterator[None]:
     with naming_file(source):
         try:
             yield
-        except (OmegaConfBaseException, RecursionError, TypeError) as error:  # TypeError: a list for a section
-            key, text = getattr(error, "full_key", None), one_line(error).partition(" full_key: ")[0]
+        except (OmegaConfBaseException, RecursionError, TypeError, UnicodeEncodeError) as error:  # as for half a character
+            key, text = printable(getattr(error, "full_key", None) or ""), one_line(error).partition(" full_key: ")[0]
             if isinstance(error, ConfigKeyError):
-                known = [*error.parent_node, *["include"] * (key == error.key)]
+                known = [*error.parent_node, *["include"] * ("." not in key)]
                 text = f"unknown{nearest(str(error.key), known)}; there are {', '.join(known)}"
             if isinstance(error, InterpolationResolutionError):
                 text += "; a variable of the environment is ${oc.env:NAME,default}"

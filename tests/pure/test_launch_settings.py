@@ -145,8 +145,8 @@ def test_settings_are_flags(settings, flags):
         ({"megatron": {"num_layers": [1, 2]}}, "takes one value"),
         ({"megatron": {"num_layers": True}}, "takes one value"),
         ({"megatron": {"data_path": {"a": 1}}}, "or a list of them"),
-        ({"megatron": {"data_path": ["a", "--swiglu"]}}, "must not begin with -"),
-        ({"megatron": {"num_layers": "4\0"}}, "no command line can hold a NUL character"),
+        ({"megatron": {"data_path": ["a", "--swiglu"]}}, "one among several does not begin with -"),
+        ({"megatron": {"num_layers": "4\0"}}, "a value has no NUL character"),
     ],
 )
 def test_a_key_or_a_value_that_is_none_of_its_flag_is_refused(settings, words):

@@ -222,7 +222,7 @@ FORMATS: dict[str, Format] = {
         lambda: (SETTINGS,),
         text_damage,
         {"load": lambda path: load_settings([path])},
-        named("section", "includes?", "cluster", "megatron", "epp", "launch", "full_key", "name: value", "stands") + r"|\$\{",
+        named("includes?", "name: value", "recursion", "surrogates", "unknown", "Launch") + r"|\.yaml: \S+: |\$\{",
     ),
     "lengths": Format(
         "given.txt",

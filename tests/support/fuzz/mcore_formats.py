@@ -196,15 +196,15 @@ def _parser() -> ArgumentParser:
 def _yaml_cfg(path: Path) -> None:
     """Take the defaults of a file, and put back those that the parser had: it takes long to make."""
     parser = _parser()
-    defaults, actions = dict(parser._defaults), [(action, action.default) for action in parser._actions]
+    defaults, actions = dict(parser._defaults), [(action, action.default, action.dest) for action in parser._actions]
     try:
         with logged():  # of keys without effect
             take_yaml(parser, ["--epp", "--yaml-cfg", str(path)])
     finally:
         parser._defaults.clear()
         parser._defaults.update(defaults)
-        for action, default in actions:
-            action.default = default
+        for action, default, dest in actions:
+            action.default, action.dest = default, dest
 
 
 def _pair_format(file: str, content: Callable[[], bytes], damage: Damage) -> Format:
