@@ -29,13 +29,8 @@ PLAIN = [flag for flag in TINY if flag != "--mock-data"]
 FLAGS = ["--vocab-size", "257", *shlex.split("--micro-batch-size 1 --train-iters 20 --split 100,0,0")]
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0, "seq_length": 32}
 MODEL |= {"max_position_embeddings": 32, "lr": 1e-3, "train_iters": 20, "micro_batch_size": 1, "global_batch_size": 8}
-MODEL |= {
-    "transformer_impl": "local",
-    "tokenizer_type": "NullTokenizer",
-    "vocab_size": 257,
-    "data_path": "corpus",
-    "eval_iters": 0,
-}
+MODEL |= {"transformer_impl": "local", "tokenizer_type": "NullTokenizer", "vocab_size": 257, "data_path": "corpus"}
+MODEL |= {"eval_iters": 0}
 megatron_parser = functools.cache(entry.megatron_parser)
 
 
@@ -126,24 +121,14 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         (f"{PP} 0", 1, f"{PP} is 0", "a whole number from 1"),
         (f"{BATCH} 6", 4, f"{BATCH} 6", "4 replicas", "multiple of 4"),
         (f"{PP} 2 {PER_STAGE} 1 {PER_RANK} 2", 2, f"{PER_STAGE}=1", f"{PER_RANK}=2", "No more than one"),
-        (
-            f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3",
-            2,
-            "layers per pipeline stage must be divisible",
-            "virtual pipeline stage",
-        ),
+        (f"{PP} 2 {PER_STAGE} 3", 2, "layers per pipeline stage must be divisible", "layers per virtual pipeline stage"),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "pipeline-model-parallel size should be greater than 1"),
         (f"--epp-layout 3,2 {PP} 2", 2, "--epp-layout 3,2", "5", "4"),
         (f"{PP} 2 --pipeline-model-parallel-layout 'Et|tt|tL'", 2, "num_stages=3", f"{PP}=2", "divisible"),
         (f"{PP} 2 {PER_STAGE} 1 --decoder-first-pipeline-num-layers 2", 2, f"use {PER_RANK}"),
         (f"{PP} 2 --account-for-loss-in-pipeline-split", 2, "layers should be divisible by the pipeline-model-parallel size"),
         (f"{PP} 2 --pipeline-model-parallel-layout 'Et|tL'", 2, "--num-layers"),
-        (
-            f"{PP} 2 --decoder-first-pipeline-num-layers 1 {PER_RANK} 2",
-            2,
-            "at first stage",
-            "must be divisible by virtual pipeline",
-        ),
+        (f"{PP} 2 --decoder-first-pipeline-num-layers 1 {PER_RANK} 2", 2, "at first stage", "must be divisible"),
         (f"{TP} 3", 3, "--num-attention-heads (4) must be a multiple", f"{TP} (3)"),
         ("--epp-slices 100", 1, "--seq-length 32", "100 slices", "raise it to 100", "--epp-slices"),
         ("--max-position-embeddings 8", 1, "--max-position-embeddings (8) must be greater", "--seq-length (32)"),

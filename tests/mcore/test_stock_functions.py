@@ -74,7 +74,6 @@ EDITED = {
     "cached helper": ("is_dataset_built_on_rank", ("    return True", "    return False"), "datasets"),
     "default": ("loss_func", ("def loss_func(mask, losses):", "def loss_func(mask, losses, scale=2):"), "loss"),
     "decorator": ("forward_step", ("def forward_step", "@torch.enable_grad\ndef forward_step"), "forward step"),
-    "decorator that returns it": ("get_batch", ("def get_batch", "@(lambda f: f)\ndef get_batch"), "batches"),
     "embedding ranks": ("get_embedding_ranks", ("pp_ranks[-1]]", "pp_ranks[1]]"), "choice of embedding ranks"),
 }
 

@@ -59,39 +59,20 @@ def test_the_reduction_is_in_fp32_for_weights_in_bf16(tmp_path: Path) -> None:
 
 RANKS = {"pipeline_model_parallel_size": 4}
 ON = "--epp-vocab-parallel on"
+CLASH = f"does not go with {ON}"
 
 
 @pytest.mark.parametrize(
     ("flags", "megatron", "says"),
     [
-        (f"{ON} --epp-schedule whole", {}, "--epp-schedule whole does not go with --epp-vocab-parallel on: use elastic"),
-        (
-            ON,
-            {"vocab_size": 3},
-            "x --tensor-model-parallel-size 1 is more than the vocabulary has entries: leave out --epp-vocab-parallel on",
-        ),
-        (
-            ON,
-            {"save": "x", "ckpt_format": "zarr"},
-            "--save x does not go with --epp-vocab-parallel on: use --ckpt-format torch_dist",
-        ),
-        (
-            ON,
-            {"load": "x", "ckpt_format": "torch"},
-            "--load x does not go with --epp-vocab-parallel on: use --ckpt-format torch_dist",
-        ),
-        (ON, {"fp16": True}, "--fp16 True does not go with --epp-vocab-parallel on; use --bf16"),
-        (ON, {"label_smoothing": 0.1}, "--label-smoothing 0.1 does not go with --epp-vocab-parallel on: set it to 0"),
-        (
-            ON,
-            {"hybrid_layer_pattern": "*-|*-|*-|*-"},
-            "--hybrid-layer-pattern .* does not go with --epp-vocab-parallel on: train a GPTModel",
-        ),
-        (
-            ON,
-            {"init_model_with_meta_device": True},
-            "--init-model-with-meta-device True does not go with --epp-vocab-parallel on",
-        ),
+        (f"{ON} --epp-schedule whole", {}, f"--epp-schedule whole {CLASH}: use elastic"),
+        (ON, {"vocab_size": 3}, f"is more than the vocabulary has entries: leave out {ON}"),
+        (ON, {"save": "x", "ckpt_format": "zarr"}, f"--save x {CLASH}: use --ckpt-format torch_dist"),
+        (ON, {"load": "x", "ckpt_format": "torch"}, f"--load x {CLASH}: use --ckpt-format torch_dist"),
+        (ON, {"fp16": True}, f"--fp16 True {CLASH}; use --bf16"),
+        (ON, {"label_smoothing": 0.1}, f"--label-smoothing 0.1 {CLASH}: set it to 0"),
+        (ON, {"hybrid_layer_pattern": "*-|*-|*-|*-"}, f"--hybrid-layer-pattern .* {CLASH}: train a GPTModel"),
+        (ON, {"init_model_with_meta_device": True}, f"--init-model-with-meta-device True {CLASH}"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_a_line(flags: str, megatron: dict[str, Any], says: str) -> None:

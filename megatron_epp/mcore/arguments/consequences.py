@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 def tell_data_flags(args: argparse.Namespace) -> None:
     """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
-    texts = [
+    lines = [
         (refusals.IMPLIED, "implies %s: documents are sequences by themselves, attend to no other, have positions from 0"),
         (refusals.IDLE, "makes no use of %s: documents are read as they are, without caches, loader processes or padding"),
         ((refusals.EOD,), "masks the loss by %s inside of documents alone: it predicts nothing behind their last tokens"),
     ]
     if args.epp_documents == "stream":
         unused = tuple(row for row in refusals.IDLE if row not in refusals.OF_SAMPLES)
-        texts = [(unused, "makes no use of %s: Megatron's samples are read without loader processes")]
-    for rows, words in texts:
+        lines = [(unused, "makes no use of %s: Megatron's samples are read without loader processes")]
+    for rows, words in lines:
         if args.rank == 0 and (names := given_flags(rows, args)):
             logger.warning(f"--epp {words}", names)
 

@@ -273,7 +273,7 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
 
 
 def _other_schedule(args: Namespace) -> str:
-    """Return that Megatron's schedule of learning rates is another than that of the checkpoint to resume from; else nothing."""
+    """Return that validated flags give another schedule of learning rates than the checkpoint to resume from; else nothing."""
     takes_any = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if takes_any or args.finetune or args.no_load_optim or args.skip_train or args.load is None or _is_remote(args.load):
         return ""
