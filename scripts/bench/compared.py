@@ -1,4 +1,4 @@
-"""A run beside its plan: makespans when every action takes the time that it took, and times by kind of action."""
+"""A run next to its plan: makespans when every action takes the time that it took, and times by kind of action."""
 
 from __future__ import annotations
 

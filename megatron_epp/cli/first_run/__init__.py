@@ -44,8 +44,8 @@ example: everything, for your documents and your launch command as it is today
 the same, and then ten iterations of that command with each schedule: is it faster on your GPUs?
   megatron-epp first-run --race --lengths documents.idx -- \\
     torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
-only links and kernels, with the sizes of a shipped model
-  megatron-epp first-run --steps links,kernels
+only links and a tiny training
+  megatron-epp first-run --steps links,parity
 """
 STEPS = (
     MachineCheck(
@@ -63,22 +63,6 @@ STEPS = (
         "run it again with NCCL_DEBUG=INFO; if a plan hangs, send the report: training would hang, too",
         4,
         checks.links,
-    ),
-    MachineCheck(
-        "kernels",
-        "attention kernels against attention in fp64",
-        "every kernel that runs holds; on GPUs one of cuDNN and FlashAttention is chosen in bf16",
-        "install one of the kernels that do not run, or choose by --attention-backend",
-        2,
-        checks.kernels,
-    ),
-    MachineCheck(
-        "profile",
-        "a short profile of your model's parts",
-        "median errors of the fits below 10% on a quiet GPU",
-        "lower the model's size by --model, or free the GPU's memory, and run it again",
-        4,
-        checks.profile,
     ),
     MachineCheck(
         "parity",
@@ -193,7 +177,6 @@ def _setting(args: argparse.Namespace) -> Setting:
         launch=read_launch(words),
         has_launch=bool(args.launch),
         cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),
-        plans_for_here=args.cluster is None and (num_gpus > 0 or not args.launch),
         lengths_from=args.lengths,
     )
 

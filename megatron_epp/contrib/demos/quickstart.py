@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, output_folder, progress, say
-from megatron_epp.contrib.demos.forks import Forks
+from megatron_epp.contrib.demos.forked_ranks import Forks
 from megatron_epp.contrib.demos.rounds import OthersMeter, doubt, turns
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.model import PipelineCosts
@@ -219,13 +219,13 @@ def skewed_documents(setting: Setting) -> tuple[dict[str, Any], Path]:
                 runs[name].append(setting.train(f"{word}-round-{number}", data, iterations, **flags))
     folder = setting.folder / "trainings" / "elastic-traced"
     ours = [load(folder / f"plan-{number}.json") for number in numbers][WARM_UP:]
-    theirs = [_whole(made, costs, UNLIMITED_BYTES) for made in ours]
+    theirs = [_whole(elastic_plan, costs, UNLIMITED_BYTES) for elastic_plan in ours]
     longest = max(range(len(ours)), key=lambda at: max(ours[at].lengths))
     save(ours[longest], setting.folder / "plan.json")
     measured = Measured.load(folder / f"measured-{WARM_UP + longest + 1}.json")
     save_page([Shown(WHOLE, theirs[longest]), Shown(ELASTIC, ours[longest], measured)], setting.folder / "iteration.html")
-    planned_us = [sum(made.predicted.makespan_us for made in plans) for plans in (theirs, ours)]
-    speeds = {name: [one.tokens_per_second for one in each] for name, each in runs.items()}
+    planned_us = [sum(each.predicted.makespan_us for each in plans) for plans in (theirs, ours)]
+    speeds = {name: [run.tokens_per_second for run in each] for name, each in runs.items()}
     compared = _compared("whole", runs[WHOLE][0], runs[ELASTIC][0])
     ratios = {"planned": planned_us[0] / planned_us[1], "measured": median(speeds[ELASTIC]) / median(speeds[WHOLE])}
     rows = [[name, *(f"{of(s):,.0f}" for of in (median, min, max)), format_bytes(peaks[name])] for name, s in speeds.items()]
@@ -244,11 +244,7 @@ def skewed_documents(setting: Setting) -> tuple[dict[str, Any], Path]:
 
 
 def long_document(setting: Setting, costs: Path) -> dict[str, Any]:
-    """Train a document as long as the context among short ones, under a cap below what whole ones take that recompute all.
-
-    Args:
-        costs: file of learnt costs.
-    """
+    """Train a document as long as the context among short ones, under a cap below what whole ones take that recompute all."""
     _title("3. A long document among short ones, under a cap that whole documents exceed whatever they recompute")
     lengths = (setting.context, *setting.skewed(setting.batch - 1, setting.context // 16))
     data = setting.write("long", lengths)
@@ -294,9 +290,9 @@ def _whole(elastic: Plan, costs: PipelineCosts, cap_bytes: int) -> Plan:
     return plan(Problem(elastic.lengths, elastic.placement, (cap_bytes,) * elastic.num_ranks), costs, Options(planner="1f1b"))
 
 
-def _activation_bytes(made: Plan) -> int:
+def _activation_bytes(planned: Plan) -> int:
     """Return the largest planned peak of activations of any rank."""
-    return max(peak - static for peak, static in zip(made.predicted.peak_bytes, made.static_bytes, strict=True))
+    return max(peak - static for peak, static in zip(planned.predicted.peak_bytes, planned.static_bytes, strict=True))
 
 
 def _compared(name: str, theirs: RecordedRun, ours: RecordedRun) -> dict[str, Any]:
