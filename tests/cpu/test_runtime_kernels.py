@@ -14,8 +14,8 @@ from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradient
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
-from scripts.bench.kernel_proofs import prove
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
+from tests.support.runtime.kernel_proofs import prove
 
 SCALE = 0.3
 CHUNKS = {

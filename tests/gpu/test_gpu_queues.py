@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
-from scripts.bench.kernel_proofs import prove
+from tests.support.runtime.kernel_proofs import prove
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
