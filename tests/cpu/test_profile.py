@@ -56,9 +56,10 @@ def test_the_link_between_two_ranks_is_measured_by_size():
     assert all(p.time_us > 0 for p in points)
 
 
-def test_the_command_writes_a_profile_that_plans(tmp_path, capsys):
+def test_the_command_writes_a_profile_that_plans(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "profile.json"
-    argv = ["profile", "--model", "tiny-gpt", "--device", "cpu", "--tokens", "16,64", "--prefixes", "0,32"]
+    argv = ["profile", "--model", "tiny-gpt", "--tokens", "16,64", "--prefixes", "0,32"]
     assert main([*argv, "-o", str(path)]) == 0
     out = capsys.readouterr().out
     assert "attention forward" in out

@@ -20,8 +20,7 @@ from megatron_epp.cli.first_run.outcome import (
     Outcome,
     heading,
     outcome_lines,
-    report_json,
-    report_text,
+    report_of,
     verdict,
 )
 from megatron_epp.cli.first_run.race import race
@@ -135,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         done.append(_done(step, setting))
         say(outcome_lines(done[-1]), flush=True)
         _write(setting, done)
-    say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.txt'} and report.json")
+    say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.json'}")
     return int(any(step.outcome.status == FAILED for step in done))
 
 
@@ -157,11 +156,9 @@ def _done(step: MachineCheck, setting: Setting) -> Done:
 
 
 def _write(setting: Setting, done: list[Done]) -> None:
-    """Write both forms of the report, after every step, so that a machine that hangs leaves the steps before."""
-    installed = versions()
-    report = json.dumps(report_json(setting, installed, done), indent=1, default=str)
+    """Write the report, after every step, so that a machine that hangs leaves the steps before."""
+    report = json.dumps(report_of(setting, versions(), done), indent=1, default=str)
     write_text(setting.folder / "report.json", report + "\n")
-    write_text(setting.folder / "report.txt", report_text(setting, installed, done))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
