@@ -17,13 +17,13 @@ PACKAGE = REPOSITORY / "megatron_epp"
 PROGRAMS = {
     "training": (
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
-        41_950,
+        41_880,
     ),
-    "planner": (("planner.search", "planner.service.worker", "planner.service.background"), 19_310),
-    "command line": (("cli.main",), 11_710),
+    "planner": (("planner.search", "planner.service.worker", "planner.service.background"), 19_240),
+    "command line": (("cli.main",), 11_700),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 67_750, "megatron_epp/contrib": 6_570, "tests": 57_560, "scripts": 9_910}
+FOLDERS = {"megatron_epp": 66_480, "megatron_epp/contrib": 6_120, "tests": 57_410, "scripts": 9_910}
 
 
 def file_of(module: str) -> Path | None:
