@@ -179,7 +179,7 @@ training ranks-2 400
 training loops 280
 wait
 training ranks-4 400
-megatron parallel first-run 280 "${plain[@]}" "${epp[@]}" first-run --steps links,kernels,parity,plan "${reduced[@]}" -o "$folder/first-run"
+megatron parallel first-run 280 "${plain[@]}" "${epp[@]}" first-run --steps links,parity,plan "${reduced[@]}" -o "$folder/first-run"
 wait
 
 if [ -z "$dry_run" ]; then

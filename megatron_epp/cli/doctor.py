@@ -17,14 +17,11 @@ from typing import Any
 
 from megatron_epp.cli import measure_profile
 from megatron_epp.cli.terminal import Command, Parser, progress, say
-from megatron_epp.formulas.library import load_costs
-from megatron_epp.formulas.profile import Profile
 from megatron_epp.launch.machine import (
     EXPANDABLE,
     TF32,
     allocator_setting,
     allocator_variables,
-    cpu_name,
     nccl_version,
     segments_expand,
     version_of,
@@ -34,13 +31,9 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-_PROFILE = "profile"
 
 _CHANNELS = (64, 128, 256)
 """Common head dimensions (channels per head), for which kernels are checked."""
-
-_ENTRIES = 128256
-"""Vocabulary size for which the loss kernel is checked."""
 
 _EXAMPLE = """\
 example: in a job script, before anything is started
@@ -57,8 +50,7 @@ class Finding:
 
     Attributes:
         subject: what was looked at.
-        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run, or
-            not with the profile that was asked about.
+        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
         found: what is there.
         todo: what to do about it; empty where nothing is.
     """
@@ -102,28 +94,6 @@ _GPU_LIBRARIES = (
         "transformer_engine.pytorch",
     ),
     _Library(
-        "flash-attn",
-        "flash-attn>=2.7",
-        OK,
-        "attention",
-        "pip install flash-attn --no-build-isolation (torch's own FlashAttention serves without it)",
-    ),
-    _Library(
-        "FlashAttention 3",
-        "flash-attn-3>=3.0.0b1",
-        OK,
-        "attention on Hopper (--attention-backend flash)",
-        "python setup.py install in the folder hopper of github.com/Dao-AILab/flash-attention (others serve without it)",
-        "flash_attn_interface",
-    ),
-    _Library(
-        "Liger",
-        "liger-kernel>=0.6.3",
-        OK,
-        "losses by blocks of tokens",
-        "pip install 'megatron-epp[liger]' (plain torch serves without it)",
-    ),
-    _Library(
         "NVIDIA Apex",
         "apex>=0",
         WARNING,
@@ -137,9 +107,6 @@ _GPU_LIBRARIES = (
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     report = parser.add_argument_group("report")
-    report.add_argument(
-        "--costs", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
-    )
     report.add_argument("--json", action="store_true", help="print the findings as JSON")
     measure_profile.add_arguments(parser)
 
@@ -151,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         raise EppError("--output is the profile that --profile writes: add --profile, or leave it out")
     with progress("looking at this machine"):
-        findings = list(look(args.costs))
+        findings = list(look())
     say(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else text(findings))
     return int(any(finding.status == PROBLEM for finding in findings))
 
@@ -165,14 +132,12 @@ def text(findings: list[Finding]) -> str:
         if finding.todo:
             lines.append(f"{'':<8} {'':<{width}}  -> {finding.todo}")
     counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, WARNING)}
-    stopping = {finding.subject for finding in findings if finding.status == PROBLEM}
-    verdict = "training cannot run here" if stopping - {_PROFILE} else "training can run here"
-    verdict += ", but not with this profile" if stopping == {_PROFILE} else ""
+    verdict = "training cannot run here" if counts[PROBLEM] else "training can run here"
     return "\n".join([*lines, "", f"{verdict}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s)"])
 
 
-def look(costs: str | None = None) -> Iterator[Finding]:
-    """Look at everything, in the order in which the findings build on each other, a file of costs or a profile included."""
+def look() -> Iterator[Finding]:
+    """Look at everything, in the order in which the findings build on each other."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
     torch = None if _import_error("torch") else importlib.import_module("torch")
@@ -185,10 +150,7 @@ def look(costs: str | None = None) -> Iterator[Finding]:
     yield from _guarded("megatron-core", _megatron)
     if torch is not None:
         yield from _guarded("attention", lambda: _attention(torch, has_gpu))
-        yield from _guarded("loss by blocks", lambda: _loss_by_blocks(torch, has_gpu))
     yield from _environment(os.environ, has_gpu)
-    if costs is not None:
-        yield from _guarded(_PROFILE, lambda: _profile(costs, torch, has_gpu))
 
 
 def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -245,14 +207,12 @@ def _release(version: str) -> str:
 
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
-    cuda = torch.version.cuda
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    yield Finding("CUDA", OK, cuda or "not in this build of torch")
     nccl = ".".join(map(str, nccl_version() or torch.cuda.nccl.version())) if has_nccl else "not in this build of torch"
-    yield Finding("NCCL", OK, nccl)
+    yield Finding("CUDA and NCCL", OK, f"{torch.version.cuda or 'not in this build of torch'} and {nccl}")
     if not has_gpu:
         todo = ""
-        if cuda is None and os.path.exists("/proc/driver/nvidia/version"):
+        if torch.version.cuda is None and os.path.exists("/proc/driver/nvidia/version"):
             todo = "this machine has an NVIDIA driver, but torch was built without CUDA: install a CUDA build of torch"
         yield Finding("GPU", WARNING, "none: Megatron runs on the CPU with gloo, for development", todo)
         return
@@ -303,22 +263,6 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
             yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, chosen, todo)
 
 
-def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
-    from megatron_epp.runtime.loss import kernels as loss_kernels
-
-    cases: dict[str, list[str]] = {}
-    for name, dtype, is_shared in (
-        ("bf16", torch.bfloat16, False),
-        ("bf16 with tensor parallelism", torch.bfloat16, True),
-        ("fp16", torch.float16, False),
-        ("fp32", torch.float32, False),
-    ):
-        case = loss_kernels.LossCase("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
-        kernel, obstacle = loss_kernels.explain(case)
-        cases.setdefault(f"plain torch, not {obstacle}" if kernel is None else kernel.name, []).append(name)
-    yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {verdict}" for verdict, names in cases.items()))
-
-
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
     name, value = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
@@ -335,22 +279,6 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
         yield Finding(name, WARNING, value, todo)
     else:
         yield Finding(name, OK, value)
-
-
-def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
-    try:
-        costs = load_costs(name)
-    except (EppError, OSError) as error:
-        yield Finding(_PROFILE, PROBLEM, str(error), "give another file, or measure one: megatron-epp profile -o FILE")
-        return
-    if not isinstance(costs, Profile):
-        yield Finding(_PROFILE, OK, f"{name}: costs of a whole pipeline of {len(costs.stages)} stages")
-        return
-    source, machine = (str(costs.origin.get(key, "unknown")) for key in ("source", "machine"))
-    here = torch.cuda.get_device_name(0) if has_gpu else cpu_name()
-    fits = source == "measured" and machine == here
-    todo = "" if fits else "measure here: megatron-epp profile -o FILE"
-    yield Finding(_PROFILE, OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)
 
 
 _PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"

@@ -7,7 +7,6 @@ import datetime
 import math
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from megatron_epp.formulas.profile import Profile
 from megatron_epp.formulas.profile_fit import fit_profile
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
-from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.writing import write_text
 from megatron_epp.report.text import table
 
@@ -35,7 +33,6 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("measurement", "of a layer, the embedding and the head of a model")
     what = "measure, and write a cost profile to -o, instead of looking (needs torch)"
     group.add_argument("--profile", action="store_true", help=what)
-    group.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
     group.add_argument(
         "--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure (default: by device)"
     )
@@ -59,14 +56,9 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.output, profile.to_json() + "\n")
     say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
-        say("\n".join(["", *residual_table(residuals)]))
+        rows = [[kind, str(fit["points"]), f"{fit['median']:.1%}", f"{fit['worst']:.1%}"] for kind, fit in residuals.items()]
+        say("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
     return 0
-
-
-def residual_table(residuals: Mapping[str, Any]) -> list[str]:
-    """Format the errors of a profile's fits, by kind of measurement."""
-    rows = [[kind, str(fit["points"]), f"{fit['median']:.1%}", f"{fit['worst']:.1%}"] for kind, fit in residuals.items()]
-    return table(("kind", "points", "median error of the fit", "worst"), rows)
 
 
 def _by_formula(args: argparse.Namespace) -> Profile:
@@ -85,24 +77,16 @@ def _by_formula(args: argparse.Namespace) -> Profile:
 def _measured(args: argparse.Namespace) -> Profile:
     with of_model(args):
         shape = shape_of(flags_of(args))
+    import torch
+
     from megatron_epp.runtime.tools.profiling import Grid
 
-    device = measured_device(args.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
     return measure_profile(shape, device, grid)
-
-
-def measured_device(name: str | None) -> torch.device:
-    """Return the named device, or a GPU if there is one. Raises `EppError` if torch finds none that is asked for."""
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    return device
 
 
 def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:

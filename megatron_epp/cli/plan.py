@@ -7,13 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.cli.alternatives import alternatives, kept_remedies
 from megatron_epp.cli.layout_flag import AUTO, BALANCED, settle_latents
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.cli.planning_flags import add_problem, costs_of, has_costs_of_stages, problem_of, tell_sharing
+from megatron_epp.cli.planning_flags import add_problem, cluster_of, costs_of, has_costs_of_stages, problem_of, tell_sharing
 from megatron_epp.cli.schedules import chosen_for
 from megatron_epp.cli.terminal import (
-    ERROR,
     EXACT_PLANNER_LOG,
     PAGE,
     PICTURES,
@@ -28,7 +26,6 @@ from megatron_epp.cli.terminal import (
     progress,
     say,
     tell,
-    tell_error,
 )
 from megatron_epp.cli.why_text import why
 from megatron_epp.cost import Costs
@@ -63,6 +60,7 @@ before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it o
 
 _LARGEST_DEVICE_BYTES = 141 << 30
 """Memory of the largest device of shipped clusters, an H200's."""
+_OTHER_SIZES = "\n`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
 _LABEL_WIDTH = 20
 """Width in characters reserved next to a curve of memory."""
 
@@ -113,13 +111,10 @@ def _plan(args: argparse.Namespace) -> int:
         best, lines_why = _planned(problem, costs, args)
         refusal = ""
     except InfeasibleError as error:
-        error, names = kept_remedies(error, args), names_of(args.parser)
+        error = _remediable(error, args)
         if not args.memory or not error.least_cap_bytes:
-            tell_error(error.text(names))  # before what else would fit, which takes longer
-            if line := alternatives(error, args, problem.lengths):
-                tell(line)
-            return ERROR
-        refusal = error.with_context(after=f"\n{alternatives(error, args, problem.lengths)}").text(names)
+            raise error from None
+        refusal = error.text(names_of(args.parser))
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
         best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
     if args.output and refusal:  # the plan shown is of a larger cap
@@ -143,6 +138,15 @@ def _plan(args: argparse.Namespace) -> int:
     if hint and args.layout not in (None, BALANCED, AUTO) and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
+
+
+def _remediable(error: InfeasibleError, args: argparse.Namespace) -> InfeasibleError:
+    """Return a refusal that names the command which tries other sizes, and no larger cap than the cluster's devices have."""
+    cluster = cluster_of(args)
+    memory_gb = None if cluster is None else cluster.device_memory_gb
+    if memory_gb is not None and error.least_cap_bytes > memory_gb * 2**30:
+        error = error.without_remedies("cap_bytes").with_context(after=f" A device of {memory_gb:g} GiB has less.")
+    return error.with_context(after=_OTHER_SIZES) if error.least_cap_bytes else error
 
 
 def _tell_too_large(best: Plan) -> None:

@@ -86,11 +86,10 @@ def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
 
 
 def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart:
-    """Attention's part of a layer. No time of it exceeds the layer's."""
+    """Attention's part of a layer: of the other times its projections have the share of their parameters."""
     exchange = exchange_line(shape.attention_exchanges, rates)
-    forward, backward, weight = (
-        fits[f"projections {name}"].line.within(fits[f"linear {name}"].line) for name in ("forward", "backward", "weight")
-    )
+    share = shape.attention_parameters / shape.parameters_per_token
+    forward, backward, weight = (fits[f"linear {name}"].line.scaled(share) for name in ("forward", "backward", "weight"))
     return replace(
         formula.attention,
         forward=forward + fits["attention forward"].line + exchange,

@@ -23,7 +23,6 @@ from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import Recipe
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work_limit import spend
 
 NEAR_BOUND_SHARE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried. With 0 two plans of 24
@@ -164,7 +163,6 @@ class Candidates:
             rule = reach.rule(recipe.lead, int(self.replicas.has_shards))
             order = rule.order(table.stand_in(self.problem.loss_groups), tables[0], self.problem)
             self._orders[key] = coded(order, len(table))
-        spend(self.problem.num_stages * len(table))
         return self._orders[key]
 
     def _recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:

@@ -37,7 +37,6 @@ from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate, work_of_table
 from megatron_epp.planner.validation import validate
-from megatron_epp.planner.work_limit import spend
 
 LEAST = WarmUp(lead=0, minimal=True)
 _NEAR_DIVISOR = 256
@@ -161,7 +160,6 @@ def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[i
     replicas = Replicas((problem,), costs, options)
     tables = [*_tables(replicas)]
     for floor, table in zip(_floors(tables, problem, costs, options), tables, strict=True):
-        spend(problem.num_stages * len(table))
         if floor or not one_order_decides(problem, options):
             yield floor, table
         else:

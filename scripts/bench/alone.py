@@ -10,8 +10,7 @@ Each rank in turn builds its stages as training does, runs its actions by the ex
 kernels chosen, once more to be timed, and is gone. Its messages are made up or dropped, so every action's time is its own;
 the peak is that of torch's allocator. Measured times are then put on the plan's dependencies; messages and copies take their
 planned times there. Not in it: links that are slower than planned, communication kernels that overlap compute, ranks of unlike
-speed, the reduction of gradients, the optimizer's step. Its states are counted, not allocated. The result is a makespan by
-measured times, not a measured training.
+speed, the reduction of gradients, the optimizer's step, whose states are counted, not allocated.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from megatron_epp.formulas import analytic_profile, on_device
 from megatron_epp.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Plan, load, save
 from megatron_epp.plan.operations import is_compute
+from megatron_epp.plan.plan import Step
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.text import format_us
 from scripts.bench.alone_rank import STATE_BYTES, Model, Ran, one_rank, run
-from scripts.bench.compared import by_kind, replayed_us
 from scripts.bench.frame import RUNS, Bench, Figures, numbers
 from scripts.tables import table
 
@@ -72,13 +71,21 @@ def ran(plan: Plan, model: Model, end_s: float = float("inf")) -> Iterator[Ran]:
         yield measured
 
 
-def figures_of(plan: Plan, ranks: Sequence[Ran]) -> Figures:
-    """Put the times of all ranks on a plan's dependencies.
+def replayed_us(plan: Plan, measured: Measured) -> float:
+    """Return the makespan of a plan when every action takes the time that it took: without messages and the host's time."""
+    events = {event.action: event for row in measured.ranks for event in row if is_compute(event.action.op)}
 
-    Returns:
-        makespans as planned and by measured times, tokens per second by these, the largest peaks of a rank, and for each kind
-        of action its number and the microseconds planned and measured.
-    """
+    def took_us(step: Step) -> float:  # two actions that take turns overlap
+        times = [events[action] for action in step.actions]
+        span_us = max(event.end_us for event in times) - min(event.start_us for event in times)
+        return min(sum(event.took_us for event in times), span_us)
+
+    ranks = tuple(tuple(step._replace(time_us=took_us(step)) for step in steps) for steps in plan.ranks)
+    return simulate(replace(plan, ranks=ranks)).makespan_us
+
+
+def figures_of(plan: Plan, ranks: Sequence[Ran]) -> Figures:
+    """Put the times of all ranks on a plan's dependencies: makespans, tokens per second by measured times, and peaks."""
     measured = Measured.of(plan, [rank.events for rank in ranks])
     measured_us = replayed_us(plan, measured)
     return {
@@ -87,7 +94,6 @@ def figures_of(plan: Plan, ranks: Sequence[Ran]) -> Figures:
         "tokens_per_second": 1e6 * plan.num_tokens / measured_us,
         "planned_bytes": max(plan.predicted.peak_bytes),
         "measured_bytes": max(rank.peak_bytes for rank in ranks),
-        "kinds": by_kind(plan, measured),
     }
 
 
@@ -115,14 +121,12 @@ def as_trained(args: Namespace, model: Model) -> Figures:
     trained_plan = load(args.plan)
     with one_rank():
         figures = figures_of(trained_plan, [*ran(trained_plan, model)])
-    in_training = Measured.load(args.measured)
-    makespans = {"in_training_us": in_training.makespan_us, "replayed_us": replayed_us(trained_plan, in_training)}
-    return figures | makespans | {"alone_us": figures["measured_us"]}
+    return figures | {"in_training_us": Measured.load(args.measured).makespan_us, "alone_us": figures["measured_us"]}
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
-    """Format the plans, and under it planned and measured times by kind of action."""
-    cells, kinds, said = [], [], []
+    """Format the plans."""
+    cells, said = [], []
     for row in rows:
         if "planned_us" not in row:
             cells.append([row["case"], *[""] * 5, row["reason"]])
@@ -130,15 +134,11 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
         times, peaks = ([row[f"{when}_{what}"] for when in ("planned", "measured")] for what in ("us", "bytes"))
         speed = f"{row['tokens_per_second']:,.0f}"
         cells.append([row["case"], *map(format_us, times), speed, *map(format_bytes, peaks), ""])
-        for kind, (count, planned_us, measured_us) in row["kinds"].items():
-            error = f"{planned_us / measured_us - 1:+.1%}"
-            kinds.append([row["case"], kind, count, format_us(planned_us), format_us(measured_us), error])
         if "alone_us" in row:
             ratio = row["alone_us"] / row["in_training_us"]
             said.append(f"makespan in training {format_us(row['in_training_us'])}, by times of ranks alone {ratio:.3f} of it")
     head = ("plans by", "makespan planned", "by measured times", "tokens/s", "peak planned", "peak measured", "")
-    by_kind = ("plans by", "kind of action", "number", "planned", "measured", "planned is")
-    return "\n\n".join([table(head, cells), table(by_kind, kinds), *said])
+    return "\n\n".join([table(head, cells), *said])
 
 
 def cases(args: Namespace) -> dict[str, Callable[[], Figures]]:

@@ -30,9 +30,9 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.tools.kernel_proofs import prove
 from scripts.bench.frame import RUNS, Bench
 from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
+from tests.support.runtime.kernel_proofs import prove
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 GOALS = {"fp32": 1e-4, "bf16": 1.5, "copies": 1e-5, "peak": 0.05}

@@ -7,15 +7,13 @@ generates.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron_epp.launch.runs import torchrun
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.demo_rl import engine as verl
 from scripts.tables import table
@@ -45,11 +43,9 @@ def trained(args: Namespace, name: str, steps: int) -> list[dict[str, Any]]:
     folder = args.output.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
-    torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [*torchrun, "-m", "scripts.demo_rl.updates", str(folder), str(steps)]
-    with open(log, "w", encoding="utf-8") as output:
-        variables = os.environ | ON_CPU | SCHEDULES[name]
-        code = subprocess.call(command, stdout=output, stderr=output, env=variables, timeout=LIMIT_S)
+    log.unlink(missing_ok=True)
+    words = ["-m", "scripts.demo_rl.updates", str(folder), str(steps)]
+    code = torchrun(RANKS, words, ON_CPU | SCHEDULES[name], log, LIMIT_S)
     if code != 0:
         raise SystemExit(f"{log.read_text(errors='replace')[-3000:]}\nfailed with {code}: {log}")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(RANKS)]

@@ -12,9 +12,8 @@ import pytest
 from megatron_epp.contrib.demos import rounds
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, doubt, turns
 from megatron_epp.launch.runs import RecordedRun
-from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.simulate import simulate
-from scripts.bench.compared import RECOMPUTING, by_kind, replayed_us
+from scripts.bench.alone import replayed_us
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
 FAST, SLOW = (10.0, 9.0, 12.0), (20.0, 19.0, 25.0)
@@ -86,18 +85,6 @@ def test_slow_actions_show_in_the_replay_and_late_ones_do_not():
     slow = measured_run(plan, slowdown=1.25)
     rows = (tuple(e._replace(start_us=e.start_us + 70.0, end_us=e.end_us + 70.0) for e in row) for row in slow.ranks)
     assert replayed_us(plan, replace(slow, ranks=tuple(rows))) == pytest.approx(slow.makespan_us)
-    for _, planned_us, measured_us in by_kind(plan, slow).values():
-        assert measured_us == pytest.approx(1.25 * planned_us)
-
-
-def test_backwards_that_recompute_are_a_kind_of_their_own():
-    plan = sliced_plan(num_ranks=2)
-    rows = [list(row) for row in plan.recompute]
-    rows[1] = [NO_RECOMPUTE] * len(rows[1])
-    rows[0] = [Recompute(1), *[NO_RECOMPUTE] * (len(rows[0]) - 1)]
-    plan = replace(plan, recompute=tuple(map(tuple, rows)))
-    counts = {kind: count for kind, (count, *_) in by_kind(plan, measured_run(plan)).items()}
-    assert counts == {"F": 2 * len(plan.chunks), "B": 2 * len(plan.chunks) - 1, RECOMPUTING: 1}
 
 
 def test_a_run_has_the_rate_of_its_iterations_after_the_first_two_and_the_highest_peak_of_every_rank():

@@ -13,9 +13,9 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradient
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
-from megatron_epp.runtime.tools.kernel_proofs import prove
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
+from tests.support.runtime.kernel_proofs import prove
 
 SCALE = 0.3
 CHUNKS = {

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from megatron_epp.runtime.tools.kernel_proofs import prove
 from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
+from tests.support.runtime.kernel_proofs import prove
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -49,7 +49,7 @@ def test_with_one_hardware_queue_nothing_starts_before_what_was_issued_ahead_and
     assert order(connections) == wanted
 
 
-# ---- what `megatron-epp first-run` checks: kernels, and plans of messages over NCCL ------------------------------------
+# ---- kernels, and what `megatron-epp first-run` checks: plans of messages over NCCL --------------------------------------
 
 
 def test_the_chosen_kernel_of_every_type_holds_against_attention_in_fp64():

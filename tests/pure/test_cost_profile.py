@@ -153,7 +153,7 @@ def test_a_fit_gives_a_line_back_and_of_other_points_one_without_negative_coeffi
     assert fit.line.time_us(100, 0) == pytest.approx(LEAST_US, rel=0.01)
 
 
-KINDS = ("linear", "projections", "loss", "embedding", "attention")
+KINDS = ("linear", "loss", "embedding", "attention")
 
 
 def measured_points() -> dict[str, list[Point]]:
@@ -163,7 +163,6 @@ def measured_points() -> dict[str, list[Point]]:
         for kind in KINDS
         for way in ("forward", "backward")
     }
-    points["projections weight"] = [Point(n, 0, 0.25 * n) for n in (64, 256)]
     points["linear weight"] = [Point(n, 0, 0.75 * n + 2) for n in (64, 256)]
     points["loss weight"] = [Point(n, 0, 5 * n) for n in (64, 256)]
     return points

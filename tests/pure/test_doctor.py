@@ -33,25 +33,21 @@ def machine(monkeypatch):
 
     def make(packages, environment=(), has_gpu=True, broken=()):
         monkeypatch.setattr(cli_doctor, "version_of", packages.get)
-        named = {"apex": "amp_C", "flash-attn-3": "flash_attn_interface"}
+        named = {"apex": "amp_C"}
         modules = {named.get(name, name.replace("-", "_")) for name in packages}
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
         errors = dict(broken) | ({} if "torch" in modules else {"torch": ImportError()})
         monkeypatch.setattr(cli_doctor, "_import_error", errors.get)
         monkeypatch.setitem(sys.modules, "torch", fake_torch(has_gpu))
         monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
-        for part in ("_attention", "_loss_by_blocks"):
-            monkeypatch.setattr(cli_doctor, part, lambda torch, has_gpu: iter(()))
+        monkeypatch.setattr(cli_doctor, "_attention", lambda torch, has_gpu: iter(()))
         monkeypatch.setattr(cli_doctor.os, "environ", dict(environment))
         return {finding.subject: finding for finding in cli_doctor.look()}
 
     return make
 
 
-FULL = {
-    "torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1", "liger-kernel": "0.8.5",
-    "flash-attn-3": "3.0.0", "numba": "0.68.1",
-}  # fmt: skip
+FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "apex": "0.1", "numba": "0.68.1"}
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
@@ -60,7 +56,7 @@ def test_on_a_machine_that_has_everything_every_line_is_ok(machine):
     assert {finding.status for finding in found.values()} == {OK}
     assert not any(finding.todo for finding in found.values())
     assert "NVIDIA H100, 80 GiB, compute capability 9.0" in found["GPU 0"].found
-    assert found["NCCL"].found == "2.29.7"
+    assert found["CUDA and NCCL"].found == "13.0 and 2.29.7"
 
 
 def without(name):
@@ -72,14 +68,11 @@ TE, EXPANDABLE = "transformer-engine", "expandable_segments:True"
 FINDINGS = [
     # what is missing, with what to install
     (without(TE), SET, "Transformer Engine", WARNING, "not found", "pip install 'megatron-epp[te]'", "--transformer-impl"),
-    (without("flash-attn"), SET, "flash-attn", OK, "not found", "pip install flash-attn --no-build-isolation"),
-    (without("flash-attn-3"), SET, "FlashAttention 3", OK, "not found", "github.com/Dao-AILab/flash-attention"),
     (without("apex"), SET, "NVIDIA Apex", WARNING, "not found", "pip install -v --no-build-isolation ."),
     (without("numba"), SET, "numba", WARNING, "not found", "pip install 'megatron-epp[fast]'"),
     ({"numba": "0.68.1"}, {}, "torch", PROBLEM, "not found"),
     # versions outside what is known to work; NVIDIA's container 25.01 has torch 2.6.0a0, which counts as the release
     (FULL | {"torch": "2.5.1"}, SET, "torch", PROBLEM, "2.5.1, outside >=2.6"),
-    (FULL | {"flash-attn": "2.6.3"}, SET, "flash-attn", OK, "2.6.3, outside >=2.7"),
     (FULL | {"torch": "2.6.0a0+ecf3bae40a.nv25.01"}, SET, "torch", OK),
     (FULL | {"torch": "2.5.0a0+872d972e41.nv24.08"}, SET, "torch", PROBLEM),
     # settings; torch 2.8 ignores the new name of the allocator's
@@ -115,7 +108,7 @@ def test_a_library_that_is_there_and_cannot_be_imported_is_told_with_what_it_lac
 
 
 def test_what_is_not_there_or_not_allowed_is_not_asked_for(machine):
-    assert "CUDA" not in machine({"numba": "0.68.1"}), "without torch"
+    assert "CUDA and NCCL" not in machine({"numba": "0.68.1"}), "without torch"
     found = machine({"torch": "2.13.0", "numba": "0.68.1"}, has_gpu=False)
     assert [finding.subject for finding in found.values() if finding.status != OK] == ["GPU"]
     assert TF32 not in machine(FULL, SET | {TF32: "0"})
@@ -129,7 +122,7 @@ def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_pa
     found = {finding.subject: finding for finding in cli_doctor.look()}
     assert found["torch"].status == PROBLEM
     assert found["torch"].found.endswith("but its import fails: operator is registered twice")
-    assert "CUDA" not in found
+    assert "CUDA and NCCL" not in found
 
 
 def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
@@ -147,35 +140,11 @@ def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(ma
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
 def test_the_exit_code_is_1_only_where_training_cannot_run(monkeypatch, capsys, status, code):
     finding = Finding("torch", status, "2.13.0", "do this" if status != OK else "")
-    monkeypatch.setattr(cli_doctor, "look", lambda costs: iter([finding]))
-    assert cli_doctor.run(argparse.Namespace(costs=None, profile=False, output=None, json=False)) == code
+    monkeypatch.setattr(cli_doctor, "look", lambda: iter([finding]))
+    assert cli_doctor.run(argparse.Namespace(profile=False, output=None, json=False)) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{status:<8} torch  2.13.0"
     assert ("-> do this" in lines[1]) == (status != OK)
     assert lines[-1].startswith("training cannot run here" if code else "training can run here")
-    assert cli_doctor.run(argparse.Namespace(costs=None, profile=False, output=None, json=True)) == code
+    assert cli_doctor.run(argparse.Namespace(profile=False, output=None, json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["status"] == status
-
-
-@pytest.mark.parametrize(
-    ("machine_name", "source", "status"),
-    [("NVIDIA H100", "measured", OK), ("NVIDIA A100", "measured", WARNING), ("NVIDIA H100", "analytic", WARNING)],
-)
-def test_a_profile_fits_where_it_was_measured(monkeypatch, machine_name, source, status):
-    from megatron_epp.formulas.library import load_costs
-
-    profile = load_costs("llama3-8b-h100")
-    shipped = type(profile).from_json(profile.to_json())
-    shipped.origin.update(machine=machine_name, source=source)
-    monkeypatch.setattr(cli_doctor, "load_costs", lambda name: shipped)
-    (found,) = cli_doctor._profile("some.json", fake_torch(True), True)
-    assert found.status == status
-    assert ("megatron-epp profile" in found.todo) == (status == WARNING)
-
-
-def test_a_profile_that_cannot_be_read_is_a_problem_but_not_of_the_machine(tmp_path):
-    (found,) = cli_doctor._profile(str(tmp_path / "none.json"), None, False)
-    assert found.status == PROBLEM
-    assert "none.json" in found.found
-    for torch, told in ((OK, "training can run here, but not with"), (PROBLEM, "training cannot run here: 2 problem(s)")):
-        assert cli_doctor.text([Finding("torch", torch, "2.13.0"), found]).splitlines()[-1].startswith(told)

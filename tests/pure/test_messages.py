@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import megatron_epp
-from megatron_epp.cli import alternatives, plan
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.main import MODULES, NAMES
 from megatron_epp.formulas import ModelShape
@@ -36,22 +35,13 @@ def told(capsys: pytest.CaptureFixture[str], argv: list[str], behind: str) -> st
     return capsys.readouterr().err.rpartition(behind)[2].split()[0].rstrip(".,")
 
 
-def test_flags_that_are_said_to_fit_do_and_none_is_named_that_cannot_help(capsys):
+def test_a_device_that_is_too_small_has_no_larger_cap_to_raise_and_flags_that_are_named_help(capsys):
     assert exit_code(SMALL) == 2
-    would_fit = capsys.readouterr().err.splitlines()[-1]
-    assert not any(word in would_fit for word in ("--memory", "--chunk-tokens", "--context", "--offload"))
-    for flags in (["--stages", "4"], ["--tensor-parallel", "2", "--sequence-parallel"], ["--data-parallel", "4"]):
-        assert f"{' '.join(flags)} (" in would_fit
+    *_, refusal, other = capsys.readouterr().err.splitlines()
+    assert refusal == "Raise --stages or --tensor-parallel. A device of 80 GiB has less."
+    assert other == "`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
+    for flags in (["--stages", "4"], ["--tensor-parallel", "2", "--sequence-parallel"]):
         assert exit_code([*SMALL, *flags]) == 0
-
-
-def test_a_layout_and_a_context_that_are_said_to_fit_do(capsys):
-    two = [*SMALL[:-1], "2", "--layout", "balanced"]
-    assert told(capsys, two, "--layout ") == "even"
-    assert exit_code([*two, "--layout", "even"]) == 0
-    long = [*two[:2], "400000", *two[3:], "--layers", "8"]
-    context = told(capsys, long, "--context ")
-    assert exit_code([*long, "--context", context]) == 0
 
 
 def test_a_cap_that_is_said_to_do_does_and_looks_larger_than_the_one_before(capsys):
@@ -60,28 +50,6 @@ def test_a_cap_that_is_said_to_do_does_and_looks_larger_than_the_one_before(caps
     assert float(told(capsys, [*small, "--memory-gb", "0.001"], "would do is ")) > 0.001
     raised = told(capsys, [*small, "--memory-gb", "0.001"], "Raise --memory-cap-gb to ")
     assert exit_code([*small, "--memory-gb", raised]) == 0
-
-
-OFFLOADED = [*SMALL[:2], "60000,300", *SMALL[3:-1], "8", "--slices", "4", "--offload", "--memory-gb", "28.5"]
-
-
-def test_a_refusal_comes_before_what_would_fit_and_what_was_not_tried_within_the_limit_of_work_is_named(capsys, monkeypatch):
-    """The search may take long."""
-
-    def later(*asked):
-        assert "error: no plan fits a memory cap of 28.50 GiB" in capsys.readouterr().err
-        return alternatives.alternatives(*asked)
-
-    monkeypatch.setattr(plan, "alternatives", later)
-    assert exit_code(OFFLOADED) == 2
-    tried = capsys.readouterr().err.splitlines()[-1]
-    assert "--stages 16 (" in tried
-    assert "Not tried" not in tried
-    monkeypatch.setattr(alternatives, "MOST_WORK", 0)
-    assert exit_code(OFFLOADED) == 2
-    _, _, late = capsys.readouterr().err.splitlines()[-1].partition("Not tried")
-    for flag in ("--stages", "--layout", "--tensor-parallel", "--vocab-parallel", "--data-parallel", "--context"):
-        assert flag in late
 
 
 def test_help_imports_nothing_heavy_and_a_command_no_other():

@@ -20,8 +20,7 @@ from megatron_epp.cli.first_run.outcome import (
     Outcome,
     heading,
     outcome_lines,
-    report_json,
-    report_text,
+    report_of,
     verdict,
 )
 from megatron_epp.cli.first_run.race import race
@@ -45,8 +44,8 @@ example: everything, for your documents and your launch command as it is today
 the same, and then ten iterations of that command with each schedule: is it faster on your GPUs?
   megatron-epp first-run --race --lengths documents.idx -- \\
     torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
-only links and kernels, with the sizes of a shipped model
-  megatron-epp first-run --steps links,kernels
+only links and a tiny training
+  megatron-epp first-run --steps links,parity
 """
 STEPS = (
     MachineCheck(
@@ -64,22 +63,6 @@ STEPS = (
         "run it again with NCCL_DEBUG=INFO; if a plan hangs, send the report: training would hang, too",
         4,
         checks.links,
-    ),
-    MachineCheck(
-        "kernels",
-        "attention kernels against attention in fp64",
-        "every kernel that runs holds; on GPUs one of cuDNN and FlashAttention is chosen in bf16",
-        "install one of the kernels that do not run, or choose by --attention-backend",
-        2,
-        checks.kernels,
-    ),
-    MachineCheck(
-        "profile",
-        "a short profile of your model's parts",
-        "median errors of the fits below 10% on a quiet GPU",
-        "lower the model's size by --model, or free the GPU's memory, and run it again",
-        4,
-        checks.profile,
     ),
     MachineCheck(
         "parity",
@@ -152,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         done.append(_done(step, setting))
         say(outcome_lines(done[-1]), flush=True)
         _write(setting, done)
-    say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.txt'} and report.json")
+    say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.json'}")
     return int(any(step.outcome.status == FAILED for step in done))
 
 
@@ -174,11 +157,9 @@ def _done(step: MachineCheck, setting: Setting) -> Done:
 
 
 def _write(setting: Setting, done: list[Done]) -> None:
-    """Write both forms of the report, after every step, so that a machine that hangs leaves the steps before."""
-    installed = versions()
-    report = json.dumps(report_json(setting, installed, done), indent=1, default=str)
+    """Write the report, after every step, so that a machine that hangs leaves the steps before."""
+    report = json.dumps(report_of(setting, versions(), done), indent=1, default=str)
     write_text(setting.folder / "report.json", report + "\n")
-    write_text(setting.folder / "report.txt", report_text(setting, installed, done))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -194,7 +175,6 @@ def _setting(args: argparse.Namespace) -> Setting:
         launch=read_launch(words),
         has_launch=bool(args.launch),
         cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),
-        plans_for_here=args.cluster is None and (num_gpus > 0 or not args.launch),
         lengths_from=args.lengths,
     )
 

@@ -1,29 +1,22 @@
-"""Steps that need no training: the machine's software, links and queues, kernels, and a short profile."""
+"""Steps that need no training: the machine's software, links and queues."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from megatron_epp.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.cli.doctor import text as doctor_text
-from megatron_epp.cli.first_run.gain import configuration_of, question_of
 from megatron_epp.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
 from megatron_epp.cli.first_run.setting import Setting
-from megatron_epp.cli.measure_profile import measure_profile, measured_device, residual_table
 from megatron_epp.cli.terminal import progress
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan.units import format_bytes
-from megatron_epp.plan.writing import write_text
 from megatron_epp.report.text import format_us, table
 
 _WIDTHS = {"cuda": 16384, "cpu": 64}
 """fp32 values of a token in a message of the queue check: on GPUs the largest has about 60 MB."""
 _LIMIT_S = {"cuda": 60.0, "cpu": 30.0}
 """Seconds without progress after which a message counts as stuck."""
-_GOOD_FIT = 0.25
-"""Largest median error of a fit for which a profile is taken as sound."""
 
 
 def doctor(setting: Setting) -> Outcome:
@@ -77,57 +70,3 @@ def links(setting: Setting) -> Outcome:
     todo = f"messages are mixed up ({', '.join(timed.name for timed in wrong)}): send this report, and do not train"
     figures = {"messages": [point._asdict() for point in points], "plans": [*map(asdict, runs)]}
     return Outcome.judged(not wrong, lines, todo, figures)
-
-
-def kernels(setting: Setting) -> Outcome:
-    """Prove every attention kernel against attention in fp64, with the heads of the user's model, or of a tiny one."""
-    from megatron_epp.runtime.tools.kernel_proofs import prove
-
-    flags = setting.launch.flags
-    ranks = int(flags.get("tensor_model_parallel_size") or 1)
-    heads = int(flags["num_attention_heads"])
-    channels = int(flags.get("kv_channels") or flags["hidden_size"] // heads)
-    groups = int(flags.get("num_query_groups") or heads) if flags.get("group_query_attention") else heads
-    with progress("running kernels"):
-        tokens = 96 if setting.is_reduced else 1024
-        proofs = list(prove(setting.device, channels, max(1, heads // ranks), max(1, groups // ranks), tokens))
-    rows = [
-        [
-            proof.dtype,
-            proof.kernel + " (chosen)" * proof.is_chosen,
-            "-" if proof.error is None else f"{proof.error:.1e}",
-            f"{proof.tolerance:.0e}",
-            proof.obstacle or ("holds" if proof.holds else "does NOT hold"),
-        ]
-        for proof in proofs
-    ]
-    wrong = [proof for proof in proofs if proof.is_chosen and not proof.holds]
-    lines = table(("type", "kernel", "error", "allowed", ""), rows, left=(0, 1, 4))
-    todo = f"train with another --attention-backend, and send this report: {', '.join(proof.kernel for proof in wrong)}"
-    return Outcome.judged(not wrong, lines, todo, {"proofs": [*map(asdict, proofs)]})
-
-
-def profile(setting: Setting) -> Outcome:
-    """Measure the parts of the user's model at a few sizes; of a tiny model if plans are for another machine.
-
-    The profile is kept for the plan where it is of the machine that plans are for.
-    """
-    from megatron_epp.runtime.tools.profiling import Grid
-
-    grid = Grid((64, 256), (0, 512), (1 << 20,)) if setting.is_reduced else Grid((512, 2048, 8192), (0, 16384, 65536))
-    if setting.plans_for_here or not setting.is_reduced:
-        question = question_of(setting)
-        shape = question.shape(configuration_of(question, setting.launch))
-    else:
-        shape = shape_of(load_flags("tiny-gpt"))
-    profile = measure_profile(shape, measured_device(None), grid)
-    setting.profile = profile if setting.plans_for_here else None
-    path = Path(setting.folder, "profile.json")
-    write_text(path, profile.to_json() + "\n")
-    residuals = profile.origin["residuals"]
-    off = [kind for kind, residual in residuals.items() if residual["median"] > _GOOD_FIT]
-    lines = [*residual_table(residuals), f"written to {path}"]
-    if setting.is_reduced or not off:
-        return Outcome(PASSED, tuple(lines), "", {"residuals": residuals})
-    todo = f"{', '.join(off)} fit badly: was the machine busy? measure at more sizes with `megatron-epp profile`"
-    return Outcome(FAILED, tuple(lines), todo, {"residuals": residuals})

@@ -64,17 +64,14 @@ def gain(setting: Setting) -> Outcome:
     """
     question = question_of(setting)
     config = configuration_of(question, setting.launch)
-    if setting.profile is not None:
-        question = replace(question, measured={config.sharing: setting.profile})
     with progress("planning"):
         *_, stock = choices_of(question, config, shares_by_work(question, config)).steps(even_only=True)
         elastic = exactly(question, config)
     speedup = math.inf if stock is None else stock.step_us / elastic.parts.step_us
     refused = refusals(setting.launch)
-    costs = "measured here" if setting.profile is not None else f"by formula for {setting.cluster.name}"
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
-        f"{max(question.lengths):,}; {config.name}; costs {costs}",
+        f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *_rows(question, stock, elastic),
         _said(speedup),
         *([_NOT_SUBTRACTED] if refused else []),

@@ -1,4 +1,4 @@
-"""Steps of the first run on a machine, what each found, and the report of all of them as text and JSON."""
+"""Steps of the first run on a machine, what each found, and the report of all of them."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def verdict(steps: Sequence[Done]) -> str:
     return f"{', '.join(counts)}, {sum(step.time_s for step in steps):.0f} s in all"
 
 
-def report_json(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> dict[str, Any]:
-    """Return the report as it is written to a file."""
+def report_of(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> dict[str, Any]:
+    """Return the report as it is written to a file, with the lines that were printed."""
     return {
         "machine": setting.machine,
         "is_reduced": setting.is_reduced,
@@ -99,18 +99,6 @@ def report_json(setting: Setting, versions: dict[str, Any], steps: Sequence[Done
         "verdict": verdict(steps),
         "steps": [asdict(step) for step in steps],
     }
-
-
-def report_text(setting: Setting, versions: dict[str, Any], steps: Sequence[Done]) -> str:
-    """Format the report for people, with the facts that maintainers ask for first."""
-    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    lines = [f"megatron-epp first-run on {setting.machine}", known]
-    if setting.is_reduced:
-        lines.append(REDUCED)
-    lines += ["", verdict(steps)]
-    for done in steps:
-        lines += ["", f"{done.name}: {done.purpose}", outcome_lines(done)]
-    return "\n".join(lines) + "\n"
 
 
 REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"

@@ -1,4 +1,4 @@
-"""State that the steps of a first run share: machine, launch command, lengths, and a measured profile."""
+"""State that the steps of a first run share: machine, launch command and lengths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 from megatron_epp.cli.first_run.launch import StockLaunch
 from megatron_epp.formulas.library import Cluster
-from megatron_epp.formulas.profile import Profile
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """State of a first run.
 
@@ -23,9 +22,7 @@ class Setting:
         launch: the user's launch command, as it is today.
         has_launch: the user has given it; otherwise it is an example.
         cluster: kind of machine that plans are for.
-        plans_for_here: plans are for this machine, so costs that are measured here apply.
         lengths_from: source of the lengths, a value of ``--lengths``.
-        profile: result of the step that measures; None before it.
     """
 
     folder: Path
@@ -36,9 +33,7 @@ class Setting:
     launch: StockLaunch
     has_launch: bool
     cluster: Cluster
-    plans_for_here: bool
     lengths_from: str
-    profile: Profile | None = None
 
     @property
     def device(self) -> str:

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, output_folder, progress, say
-from megatron_epp.contrib.demos.forks import Forks
+from megatron_epp.contrib.demos.forked_ranks import Forks
 from megatron_epp.contrib.demos.rounds import OthersMeter, doubt, turns
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.sequence_lengths import wikipedia
@@ -219,13 +219,13 @@ def skewed_documents(setting: Setting) -> tuple[dict[str, Any], Path]:
                 runs[name].append(setting.train(f"{word}-round-{number}", data, iterations, **flags))
     folder = setting.folder / "trainings" / "elastic-traced"
     ours = [load(folder / f"plan-{number}.json") for number in numbers][WARM_UP:]
-    theirs = [_whole(elastic, costs, UNLIMITED_BYTES) for elastic in ours]
+    theirs = [_whole(elastic_plan, costs, UNLIMITED_BYTES) for elastic_plan in ours]
     longest = max(range(len(ours)), key=lambda at: max(ours[at].lengths))
     save(ours[longest], setting.folder / "plan.json")
     measured = Measured.load(folder / f"measured-{WARM_UP + longest + 1}.json")
     save_page([Shown(WHOLE, theirs[longest]), Shown(ELASTIC, ours[longest], measured)], setting.folder / "iteration.html")
-    planned_us = [sum(planned.predicted.makespan_us for planned in plans) for plans in (theirs, ours)]
-    speeds = {name: [finished.tokens_per_second for finished in each] for name, each in runs.items()}
+    planned_us = [sum(each.predicted.makespan_us for each in plans) for plans in (theirs, ours)]
+    speeds = {name: [run.tokens_per_second for run in each] for name, each in runs.items()}
     compared = _compared("whole", runs[WHOLE][0], runs[ELASTIC][0])
     ratios = {"planned": planned_us[0] / planned_us[1], "measured": median(speeds[ELASTIC]) / median(speeds[WHOLE])}
     rows = [[name, *(f"{of(s):,.0f}" for of in (median, min, max)), format_bytes(peaks[name])] for name, s in speeds.items()]

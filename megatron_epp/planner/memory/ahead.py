@@ -17,7 +17,6 @@ from megatron_epp.planner.memory.copy_slots import Busy, Chooser
 from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, floors, peaks_with_copies, timed
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work_limit import COPIES_STEPS, spend
 
 Shares = Sequence[Sequence[float]]
 """Shares of the kept bytes that are to be copied away, ``[stage][chunk]``."""
@@ -73,7 +72,6 @@ def fit_ahead(
     most = by_stage(tables.columns.most, tables.num_chunks) if limit is None else limit
     steps: RecomputeSteps = [[0] * tables.num_chunks for _ in tables.rank_of]
     for _ in range(ROUNDS):
-        spend(tables.num_chunks * len(tables.rank_of), COPIES_STEPS)
         offload = _in_time(order, codes, tables, steps, wanted)
         played = play(codes, tables, steps, timed(offload, tables))
         if played.makespan_us >= limit_us:

@@ -30,7 +30,6 @@ from megatron_epp.planner.kernels.codes import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.tables import Tables
-from megatron_epp.planner.work_limit import COPIES_STEPS, spend
 
 Integers = NDArray[np.int64]
 
@@ -179,7 +178,6 @@ def _fit_copies(
     aims = [list(caps) for _ in tables]
     held = [held_bytes(codes, own, recompute_steps) for own in tables]
     for _ in range(ROUNDS):
-        spend(len(tables) * tables[0].columns.num_chunks * tables[0].columns.num_stages, COPIES_STEPS)
         chosen = []
         for own, live, aim in zip(tables, held, aims, strict=True):
             if (offload := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:

@@ -51,16 +51,15 @@ class Grid:
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
     """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
-    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``projections`` (the part of
-    ``linear`` before the MLP), ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and ``linear``,
-    ``projections`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
+    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
+    ``embedding``, each ``forward`` and ``backward``, and ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for
+    tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
     for _ in range(_ROUNDS):
         for kind, measurer, argument_rows in (
             ("linear", bench.linear, [(n,) for n in grid.tokens]),
-            ("projections", bench.projections, [(n,) for n in grid.tokens]),
             ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
             ("loss", bench.loss, [(n,) for n in grid.tokens]),
             ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
@@ -127,12 +126,6 @@ class _Bench:
         yield from self._passes(tokens, run, grad)
         yield "weight", self._weight_gradients(tokens, (self.qkv, self.out, self.up, self.down))
 
-    def projections(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time the first half of a layer without its attention: its norm and projections."""
-        x, grad = self._input(tokens), self._random(tokens, self.hidden)
-        yield from self._passes(tokens, lambda: self._projected(x), grad)
-        yield "weight", self._weight_gradients(tokens, (self.qkv, self.out))
-
     def _projected(self, x: Tensor) -> Tensor:
         qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
         cached = self.kv_heads * self.channels
@@ -164,7 +157,7 @@ class _Bench:
             normed = functional.rms_norm(x, (self.hidden,), self.norm)
             if self.loss_block_tokens:
                 return block_losses(normed, normed, self.words, labels, Head(self.loss_block_tokens)).sum()
-            return CrossEntropy.apply(functional.linear(normed, self.words), labels).sum()
+            return functional.cross_entropy(functional.linear(normed, self.words).float(), labels, reduction="sum")
 
         yield from self._passes(tokens, run, None)
         yield "weight", self._weight_gradients(tokens, (self.words,))
@@ -215,31 +208,6 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (grad,) = grads
         return grad, grad[:, : ctx.cached], grad[:, : ctx.cached]
-
-
-class CrossEntropy(torch.autograd.Function):
-    """Cross entropy as one torch function after the other, as a vocabulary that ranks share needs it; its forward keeps the
-    softmax, so that most of the work is there and not in the backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        logits_fp32 = logits.float()
-        shifted = logits_fp32.sub_(logits_fp32.max(dim=1, keepdim=True).values)
-        chosen = shifted.gather(1, labels[:, None])[:, 0]
-        softmax = shifted.exp_()
-        total = softmax.sum(dim=1)
-        softmax.div_(total[:, None])
-        ctx.save_for_backward(softmax, labels)
-        ctx.dtype = logits.dtype
-        return total.log() - chosen
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        softmax, labels = ctx.saved_tensors
-        softmax[torch.arange(len(labels), device=labels.device), labels] -= 1
-        return softmax.mul_(grad[:, None]).to(ctx.dtype), None
 
 
 class Timer:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_epp.contrib.demos.forks import Forks, serve
+from megatron_epp.contrib.demos.forked_ranks import Forks, serve
 from megatron_epp.launch import runs
 from megatron_epp.port.worker import started
 from tests.support.mcore import worker

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from megatron_epp.contrib.demos.forks import Forks
+from megatron_epp.contrib.demos.forked_ranks import Forks
 from tests.support import ROOT
 from tests.support.mcore import forked, worker
 from tests.support.mcore.launch import ENVIRONMENT

@@ -5,8 +5,8 @@ gradients must equal exact attention's within a tolerance, with all key heads at
 at a time. So a library whose interface has changed cannot corrupt results. Rank 0 logs the kernel chosen, and so does every
 rank on which a kernel fails verification: one machine may differ from the others.
 
-`runtime.tools.kernel_proofs` is not for training: it proves all kernels of a machine, exact attention too, against torch's own
-attention in fp64.
+`tests/support/runtime/kernel_proofs.py`, which is not for training, proves all kernels of a machine, exact attention too,
+against torch's own attention in fp64.
 """
 
 from __future__ import annotations

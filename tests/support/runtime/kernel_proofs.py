@@ -1,6 +1,6 @@
 """Proofs of the attention kernels of this machine: each against torch's own attention in fp64, one segment after the other.
 
-For `megatron-epp first-run` and benchmarks. Training has a verification of its own (`runtime.attention.kernels`), of the one
+For benchmarks. Training has a verification of its own (`runtime.attention.kernels`), of the one
 kernel that it is about to use, against this package's exact attention on a small chunk. Here exact attention is proven too, and
 chunks are larger: packed sequences, a slice behind a prefix, both in one chunk, and a single token.
 """
