@@ -28,11 +28,11 @@ from megatron_epp.formulas.library import (
     shape_of,
     token_multiple_of,
 )
-from megatron_epp.formulas.model_shape import ALLTOALL
 from megatron_epp.formulas.parameters import parameters_of, summary
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import FP8, OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming_file

@@ -18,7 +18,8 @@ from functools import cache
 from itertools import pairwise
 from operator import mul
 
-FLASH_2, CUDNN, FLASH_3 = KERNELS = ("flash-attention-2", "cudnn", "flash-attention-3")
+from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
+
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 FORWARD_TFLOPS = {
     (FLASH_2, 64): (180, 229, 262, 284, 295, 299),

@@ -22,13 +22,12 @@ from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.cost.work import pairs_per_token
-from megatron_epp.formulas.attention import KERNELS
 from megatron_epp.formulas.hardware import CPU, H100_NODE, Rates
-from megatron_epp.formulas.model_shape import ALLTOALL, DISPATCHERS, PARTS, DeltaNet, ModelShape, StateSpace
+from megatron_epp.formulas.model_shape import PARTS, DeltaNet, ModelShape, StateSpace
 from megatron_epp.formulas.profile import FORMAT as PROFILE
 from megatron_epp.formulas.profile import Profile
 from megatron_epp.plan import EppError, Remedy
-from megatron_epp.plan.flags import GATED_DELTA_NET
+from megatron_epp.plan.flags import ALLTOALL, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
 from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.reading import (
     MOST_LAYERS,
@@ -42,7 +41,7 @@ from megatron_epp.plan.reading import (
 )
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
 
-RATES = {"h100": H100_NODE, "cpu": CPU}
+RATES = dict(zip(MACHINES, (CPU, H100_NODE), strict=True))
 """Rates by name, from which a cluster file starts."""
 
 _VOCABULARY_MULTIPLE = 128

@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 from megatron_epp.cost.casts import Casts
 from megatron_epp.plan.errors import EppError, Remedy
+from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.plan.sizing import shared_heads
-
-ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
-"""How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
 
 PARTS = "*+GM-E"
 """Symbols of the parts of layers, see `ModelShape.mixers`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass, field
@@ -27,18 +28,16 @@ measured: with 0 one such moment ends the training, with many a fault that repea
 
 
 class PlanningProcess:
-    """A process that a run asks, from any thread, one call at a time. It is started again where it has ended.
+    """A process that a run asks, from any thread, one call at a time. It is started again where it has ended."""
 
-    Args:
-        options: by which it will plan: it loads what it needs for them at once, while there is no model yet; None to load that
-            with the first plan.
-    """
-
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self) -> None:
         self._worker = Worker(NICENESS)
         self._is_closed = False
         self._lock, self._exchange = threading.Lock(), threading.Lock()
-        if options is not None:
+
+    def prepare(self, options: Options) -> None:
+        """Have it load what it needs to plan with some options, without waiting for it."""
+        with self._lock, contextlib.suppress(EndedError):  # the next call starts it again
             self._worker.send(f"{_ANSWERS}:load", options)
 
     def call(self, name: str, *args: Any) -> Any:

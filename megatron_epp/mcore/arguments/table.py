@@ -14,9 +14,6 @@ from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.indexed_documents import DOCUMENTS
-from megatron_epp.formulas.attention import KERNELS
-from megatron_epp.formulas.library import RATES
-from megatron_epp.formulas.model_shape import DISPATCHERS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
@@ -35,7 +32,7 @@ from megatron_epp.mcore.arguments.flag import (
     planner,
 )
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.flags import DISPATCHERS, KERNELS, MACHINES, flag_of
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.plan.yaml_files import shipped
@@ -338,7 +335,7 @@ _COSTS = (
     Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
         "Attention kernel whose published rates on an H100 plans take (default: the cluster's)."
     ),
-    Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
+    Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=MACHINES),
     Flag("trained_parameters", "--epp-trained-parameters", "--trained-parameters", Number(1, 10**14), metavar="N").described(
         "Parameters that train, where others are frozen, as next to adapters; they alone have gradients and optimizer states. "
         "A training needs it for layers that it chooses before there is a model, and else counts by itself (default: all)."

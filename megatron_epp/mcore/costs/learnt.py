@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.mcore.costs.shape import facts
+from megatron_epp.mcore.costs.megatron_facts import facts
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.mcore.features import has_user_microbatches

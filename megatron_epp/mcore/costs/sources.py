@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -22,21 +21,22 @@ from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
-from megatron_epp.mcore.costs.probe import measure_host_link
-from megatron_epp.mcore.costs.shape import (
-    costs_of_stages,
-    for_run,
-    model_shape,
+from megatron_epp.mcore.costs.megatron_facts import (
+    FORMULAS,
+    Ask,
+    costs_file,
     optimizer_bytes,
     parameters_of,
+    run_facts,
     trained_share,
-    with_device_memory,
 )
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
+from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.model.stage import CASTS, MegatronStage, Snapshot
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
+from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 
@@ -60,6 +60,7 @@ def pipeline_costs(
     stages: Mapping[int, MegatronStage],
     links: Links,
     num_stages: int,
+    ask: Ask,
     note: Callable[[Step], None] = lambda step: None,
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
@@ -70,28 +71,31 @@ def pipeline_costs(
     precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
 
     Args:
+        ask: for formulas, on the job's first rank.
         note: called with each step before the step starts.
     """
     note("reading costs")
-    source = stored_costs.named(args)
+    source = stored_costs.named(args, ask)
     token_bytes = message_bytes(next(iter(stages.values())))
-    if isinstance(source, PipelineCosts):
+    sizes: AttentionSizes = made_by_first(lambda: ask(f"{FORMULAS}:attention_sizes", run_facts(args, ask)))
+    if source is not None:
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         stored_costs.check_costs(args, source, num_stages, token_bytes)
-        split = tuple(_with_kv(stage, **_heads(args), **_sums(args, stage)) for stage in source.stages)
+        split = tuple(_with_kv(stage, **_heads(sizes), **_sums(args, sizes, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
-    profile = for_run(args, source)
     note("counting layers")
     layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     _tell_frozen(args, trained)
-    sharing = {"replicas": args.data_parallel_size, "vocabulary_shares": vocabulary_shares(args)}
-    product = profile.costs(layers, **sharing).stages[-1].line_of_ends("weight")
-    base = _with_bytes(costs_of_stages(profile, layers, trained, **sharing), token_bytes, names_of(args))
+    shares = vocabulary_shares(args)
+    by_formula, product = made_by_first(
+        lambda: ask(f"{FORMULAS}:prior", run_facts(args, ask), costs_file(args), layers, trained, shares)
+    )
+    base = _with_bytes(by_formula, token_bytes, names_of(args))
     with _undisturbed(stages.values()):
         note("measuring bytes")
         measured = _with_largest_workspaces(
-            {number: _measured_bytes(args, stage, base.stages[number], product) for number, stage in stages.items()}
+            {number: _measured_bytes(args, sizes, stage, base.stages[number], product) for number, stage in stages.items()}
         )
         if args.epp_warm_up == "on" or (args.epp_warm_up == "auto" and torch.cuda.is_initialized()):
             note("warming up layers")
@@ -107,7 +111,7 @@ def pipeline_costs(
             if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
                 costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
-    return made_by_first(partial(with_device_memory, args, costs))
+    return made_by_first(lambda: ask(f"{FORMULAS}:with_device_memory", run_facts(args, ask), costs))
 
 
 def _tell_frozen(args: argparse.Namespace, trained: Sequence[float | None]) -> None:
@@ -126,14 +130,16 @@ def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> 
     return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
 
-def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts, product: LinearTime) -> StageCosts:
+def _measured_bytes(
+    args: argparse.Namespace, sizes: AttentionSizes, stage: MegatronStage, base: StageCosts, product: LinearTime
+) -> StageCosts:
     blocks = stage.block_loss
     base = _with_workspace(base, 0) if blocks is None else _by_blocks(base, product, blocks.workspace_bytes)
     measured = measure_bytes(stage, base) if stage.has_gradient else base.without_backward()
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
         (received, *_) = measured.ends
         measured = measured.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
-    return replace(_with_kv(measured, **_heads(args)), static=_static(args, stage))
+    return replace(_with_kv(measured, **_heads(sizes)), static=_static(args, stage))
 
 
 def _with_kv(costs: StageCosts, **changes: Any) -> StageCosts:
@@ -144,21 +150,20 @@ def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:
     return costs.changed(INPUT, workspace_bytes=0).changed(HEAD, workspace_bytes=num_bytes)
 
 
-def _heads(args: argparse.Namespace) -> dict[str, Any]:
+def _heads(sizes: AttentionSizes) -> dict[str, Any]:
     """Return this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
-    shape = model_shape(args)
     return {
-        "heads": shape.kv_heads_on_rank,
-        "queries_per_key": shape.queries_per_key,
-        "expanded_bytes_per_token": shape.expanded_bytes_per_token,
-        "expanded_heads": shape.expanded_heads,
+        "heads": sizes.kv_heads_on_rank,
+        "queries_per_key": sizes.queries_per_key,
+        "expanded_bytes_per_token": sizes.expanded_bytes_per_token,
+        "expanded_heads": sizes.expanded_heads,
     }
 
 
-def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
+def _sums(args: argparse.Namespace, sizes: AttentionSizes, costs: StageCosts) -> dict[str, Any]:
     """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
     narrow = costs.kv.bytes_per_token
-    wide = narrow * torch.float32.itemsize / model_shape(args).bytes_per_value
+    wide = narrow * torch.float32.itemsize / sizes.bytes_per_value
     few, many = (
         wide if sums_in_fp32(args.epp_fp32_kv_gradients, count) else narrow
         for count in (MOST_ROUNDED_SLICES, MOST_ROUNDED_SLICES + 1)

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas.library import load_costs
-from megatron_epp.formulas.profile import Profile
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS, Ask, costs_file
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.errors import as_setting
 from megatron_epp.plan.writing import write_text
-from megatron_epp.plan.yaml_files import find
 from megatron_epp.runtime.links.objects import made_by_first
 
 _TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
@@ -28,22 +26,17 @@ _TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
 """Fields with times; recompute modes have theirs besides."""
 
 
-def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
-    """Read the file or shipped profile that `--epp-costs` names; None if it names none. A collective call of all ranks.
+def named(args: argparse.Namespace, ask: Ask) -> PipelineCosts | None:
+    """Return the costs of a pipeline in the file that `--epp-costs` names; None if it names none, or a profile.
 
-    Raises `EppError` if the file does not exist, or contains neither a profile nor costs of a pipeline.
+    A collective call of all ranks. Raises `EppError` if the file does not exist, or contains neither.
+
+    Args:
+        ask: for formulas, on the job's first rank.
     """
-    if args.epp_costs in ("analytic", "learn"):
+    if (file := costs_file(args)) is None:
         return None
-    return made_by_first(lambda: _read(args.epp_costs, names_of(args)["costs"]))
-
-
-def _read(name: str, setting: str) -> Profile | PipelineCosts:
-    try:
-        path = find("profiles", name)
-    except EppError as error:
-        raise EppError(f"{as_setting(setting, name)}: {error}. Or give analytic or learn") from error
-    return load_costs(str(path))
+    return made_by_first(lambda: ask(f"{FORMULAS}:pipeline_costs_in", file))
 
 
 def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int, token_bytes: float) -> None:

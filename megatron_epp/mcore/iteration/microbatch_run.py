@@ -22,7 +22,7 @@ from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
-from megatron_epp.mcore.costs.shape import costs_of_stages, for_run, optimizer_bytes, trained_share, with_device_memory
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
@@ -246,9 +246,9 @@ class MicrobatchRun(Run):
         note("counting layers")
         mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
-        optimizer, replicas = optimizer_bytes(self.args), self.args.data_parallel_size
-        costs_by_formula = costs_of_stages(for_run(self.args), counts, trained, optimizer, replicas=replicas)
-        costs = of_whole_microbatches(costs_by_formula)
+        asked = None, counts, trained, (), True
+        by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
+        costs = of_whole_microbatches(by_formula)
         if not offloads(self.args):
             return costs
         note("measuring what can go to the host")
@@ -286,6 +286,12 @@ class MicrobatchRun(Run):
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return self._process.plan_microbatches(as_given, *asked)
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """Call a function of the formulas with facts of the run, on a rank that plans."""
+        assert self._process is not None  # the first rank plans
+        ask = self._process.call
+        return ask(f"{FORMULAS}:{name}", run_facts(self.args, ask), *args)
 
     def close(self) -> None:
         """End planning, and wait until background threads have completed their work."""
@@ -331,7 +337,7 @@ class MicrobatchRun(Run):
         """
         if not self._on_gpu:
             return learnt
-        learnt = with_device_memory(self.args, learnt)
+        learnt = made_by_first(partial(self._ask, "with_device_memory", learnt))
         peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
@@ -19,9 +19,9 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
+from megatron_epp.mcore import planning
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
-from megatron_epp.mcore.costs.shape import model_shape
 from megatron_epp.mcore.costs.sources import Step, pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
@@ -85,7 +85,7 @@ class SlicedRun(Run):
         self.plans = dist.get_rank() == self.own_ranks[0]
         """True if this rank plans, which is the first rank of its group."""
         self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
-        self._process = _take_process()
+        self._process = planning.take() if self.plans and args.epp_schedule == "elastic" else None
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
 
@@ -104,9 +104,10 @@ class SlicedRun(Run):
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
             self.use_communicators()  # ahead of `settle`, whose caps then count their memory
-            self.warm_up = _warm_up(self.args, self.stages.values(), self.device)
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
+            assert self.costs is not None
+            self.warm_up = _warm_up(self.args, self.stages, self.device, self.costs)
             if learns and self.saved_costs is None:
                 self.learnt_planner = LearntPlanner(self.args.epp_lookahead)
                 note = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
@@ -157,7 +158,7 @@ class SlicedRun(Run):
         tied = None if self.vocabulary is None else self.vocabulary.tied
         if tied is not None:
             tied.gather()  # measurements run the first stage
-        costs = pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, note)
+        costs = pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
         if tied is not None:
             tied.forget_gradient()
         return costs
@@ -178,6 +179,11 @@ class SlicedRun(Run):
                 self.learnt_planner.plan_with(self._planner_by(learnt))
             if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
                 self.watch.after(plan, recorder)
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """Call a function in the planning process, on a rank that has one."""
+        assert self._process is not None  # the first rank has one
+        return self._process.call(name, *args)
 
     def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         assert self._process is not None  # this rank plans
@@ -266,28 +272,18 @@ class SlicedRun(Run):
             )
 
 
-def _warm_up(args: argparse.Namespace, stages: Iterable[MegatronStage], device: torch.device) -> KernelWarmUp | None:
+def _warm_up(
+    args: argparse.Namespace, stages: Mapping[int, MegatronStage], device: torch.device, costs: PipelineCosts
+) -> KernelWarmUp | None:
     """Return the warm-up of attention in a rank's stages; None if none of them needs one."""
-    shape = model_shape(args)
-    kv_heads = shape.expanded_heads or shape.kv_heads_on_rank
-    heads = {
-        Heads(
-            kv_heads * shape.queries_per_key,
-            kv_heads,
-            part.channels,
-            part.config.params_dtype,
-            device,
-            part.scale,
-            part.preference,
-            part.value_channels,
-            shape.relays_latents,
-            part.window,
-            part.has_sinks,
-        ): None
-        for stage in stages
-        for part in map(relay_of, stage.decoder.modules())
-        if part is not None
-    }
+    heads = dict[Heads, None]()
+    for number, stage in stages.items():
+        kv = costs.stages[number].kv
+        kv_heads = kv.expanded_heads or kv.heads
+        for part in filter(None, map(relay_of, stage.decoder.modules())):
+            sizes = kv_heads * kv.queries_per_key, kv_heads, part.channels, part.config.params_dtype, device, part.scale
+            more = part.preference, part.value_channels, kv.expanded_heads > 0, part.window, part.has_sinks
+            heads[Heads(*sizes, *more)] = None
     kernel_warm_up = KernelWarmUp(tuple(heads), args.seq_length, args.epp_warm_up, offloads(args))
     return kernel_warm_up if kernel_warm_up.is_active else None
 
@@ -300,22 +296,13 @@ def _summary(lengths: tuple[int, ...]) -> str:
 
 
 _run: SlicedRun | None = None
-_process: PlanningProcess | None = None
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Start the planning process, before the model is built. A collective call of all ranks."""
-    global _process
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
-        _process = PlanningProcess(options_from(args, training=True, offload=offloads(args)))
-
-
-def _take_process() -> PlanningProcess | None:
-    """Return the process that `prepare` started, for one run; None if there is none."""
-    global _process
-    process, _process = _process, None
-    return process
+        planning.start(options_from(args, training=True, offload=offloads(args)))
 
 
 def start(args: argparse.Namespace) -> SlicedRun:
@@ -335,6 +322,7 @@ def end() -> None:
     if _run is not None:
         _run.close()
     _run = None
+    planning.end()
 
 
 def current() -> SlicedRun:

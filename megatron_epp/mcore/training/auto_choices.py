@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.formulas import Profile
-from megatron_epp.mcore.costs.shape import for_search
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, run_facts
 from megatron_epp.mcore.costs.stored import named
-from megatron_epp.mcore.training.layout_search import first_batches, given_layout, sample_of
-from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
+from megatron_epp.mcore.planning import ask
+from megatron_epp.mcore.training.layout_search import first_batches, given_layout, question
 from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
@@ -29,23 +28,17 @@ def settle_latents(args: argparse.Namespace) -> None:
         args: validated arguments of a model with latent attention, which get ``on`` or ``off``.
     """
     if args.epp_latents == "auto":
-        args.epp_latents = "on" if made_by_first(partial(_are_better, args, named(args))) else "off"
+        args.epp_latents = "on" if made_by_first(partial(_are_better, args, named(args, ask))) else "off"
 
 
-def _are_better(args: argparse.Namespace, costs: Profile | PipelineCosts | None) -> bool:
-    if isinstance(costs, PipelineCosts):
+def _are_better(args: argparse.Namespace, costs: PipelineCosts | None) -> bool:
+    if costs is not None:
         return any(stage.kv.expanded_heads for stage in costs.stages)  # they are of one of the two
     if args.skip_train or args.epp_schedule != "elastic":
         return False
     # Before the layout and the vocabulary are settled, whose searches need something that fits.
     layout = replace(given_layout(args), shards_vocabulary=args.epp_vocab_parallel != "off")
-    batches = next(first_batches(args)), (args.seq_length,)
-
-    def trial(choice: str) -> LatentsTrial:
-        settings = argparse.Namespace(**vars(args) | {"epp_latents": choice})
-        sample = sample_of(settings, for_search(settings, costs), layout, batches)
-        return LatentsTrial(sample.problems, sample.costs_of(layout), sample.options)
-
-    choice = choose_latents(trial)
+    asked = question(args, layout, (next(first_batches(args)), (args.seq_length,)))
+    choice = ask(f"{FORMULAS}:choose_latents_of", run_facts(args, ask), costs_file(args), asked)
     logger.info("--epp-latents auto: %s, for a batch like the first and a sequence of %d tokens", choice, args.seq_length)
-    return choice.relays_latents
+    return bool(choice.relays_latents)

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
-from megatron_epp.formulas import Profile
-from megatron_epp.formulas.library import balanced_layers
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import (
     LAYOUT_FLAG,
@@ -39,22 +35,22 @@ from megatron_epp.mcore.arguments.refusals import delays_weights, refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.start import TRACKER, common_state, validate
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary
-from megatron_epp.mcore.costs.shape import facts, for_search, optimizer_bytes, share_that_trains, with_device_memory
+from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, facts, run_facts
 from megatron_epp.mcore.costs.stored import named, write_whole
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.model_chunks import settle_stages
+from megatron_epp.mcore.planning import ask
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, even_layers, layers_text
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.problem import Problem, by_count
+from megatron_epp.plan.problem import by_count
 from megatron_epp.plan.reading import brief_text, read_text
-from megatron_epp.planner.defaults import WholeLogits, settle
-from megatron_epp.planner.layouts.layout_choice import Sample
+from megatron_epp.port.run_facts import LayoutAnswer, LayoutQuestion
 from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
@@ -95,7 +91,7 @@ def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
     searches, opens_weights = args.epp_layout in SEARCHED, args.epp_split_weight_gradient == AUTO
     if not (searches or opens_weights or args.epp_vocab_parallel == AUTO):
         return
-    costs = named(args)
+    costs = named(args, ask)
     choices = made_by_first(lambda: _kept(args, flags, facts(args, "layout")) or _new(args, flags, costs))
     if opens_weights:
         args.epp_split_weight_gradient = choices.splits_weights
@@ -148,9 +144,9 @@ def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:
     return ""
 
 
-def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | PipelineCosts | None) -> _Choices:
+def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCosts | None) -> _Choices:
     first, is_asked = given_layout(args), args.epp_layout in SEARCHED and not args.epp_chosen_by_default
-    if isinstance(costs, PipelineCosts):  # they are of one layout
+    if costs is not None:  # they are of one layout
         if is_asked:
             raise EppError(
                 f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
@@ -162,28 +158,15 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | P
         return _Choices(first)
     if args.skip_train:
         return _Choices(first)
-    profile, batches = for_search(args, costs), tuple(first_batches(args))
-    sample, layouts = sample_of(args, profile, first, batches), list[Layout]()
+    placements: tuple[Placement, ...] = (first.placement,)
+    search = args.epp_layout if args.epp_layout in SEARCHED else ""
+    if search == "auto":
+        others = (other for other in _open_placements(args) if other != first.placement)
+        placements = first.placement, *(other for other in others if not _obstacle(flags, _even(args, other)))
+    batches = tuple(first_batches(args))
+    asked = replace(question(args, first, batches), placements=placements, search=search, longest=_longest_with_logits(args))
     try:
-        if args.epp_layout == "auto":
-            others = (other for other in _open_placements(args) if other != first.placement)
-            placements = first.placement, *(other for other in others if not _obstacle(flags, _even(args, other)))
-            sample = replace(sample, placements=placements)
-        else:
-            lengths, ranks = tuple(chain.from_iterable(batches)), first.placement.rank_of
-            if args.epp_layout == "balanced":
-                shards = shards_vocabulary(args)
-                layers = balanced_layers(profile, args.num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
-                first = Layout.of_layers(layers, first.placement)
-            layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
-        is_open = args.epp_split_weight_gradient == AUTO
-        settled = settle(
-            sample,
-            tensor_ranks=args.tensor_model_parallel_size,
-            opens_weights=is_open,
-            layouts=layouts,
-            logits=_whole_logits(args, costs),
-        )
+        answer: LayoutAnswer = ask(f"{FORMULAS}:choose_layout", run_facts(args, ask), costs_file(args), asked)
     except InfeasibleError as error:
         if is_asked:
             raise
@@ -192,22 +175,20 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: Profile | P
     plain = "Megatron's layers" if args.epp_layout == "auto" else "without the choice"
     logger.info(
         "layout: %s%s%s: %s for batches like the first %d",
-        settled.layout.text(),
-        ", weight gradients split off" * settled.splits_weight,
-        ", all logits of a chunk at once" * settled.has_whole_logits,
-        f"{settled.gain:.1%} less time than {plain}" if settled.gain > 0 else "no other is clearly faster",
+        answer.layout.text(),
+        ", weight gradients split off" * answer.splits_weights,
+        ", all logits of a chunk at once" * answer.has_whole_logits,
+        f"{answer.gain:.1%} less time than {plain}" if answer.gain > 0 else "no other is clearly faster",
         len(batches),
     )
-    return _Choices(settled.layout, settled.splits_weight, settled.has_whole_logits)
+    return _Choices(answer.layout, answer.splits_weights, answer.has_whole_logits)
 
 
-def _whole_logits(args: argparse.Namespace, costs: Profile | None) -> WholeLogits | None:
-    """Return the costs of the run without blocks of its loss; None if flags or its costs say which it has, or it has none."""
-    is_open = args.epp_layout == "auto" and args.epp_loss_block_tokens == AUTO and costs is None and args.epp_loss is None
-    if not is_open or args.epp_schedule != "elastic" or not block_tokens_of(args):
-        return None
-    whole = argparse.Namespace(**vars(args) | {"epp_loss_block_tokens": 0})
-    return WholeLogits(partial(_costs, whole, for_search(whole)), args.seq_length)
+def _longest_with_logits(args: argparse.Namespace) -> int:
+    """Return the tokens of the longest sequence where a loss by blocks is open; 0 if flags or costs say which it has."""
+    is_open = args.epp_layout == "auto" and args.epp_loss_block_tokens == AUTO and args.epp_loss is None
+    is_open = is_open and costs_file(args) is None and args.epp_schedule == "elastic"
+    return args.seq_length if is_open and block_tokens_of(args) else 0
 
 
 def given_layout(args: argparse.Namespace) -> Layout:
@@ -236,31 +217,21 @@ def _fixed_state(args: argparse.Namespace) -> Path | None:
     return folder
 
 
-def sample_of(args: argparse.Namespace, profile: Profile, even: Layout, batches: tuple[tuple[int, ...], ...]) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed, placed as `even` is."""
-    caps = (wanted_cap_bytes(args),) * even.placement.num_ranks
+def question(args: argparse.Namespace, first: Layout, batches: tuple[tuple[int, ...], ...]) -> LayoutQuestion:
+    """Return what formulas are asked for: batches of the run, and what flags leave open of layouts placed as `first` is."""
     splits = args.epp_split_weight_gradient is True
-    return Sample(
-        problems=tuple(Problem(lengths, even.placement.rank_of, caps, token_multiple(args)) for lengths in batches),
-        costs_of=partial(_costs, args, profile),
-        num_layers=args.num_layers,
+    return LayoutQuestion(
+        batches=batches,
+        first=first,
+        placements=(first.placement,),
+        search="",
+        cap_bytes=wanted_cap_bytes(args),
+        token_multiple=token_multiple(args),
         options=options_from(args, training=True, offload=offloads(args), split_weight=splits),
-        halves=not any(half_problems(args, even, LAYOUT_FLAG)),
-        placements=(even.placement,),
-        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)[: 1 + (share_that_trains(args) == 1)]}[
-            args.epp_vocab_parallel
-        ],
+        halves=not any(half_problems(args, first, LAYOUT_FLAG)),
+        vocabulary=args.epp_vocab_parallel,
+        opens_weights=args.epp_split_weight_gradient == AUTO,
     )
-
-
-def _costs(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
-    costs = profile.costs(
-        layout.layers,
-        optimizer=replace(optimizer_bytes(args), trained_share=share_that_trains(args)),
-        replicas=args.data_parallel_size,
-        vocabulary_shares=layout.vocabulary_shares,
-    )
-    return with_device_memory(args, costs, profile.gradient_buffers(len(layout.halves)))
 
 
 @contextmanager

@@ -1,38 +1,29 @@
-"""Facts in Megatron's arguments about the model that trains: its shape, the bytes of its optimizer, its costs, and what learnt
-costs and the choice of a layout depend on.
+"""Facts in Megatron's arguments about the model that trains: those that formulas ask for, the bytes of its optimizer, and what
+learnt costs and the choice of a layout depend on.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import OptimizerBytes, PipelineCosts
+from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.formulas import CPU, H100_NODE, ModelShape, Profile, Rates, on_device
-from megatron_epp.formulas.analytic import profile_for
-from megatron_epp.formulas.attention import CUDNN, FLASH_2, FLASH_3
-from megatron_epp.formulas.device import least_working_bytes_per_token, shard_bytes
-from megatron_epp.formulas.library import shape_of
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.block_loss import block_tokens_of
+from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.port.run_facts import AttentionSizes, CostsFile, RunFacts
 
-
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the model's shape from Megatron's arguments.
-
-    Loss blocks are up to the last stage, so it has none, unless the output layer is divided over ranks, which all have them.
-    """
-    block_tokens = block_tokens_of(args) if shards_vocabulary(args) else 0
-    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": block_tokens})
-
-
+Ask = Callable[..., Any]
+"""Function that asks the planning process by name (`PlanningProcess.call`), for ranks that have one."""
+FORMULAS = "megatron_epp.formulas.of_run"
+"""Module whose functions the process is asked for."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
 """Values of Megatron's flags by the types that it converts them to."""
 
@@ -163,86 +154,34 @@ def trained_share(stage: Any) -> float | None:
     return trained / held if stage.has_gradient else None
 
 
-def costs_of_stages(
-    profile: Profile,
-    layers: Sequence[float],
-    shares: Sequence[float | None],
-    optimizer: OptimizerBytes | None = None,
-    **more: Any,
-) -> PipelineCosts:
-    """Return the costs of a pipeline by a profile, whose stages train a share of their parameters (`trained_share`).
-
-    Other arguments are those of `Profile.costs`.
-    """
-
-    def of(share: float) -> PipelineCosts:
-        held = None if optimizer is None else replace(optimizer, trained_share=share)
-        return profile.training(share).costs(layers, optimizer=held, **more)
-
-    costs = {share: of(share or 0.0) for share in {*shares, 1.0}}
-    stages = (costs[share].stages[number] for number, share in enumerate(shares))
-    trained = (stage.without_backward() if share is None else stage for stage, share in zip(stages, shares, strict=True))
-    return replace(costs[1.0], stages=tuple(trained))
+def run_facts(args: argparse.Namespace, ask: Ask) -> RunFacts:
+    """Return what formulas need to know of a run, from validated arguments."""
+    flags = {name: value for name, value in vars(args).items() if _is_plain(value)}
+    facts = RunFacts(flags, optimizer_bytes(args), block_tokens_of(args), None)
+    if not torch.cuda.is_initialized():
+        return facts
+    return replace(facts, kernel=kernel_of(args, ask(f"{FORMULAS}:attention_sizes", facts)))
 
 
-def for_run(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
-    """Return the costs of the run's model: measured, or by formula if nothing is."""
-    return profile_for(measured, shape := model_shape(args), _rates(args, shape))
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
-def for_search(args: argparse.Namespace, measured: Profile | None = None) -> Profile:
-    """Return the costs by which layers are divided, before there is a last stage that knows how it computes its loss.
-
-    By formula, they are those of a loss by blocks where flags ask for one. Of what is frozen flags have a number alone.
-    """
-    shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-    return profile_for(measured, shape, _rates(args, shape)).training(share_that_trains(args))
+def costs_file(args: argparse.Namespace) -> CostsFile | None:
+    """Return the file or shipped profile that `--epp-costs` names; None if it names none."""
+    return None if args.epp_costs in ("analytic", "learn") else CostsFile(args.epp_costs, names_of(args)["costs"])
 
 
-def share_that_trains(args: argparse.Namespace) -> float:
-    """Return the share of the parameters that train by `--epp-trained-parameters`, the same in all layers; 1 without it."""
-    if (trained := getattr(args, "epp_trained_parameters", None)) is None:
-        return 1.0
-    from megatron_epp.formulas import parameters  # which few trainings need
-
-    return min(1.0, trained / parameters.parameters_of({**vars(args), "vocab_size": args.padded_vocab_size}))
-
-
-def _rates(args: argparse.Namespace, shape: ModelShape) -> Rates:
-    # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
-    return replace(H100_NODE, attention_kernel=_kernel(args, shape)) if torch.cuda.is_initialized() else CPU
-
-
-def _kernel(args: argparse.Namespace, shape: ModelShape) -> str:
+def kernel_of(args: argparse.Namespace, sizes: AttentionSizes) -> str:
     """Return the name of the attention kernel that the run will take; empty for one without published rates."""
     from megatron_epp.runtime.attention import kernels  # whose libraries no run without formulas needs
 
     names = {kernels.TRANSFORMER_ENGINE: CUDNN, kernels.FLASH_ATTN_3: FLASH_3}
     names |= dict.fromkeys((kernels.FLASH_ATTN, kernels.TORCH_FLASH), FLASH_2)
-    width = shape.value_head_width if shape.value_head_width != shape.head_width else 0
-    heads = shape.heads_on_rank, shape.kv_heads_on_rank
-    case = kernels.AttentionCase("cuda", args.params_dtype, shape.head_width, *heads, width)
+    width = sizes.value_head_width if sizes.value_head_width != sizes.head_width else 0
+    heads = sizes.heads_on_rank, sizes.kv_heads_on_rank
+    case = kernels.AttentionCase("cuda", args.params_dtype, sizes.head_width, *heads, width)
     chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
     return "" if chosen is None else names.get(chosen, "")
-
-
-def with_device_memory(args: argparse.Namespace, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
-    """Return costs with the bytes that the run's shards of the output layer hold, and the memory that autograd does not keep
-    (`on_device`). On a CPU that is not counted, so only a fragmentation share that is set applies.
-    """
-    if costs.vocabulary is not None:
-        shape = replace(model_shape(args), loss_block_tokens=block_tokens_of(args))
-        held = shard_bytes(shape, fused_accumulation=bool(args.gradient_accumulation_fusion))
-        costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
-    share = args.epp_fragmentation_share
-    if torch.cuda.is_initialized():
-        shape = model_shape(args)
-        return on_device(
-            costs,
-            share,
-            buffers=buffers,
-            exchange_bytes_per_token=shape.exchange_bytes_per_token,
-            uncast_bytes_per_token=shape.uncast_bytes_per_token,
-            least_working_bytes_per_token=least_working_bytes_per_token(shape),
-        )
-    return costs if share is None else replace(costs, fragmentation_share=share)
