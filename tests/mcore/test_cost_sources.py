@@ -6,23 +6,27 @@ from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import Linear
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.formulas import CPU, ModelShape, analytic_costs
+from megatron_epp.formulas.of_run import with_device_memory
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.shape import with_device_memory
+from megatron_epp.mcore.costs.megatron_facts import run_facts
 from megatron_epp.plan import EppError
+from megatron_epp.port.run_facts import AttentionSizes, RunFacts
 from tests.mcore.test_refusals import arguments
 from tests.support.failing_disk import swept
+from tests.support.mcore.asking import ask_here
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 HERE = analytic_costs(SHAPE, CPU, [2, 2])
@@ -43,12 +47,12 @@ def first(monkeypatch):
 
 def test_what_is_wrong_with_a_named_file_is_raised_on_all_ranks(monkeypatch, first, tmp_path):
     with pytest.raises(EppError, match=r"--epp-costs nowhere\.json: .*Or give analytic or learn"):
-        stored_costs.named(Namespace(epp_costs="nowhere.json"))
+        stored_costs.named(Namespace(epp_costs="nowhere.json"), ask_here)
     (error,) = first
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: shared.__setitem__(0, error))
     with pytest.raises(EppError, match=r"nowhere\.json"):
-        stored_costs.named(Namespace(epp_costs="nowhere.json"))
+        stored_costs.named(Namespace(epp_costs="nowhere.json"), ask_here)
 
 
 def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused_by_name():
@@ -67,17 +71,24 @@ def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused
 def one_rank(first, monkeypatch):
     """A pipeline of stages that are all here, whose layers have the bytes of `HERE`."""
     played = {
-        "model_shape": lambda args: SHAPE,
-        "for_run": lambda args, measured: measured or analytic_profile(SHAPE, CPU),
+        "run_facts": lambda args, ask: SHAPE,
         "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
         "by_stage": lambda mine, links: tuple(mine.values()),
         "gathered": lambda mine, links, choose=None: [mine],
         "_with_largest_workspaces": lambda mine: mine,
         "_undisturbed": lambda stages: nullcontext(),
-        "_measured_bytes": lambda args, stage, base, product: with_static(HERE, optimizer=args.optimizer).stages[0],
+        "_measured_bytes": lambda args, sizes, stage, base, product: with_static(HERE, optimizer=args.optimizer).stages[0],
     }
     for name, stand_in in played.items():
         monkeypatch.setattr(costs_of_runs, name, stand_in)
+
+    def ask(name: str, *asked: Any) -> Any:
+        """Answer by formulas of a shape, in the place of facts of a run."""
+        if name.endswith(":attention_sizes"):
+            return AttentionSizes(*(getattr(asked[0], name) for name in AttentionSizes._fields))
+        answers = {"prior": lambda: (HERE, LinearTime()), "with_device_memory": lambda: asked[1]}
+        function = name.partition(":")[2]
+        return answers[function]() if function in answers else ask_here(name, *asked)
 
     def learn(args: Namespace) -> PipelineCosts:
         message = lambda tokens: (None, None, "cpu")  # noqa: E731
@@ -85,7 +96,7 @@ def one_rank(first, monkeypatch):
             number: Namespace(num_layers=2, num_halves=4, message=message, model=Linear(1, 1), has_gradient=True)
             for number in range(2)
         }
-        return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2)
+        return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2, ask)
 
     return learn
 
@@ -103,7 +114,7 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(old))
     shape = replace(SHAPE, num_query_groups=2, bytes_per_value=bytes_per_value)
-    monkeypatch.setattr(costs_of_runs, "model_shape", lambda args: shape)
+    monkeypatch.setattr(costs_of_runs, "run_facts", lambda args, ask: shape)
     args = Namespace(epp_costs=str(path), epp_latents="auto", epp_fragmentation_share=None, epp_fp32_kv_gradients=choice)
     found = one_rank(args)
     assert [(stage.kv.heads, stage.kv.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
@@ -155,27 +166,27 @@ def test_whichever_step_of_the_disk_fails_kept_costs_are_whole_and_the_error_nam
 # ---- bytes that autograd does not keep in measured costs: none on a CPU, where nothing else is measured --------------
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+def on_gpu(args: Namespace) -> RunFacts:
+    return replace(run_facts(args, ask_here), kernel="")
 
 
 def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
-    assert with_device_memory(Namespace(epp_fragmentation_share=None), HERE) == HERE
-    with_share = with_device_memory(Namespace(epp_fragmentation_share=0.1), HERE)
+    facts = run_facts(arguments(padded_vocab_size=1024), ask_here)
+    assert with_device_memory(facts, HERE) == HERE
+    with_share = with_device_memory(facts.changed(epp_fragmentation_share=0.1), HERE)
     assert with_share.fragmentation_share == 0.1
     assert with_share.stages == HERE.stages
 
 
-def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
-    costs = with_device_memory(arguments(padded_vocab_size=1024), HERE)
+def test_on_a_gpu_passes_and_messages_take_room():
+    costs = with_device_memory(on_gpu(arguments(padded_vocab_size=1024)), HERE)
     assert costs.fragmentation_share == FRAGMENTATION_SHARE
     assert costs.message_bytes_per_token == HERE.hidden_bytes_per_token
     running = [stage.layers.working_bytes_per_token for stage in costs.stages]
     assert running == [stage.layers.bytes_per_token for stage in HERE.stages]
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     args = arguments(num_experts=8, expert_model_parallel_size=4, padded_vocab_size=1024, **flex)
-    exchanged = with_device_memory(args, HERE)
+    exchanged = with_device_memory(on_gpu(args), HERE)
     buffer = 4 * 4 * args.hidden_size  # fp32 rows of four ranks
     assert exchanged.exchange_bytes_per_token == buffer
     assert [stage.layers.working_bytes_per_token for stage in exchanged.stages] == running

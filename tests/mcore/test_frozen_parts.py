@@ -122,17 +122,18 @@ def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_pa
 
 def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
     from megatron_epp.cost import OptimizerBytes
-    from megatron_epp.formulas import H100, ModelShape, analytic_profile
-    from megatron_epp.mcore.costs.shape import costs_of_stages, trained_share
+    from megatron_epp.formulas import of_run
+    from megatron_epp.mcore.costs.megatron_facts import trained_share
+    from megatron_epp.port.run_facts import RunFacts
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 9, bias=False))
     model[1].requires_grad_(False)
     shares = [trained_share(Namespace(model=model, has_gradient=has_gradient)) for has_gradient in (False, True)]
     assert shares == [None, 0.25]
-    shape = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
-    profile, adam = analytic_profile(shape, H100), OptimizerBytes.of_flags({"bf16": True})
-    first, second, last = costs_of_stages(profile, [2, 2, 2], [None, 0.25, 1.0], adam).stages
-    whole = profile.costs([2, 2, 2], optimizer=adam).stages
+    flags = {"num_layers": 6, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 8, "padded_vocab_size": 1000}
+    facts = RunFacts(flags | {"data_parallel_size": 1}, OptimizerBytes.of_flags({"bf16": True}), 0, "")
+    first, second, last = of_run.prior(facts, None, [2, 2, 2], [None, 0.25, 1.0], (), True)[0].stages
+    whole = of_run.prior(facts, None, [2, 2, 2], [1.0] * 3, (), True)[0].stages
     assert last == whole[2]
     assert first.static.weights == whole[0].static.weights
     assert first.static.gradients == first.static.optimizer == 0

@@ -9,13 +9,15 @@ import torch
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.formulas import CPU, analytic_profile
+from megatron_epp.formulas.of_run import model_shape
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
-from megatron_epp.mcore.costs.shape import model_shape
+from megatron_epp.mcore.costs.megatron_facts import run_facts
 from megatron_epp.mcore.model.kinds import latent_attention
 from megatron_epp.mcore.training import auto_choices
 from megatron_epp.plan import EppError
 from tests.mcore.test_refusals import arguments
+from tests.support.mcore.asking import ask_here
 
 LATENT = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
@@ -35,7 +37,7 @@ def run_of(flags: str, **values: Any) -> argparse.Namespace:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run be one process with data of its own, and formulas for its costs."""
     monkeypatch.setattr(auto_choices, "made_by_first", lambda make: make())
-    monkeypatch.setattr(auto_choices, "named", lambda args: None)
+    monkeypatch.setattr(auto_choices, "ask", ask_here)
     monkeypatch.setattr(auto_choices, "first_batches", lambda args: iter([(3000, 500)]))
 
 
@@ -72,7 +74,7 @@ def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str)
 
 @pytest.mark.parametrize("choice", ["on", "off"])
 def test_costs_of_a_pipeline_settle_the_choice(alone: None, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    monkeypatch.setattr(auto_choices, "named", lambda args: pipeline_costs(choice))
+    monkeypatch.setattr(auto_choices, "named", lambda args, ask: pipeline_costs(choice))
     args = run_of(LATENT)
     auto_choices.settle_latents(args)
     assert args.epp_latents == choice
@@ -80,7 +82,7 @@ def test_costs_of_a_pipeline_settle_the_choice(alone: None, monkeypatch: pytest.
 
 def pipeline_costs(choice: str) -> PipelineCosts:
     args = run_of(f"{LATENT} --epp-latents {choice}")
-    return analytic_profile(model_shape(args), CPU).costs([args.num_layers // 2] * 2)
+    return analytic_profile(model_shape(run_facts(args, ask_here)), CPU).costs([args.num_layers // 2] * 2)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.formulas import of_run as formulas
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.costs.shape import facts, for_search
+from megatron_epp.mcore.costs.megatron_facts import facts, run_facts
 from megatron_epp.mcore.patches import install
 from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
@@ -20,6 +21,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
+from tests.support.mcore.asking import ask_here
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import CHOOSING, PLANNED
 from tests.support.mcore.megatron_flags import arguments
@@ -68,6 +70,7 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
 
 def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000)]))
+    monkeypatch.setattr(layout_search, "ask", ask_here)
 
     def layers(blocks: str) -> tuple[float, ...]:
         model = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
@@ -84,6 +87,7 @@ def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000, 2000, 500) * 4]))
+    monkeypatch.setattr(layout_search, "ask", ask_here)
     model = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
 
     def of(*flags: str) -> tuple[argparse.Namespace, layout_search._Choices]:
@@ -114,7 +118,9 @@ def test_a_search_knows_how_much_of_the_model_trains() -> None:
         prepare_epp_args(args)
         args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
         even = Layout((12,) * 4, Placement("looped", 4, 1))
-        sample = layout_search.sample_of(args, for_search(args), even, ((8192,),))
+        of_model = run_facts(args, ask_here)
+        asked = layout_search.question(args, even, ((8192,),))
+        sample = formulas.sample_of(of_model, formulas.profile_for_search(of_model), asked)
         return sample.costs_of(even), tuple(sample.vocabulary)
 
     whole, both = found()

@@ -17,16 +17,16 @@ from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS
-from megatron_epp.formulas import H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.formulas import H100, ModelShape, analytic_costs, analytic_profile, of_run
 from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
-from megatron_epp.mcore.costs.shape import facts, optimizer_bytes
+from megatron_epp.mcore.costs.megatron_facts import facts, optimizer_bytes, run_facts
 from megatron_epp.mcore.costs.sources import _static
-from megatron_epp.mcore.training import layout_search as layouts
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore import forked
+from tests.support.mcore.asking import ask_here
 from tests.support.mcore.jobs.optimizer import SETTINGS
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.memory_cases import LENGTHS, VOCABULARY
@@ -119,7 +119,7 @@ def test_training_counts_as_the_commands_do(model: str, training: dict, command:
     defaults = {"optimizer": "adam", "use_distributed_optimizer": True, "padded_vocab_size": shape.vocab_size, "fp16": False}
     args = arguments(**defaults | flags | training)
 
-    searched = layouts._costs(args, analytic_profile(shape, H100), layout).stages[0].static
+    searched = of_run.costs_of_layout(run_facts(args, ask_here), analytic_profile(shape, H100), layout).stages[0].static
     assert (searched.weights, searched.gradients, searched.optimizer) == (
         commands[0].weights,
         commands[0].gradients,

@@ -17,10 +17,10 @@ from megatron_epp import run as way_in
 from megatron_epp.advice.question import Configuration
 from megatron_epp.callers import verl
 from megatron_epp.formulas import ModelShape
-from megatron_epp.formulas.attention import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.formulas import of_run as formulas
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
-from megatron_epp.mcore.costs import shape as shapes
+from megatron_epp.mcore.costs.megatron_facts import kernel_of, run_facts
 from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration import wrap
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
@@ -29,9 +29,12 @@ from megatron_epp.mcore.model import layer_recompute, losses, stage
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.stage import Snapshot
 from megatron_epp.plan import NO_RECOMPUTE
+from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.plan.recompute import MLP, MODES
+from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.attention import kernels
 from tests.mcore.test_refusals import arguments
+from tests.support.mcore.asking import ask_here
 from tests.support.runtime.device_audit import Audit, run
 from tests.support.runtime.runtime_plans import two_ranks
 
@@ -288,8 +291,9 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(kernels, "explain", lambda case, preference: asked.append((case, preference)) or (chosen, []))
     args = arguments_of("--attention-backend", "flash")
-    shape = shapes.model_shape(args)
-    assert shapes._rates(args, shape).attention_kernel == name
+    facts = run_facts(args, ask_here)
+    shape = formulas.model_shape(facts)
+    assert formulas._rates(facts).attention_kernel == name
     ((case, preference),) = asked
     assert preference == "flash"
     assert (case.channels, case.query_heads, case.kv_heads) == (shape.head_width, shape.num_attention_heads, 4)
@@ -298,12 +302,12 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
 def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypatch):
     config = TransformerConfig(num_layers=2, hidden_size=512, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16)
     args = Namespace(**{name: getattr(config, name, None) for name in wrap._OF_MODEL})
-    shape = ModelShape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4, vocab_size=128)
+    sizes = AttentionSizes(4, 4, 1, 128, 128, 0.0, 0, 2, False)
     asked = []
     monkeypatch.setattr(
         kernels, "explain", lambda case, preference: asked.append((case, preference)) or (kernels.TORCH_FLASH, [])
     )
-    assert shapes._kernel(args, shape)
+    assert kernel_of(args, sizes)
     ((case, preference),) = asked
     assert (case.dtype, preference) == (torch.bfloat16, "auto")
 

@@ -157,7 +157,8 @@ def trained_share(stage: Any) -> float | None:
 def run_facts(args: argparse.Namespace, ask: Ask) -> RunFacts:
     """Return what formulas need to know of a run, from validated arguments."""
     flags = {name: value for name, value in vars(args).items() if _is_plain(value)}
-    facts = RunFacts(flags, optimizer_bytes(args), block_tokens_of(args), None)
+    blocks = block_tokens_of(args) if getattr(args, "seq_length", None) else 0  # a program's microbatches may have any length
+    facts = RunFacts(flags, optimizer_bytes(args), blocks, None)
     if not torch.cuda.is_initialized():
         return facts
     return replace(facts, kernel=kernel_of(args, ask(f"{FORMULAS}:attention_sizes", facts)))

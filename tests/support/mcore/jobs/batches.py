@@ -78,7 +78,7 @@ def of_batches(executor, batches):
         def run(self):
             run = sliced_run.current()
             args = run.args
-            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages)
+            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages, run.ask)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, run, batches):
