@@ -56,7 +56,7 @@ class CostsFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutQuestion:
-    """What a layout is chosen for, and from.
+    """Input of the choice of a layout.
 
     Attributes:
         batches: lengths in one replica's share of typical batches.

@@ -71,7 +71,6 @@ def pipeline_costs(
     precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
 
     Args:
-        ask: for formulas, on the job's first rank.
         note: called with each step before the step starts.
     """
     note("reading costs")

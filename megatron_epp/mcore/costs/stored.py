@@ -30,9 +30,6 @@ def named(args: argparse.Namespace, ask: Ask) -> PipelineCosts | None:
     """Return the costs of a pipeline in the file that `--epp-costs` names; None if it names none, or a profile.
 
     A collective call of all ranks. Raises `EppError` if the file does not exist, or contains neither.
-
-    Args:
-        ask: for formulas, on the job's first rank.
     """
     if (file := costs_file(args)) is None:
         return None

@@ -19,7 +19,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
-from megatron_epp.mcore import planning
+from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import Step, pipeline_costs
@@ -85,7 +85,7 @@ class SlicedRun(Run):
         self.plans = dist.get_rank() == self.own_ranks[0]
         """True if this rank plans, which is the first rank of its group."""
         self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
-        self._process = planning.take() if self.plans and args.epp_schedule == "elastic" else None
+        self._process = early_planning.take() if self.plans and args.epp_schedule == "elastic" else None
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
 
@@ -302,7 +302,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Start the planning process, before the model is built. A collective call of all ranks."""
     _, ranks = lockstep_groups()
     if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
-        planning.start(options_from(args, training=True, offload=offloads(args)))
+        early_planning.start(options_from(args, training=True, offload=offloads(args)))
 
 
 def start(args: argparse.Namespace) -> SlicedRun:
@@ -322,7 +322,7 @@ def end() -> None:
     if _run is not None:
         _run.close()
     _run = None
-    planning.end()
+    early_planning.end()
 
 
 def current() -> SlicedRun:

@@ -14,7 +14,7 @@ from functools import partial
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, run_facts
 from megatron_epp.mcore.costs.stored import named
-from megatron_epp.mcore.planning import ask
+from megatron_epp.mcore.early_planning import ask
 from megatron_epp.mcore.training.layout_search import first_batches, given_layout, question
 from megatron_epp.runtime.links.objects import made_by_first
 
