@@ -19,7 +19,7 @@ from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.formulas import huggingface
 from megatron_epp.formulas.hardware import H100, Rates
-from megatron_epp.formulas.library import load_flags, mixers_of, pattern_of, shape_of, whole_pattern
+from megatron_epp.formulas.library import load_flags, mixers_of, shape_of
 from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.arguments.refusals import COUNTING, OF_VOCABULARY, PARTING, REPLAYS
@@ -27,6 +27,7 @@ from megatron_epp.mcore.arguments.rule import Rule
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words
+from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
 from megatron_epp.plan.yaml_files import shipped
 from scripts.tables import table, with_tables
 from scripts.write_flags import beyond_leaving_out

@@ -11,7 +11,8 @@ from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.optimizer import TRAINED_SHARE
 from megatron_epp.formulas import ModelShape, Profile, Rates
 from megatron_epp.formulas.analytic import MICROSECONDS, analytic_profile, profile_for
-from megatron_epp.formulas.library import Cluster, pattern_of, shape_of, token_multiple_of, whole_pattern
+from megatron_epp.formulas.library import Cluster, shape_of, token_multiple_of
+from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem

@@ -39,12 +39,12 @@ from megatron_epp.cli.terminal import (
     say,
 )
 from megatron_epp.formulas import Profile
-from megatron_epp.formulas.library import pattern_of
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layer_flags import pattern_of
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up

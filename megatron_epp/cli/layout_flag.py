@@ -13,9 +13,10 @@ from megatron_epp.cli.planning_flags import costs_by, costs_of, costs_source, fl
 from megatron_epp.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.formulas import Profile
-from megatron_epp.formulas.library import balanced_layers, pattern_of, whole_pattern
+from megatron_epp.formulas.library import balanced_layers
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
+from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import begins_with_greedy

@@ -6,12 +6,10 @@ holds `Rates` and the memory of a device.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from megatron_epp.formulas.profile import FORMAT as PROFILE
 from megatron_epp.formulas.profile import Profile
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
+from megatron_epp.plan.layer_flags import all_but_every, by_layer, pattern_of
 from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.reading import (
     MOST_LAYERS,
@@ -263,39 +262,6 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     )
 
 
-def by_layer(frequency: Any, count: int) -> list[bool]:
-    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``.
-
-    Args:
-        frequency: the flag, as text, or as the list that Megatron makes of it.
-
-    Raises:
-        EppError: it is neither.
-    """
-    text = str(frequency).strip()
-    if text.isdecimal() and int(text[:9]) >= 1:
-        return [layer % int(text) == 0 for layer in range(count)]
-    try:
-        entries = _listed(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
-        raise EppError(f"{brief(frequency)} is no list of layers") from None
-    return [bool(entry) for entry in islice(cycle(entries or [0]), count)]
-
-
-def _listed(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _listed(node.left) + _listed(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        times = ast.literal_eval(node.right)
-        if not isinstance(times, int) or not 0 <= times <= 10_000:
-            raise ValueError(times)
-        return _listed(node.left) * times
-    entries = ast.literal_eval(node)
-    if not isinstance(entries, list) or not all(type(entry) is int for entry in entries):
-        raise ValueError(entries)
-    return entries
-
-
 def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
     """Return whether a kernel is fused: Megatron's parsed arguments have its name, a file has the switch that turns it off."""
     return flags.get(name) is not False and not flags.get(switch)
@@ -392,24 +358,6 @@ def state_space(flags: Mapping[str, Any]) -> StateSpace:
     if sizes.heads % sizes.groups:
         raise EppError(f"mamba_num_heads {sizes.heads} cannot share mamba_num_groups {sizes.groups} evenly")
     return sizes
-
-
-def pattern_of(flags: Mapping[str, Any]) -> str:
-    """Return the pattern of a hybrid model's layers, without stages and multi-token prediction; empty for a GPT."""
-    return whole_pattern(flags).partition("/")[0]
-
-
-def whole_pattern(flags: Mapping[str, Any]) -> str:
-    """Return the pattern of a hybrid model's layers, without stages; empty for a GPT."""
-    return str(flags.get("hybrid_layer_pattern") or flags.get("hybrid_override_pattern") or "").replace("|", "")
-
-
-def all_but_every(frequency: Any, count: int) -> list[bool]:
-    """Read which layers a flag names: all but the last of every n, or a list as `by_layer` reads it."""
-    text = str(frequency).strip()
-    if text.isdecimal():
-        return [(layer + 1) % max(1, int(text[:9])) != 0 for layer in range(count)]
-    return by_layer(frequency, count)
 
 
 def check_formulas(flags: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.formulas.library import by_layer, delta_net, mixers_of, pattern_of, shape_of, state_space
+from megatron_epp.formulas.library import delta_net, mixers_of, shape_of, state_space
+from megatron_epp.plan.layer_flags import by_layer, pattern_of
 
 Flags = Mapping[str, Any]
 _ATTENTION, _DELTA, _STATES = "*", "G", "M"

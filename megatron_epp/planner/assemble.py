@@ -12,6 +12,7 @@ from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Predi
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.spans import parted
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, recompute_times
@@ -22,7 +23,6 @@ from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
-from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import Tables
 
 

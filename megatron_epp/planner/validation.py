@@ -10,7 +10,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.work import ChunkWork, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, InfeasibleError, PlanError, Recompute, Remedy
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.spans import refuse_forced_cuts
+from megatron_epp.plan.spans import refuse_forced_cuts
 
 MOST_TOKENS = 1 << 40
 """Most tokens of a batch, after padding: far more than any has, and few enough for sums in 64 bits."""

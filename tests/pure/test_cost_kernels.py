@@ -17,9 +17,10 @@ from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import work_of
 from megatron_epp.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
 from megatron_epp.formulas.analytic import profile_for
-from megatron_epp.formulas.attention import BACKWARD_TFLOPS, FLASH_3, FORWARD_TFLOPS, KERNELS, LENGTHS, speed_of
+from megatron_epp.formulas.attention import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
 from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
+from megatron_epp.plan.flags import FLASH_3, KERNELS
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

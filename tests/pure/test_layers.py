@@ -126,6 +126,13 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
             assert not heavy & {module.partition(".")[0] for module in found}, name
 
 
+def test_a_training_asks_planner_and_formulas_and_does_not_import_them():
+    asked = {"planner", "formulas", "advice", "cli"}
+    lower = {name: targets for name, targets in graph().items() if name.partition(".")[0] in ("port", "data", "runtime", "mcore")}
+    found = {name for name, targets in lower.items() if {target.partition(".")[0] for target in targets} & asked}
+    assert found == {"mcore.training.baseline"}  # which packs as a baseline does
+
+
 TOLD_APART = {
     "__init__": "the package",
     "gated_delta": "`kinds` has a file for each kind of layers, `runtime` its mathematics",

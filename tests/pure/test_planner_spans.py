@@ -16,6 +16,7 @@ from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN
 from megatron_epp.plan.problem import TokenSpan
+from megatron_epp.plan.spans import parted
 from megatron_epp.planner import PLANNERS, Options, plan, slice_groups
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
@@ -24,7 +25,6 @@ from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.service.replica_balance import divide
-from megatron_epp.planner.spans import parted
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.campaign_cases import spans_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths

@@ -90,7 +90,8 @@ def validate(args: Namespace) -> Namespace:
         # The original: ours would make the checks of `check_start` again.
         patching.original_of("megatron.training.arguments:validate_args")(flags, {"tokenizer_type": "GPT2BPETokenizer"})
         if door_of(args) is Door.DOCUMENTS:
-            arguments.core_transformer_config_from_args(flags)
+            # A configuration that delays weight gradients is made as `--epp` allows it only where there is a run.
+            arguments.core_transformer_config_from_args(Namespace(**vars(flags) | {"delay_wgrad_compute": False}))
     return flags
 
 

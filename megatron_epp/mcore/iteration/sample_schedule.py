@@ -31,7 +31,7 @@ from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.plan import EppError
-from megatron_epp.planner.spans import refuse_forced_cuts
+from megatron_epp.plan.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 

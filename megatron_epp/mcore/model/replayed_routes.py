@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_epp.data.routes import Routing
-from megatron_epp.formulas.library import by_layer, pattern_of
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.kinds.experts import EXPERTS
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layer_flags import by_layer, pattern_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from megatron_epp.cost import Costs, LinearTime, causal_pairs
 from megatron_epp.cost.work import IntColumn, TimeColumn, span_work
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.problem import Problem, Spans
-from megatron_epp.planner.spans import allowed_cuts
+from megatron_epp.plan.spans import allowed_cuts
 
 MOST_CHUNKS = 1024
 """No grain aims at more chunks than that. Not measured: planning time grows with chunks, and a token cap far below the longest

@@ -23,10 +23,10 @@ from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, Recompute, fr
 from megatron_epp.plan.check import check
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.spans import parted
 from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.spans import parted
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, plans_of, with_caps
 from tests.support.plan.queue_machine import stuck_together

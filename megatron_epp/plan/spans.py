@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_epp.cost.work import IntColumn
 from megatron_epp.plan import Chunk, InfeasibleError, Remedy
 from megatron_epp.plan.problem import Spans
 
 
-def allowed_cuts(length: int, spans: Spans, multiple: int) -> IntColumn:
+def allowed_cuts(length: int, spans: Spans, multiple: int) -> NDArray[np.int64]:
     """Return the tokens of a sequence at which it may be cut, multiples inside of no span, ascending, and its length."""
     at = np.arange(multiple, length, multiple, dtype=np.int64)
     starts, ends = (np.array([getattr(span, name) for span in spans], dtype=np.int64) for name in ("start", "end"))
@@ -20,7 +20,7 @@ def allowed_cuts(length: int, spans: Spans, multiple: int) -> IntColumn:
     return np.append(at[~is_inside], length)
 
 
-def within(ends: Sequence[int], allowed: IntColumn, most_tokens: int) -> list[int]:
+def within(ends: Sequence[int], allowed: NDArray[np.int64], most_tokens: int) -> list[int]:
     """Return cuts with as few more, each of `allowed`, as leave no slice of more tokens, where that is possible.
 
     Args:
