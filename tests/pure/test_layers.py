@@ -127,10 +127,13 @@ def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
 
 
 def test_a_training_asks_planner_and_formulas_and_does_not_import_them():
-    asked = {"planner", "formulas", "advice", "cli"}
-    lower = {name: targets for name, targets in graph().items() if name.partition(".")[0] in ("port", "data", "runtime", "mcore")}
-    found = {name for name, targets in lower.items() if {target.partition(".")[0] for target in targets} & asked}
-    assert found == {"mcore.training.baseline"}  # which packs as a baseline does
+    asked, of_rank = {"planner", "formulas", "advice", "cli"}, {"port", "data", "losses", "runtime", "mcore"}
+    found = {
+        name
+        for name, targets in graph().items()
+        if name.partition(".")[0] in of_rank and asked & {target.partition(".")[0] for target in targets}
+    }
+    assert found == {"mcore.training.baseline", "runtime.tools.profiling", "runtime.tools.queue_check"}  # which are tools
 
 
 TOLD_APART = {
