@@ -17,12 +17,11 @@ from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.problem import Spans, TrainedParts, by_count
+from megatron_epp.plan.problem import Lengths, Spans, by_count
 from megatron_epp.port.packed import PackedPlans
 
-MakePlans = Callable[[tuple[int, ...], tuple[TrainedParts, ...], tuple[int, ...], tuple[Spans, ...]], PackedPlans]
-"""Function from the lengths of a whole global batch, the trained tokens of its sequences (`trained_parts`), the groups whose
-loss is computed together (`Problem.loss_groups`) and spans (`Problem.spans`) to the plans for the shares of some replicas."""
+MakePlans = Callable[[Lengths], PackedPlans]
+"""Function from a whole global batch to the plans for the shares of some replicas."""
 
 PlansOrError = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -177,7 +176,8 @@ def _batches(
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
         if plans is not None and plans.make_plans is not None:
-            packed = plans.make_plans(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
+            asked = Lengths(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
+            packed = plans.make_plans(asked)
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,

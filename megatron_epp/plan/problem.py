@@ -34,6 +34,15 @@ OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches", "spans")
 """Fields of a problem with an entry for every sequence of the batch."""
 
 
+class Lengths(NamedTuple):
+    """Sequences of a batch as planning knows them, by the names of `Problem`."""
+
+    lengths: tuple[int, ...]
+    trained: tuple[TrainedParts, ...] = ()
+    loss_groups: tuple[int, ...] = ()
+    spans: tuple[Spans, ...] = ()
+
+
 Share = tuple[int, ...]
 """Positions in a global batch, ascending."""
 LockstepGroups = tuple[tuple[int, ...], ...]

@@ -10,13 +10,15 @@ import pytest
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError, lower
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.port.packed import PackedPlan
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 
-def whole_sequences(lengths, trained=(), loss_groups=(), spans=()):
+def whole_sequences(batch):
+    lengths = batch.lengths
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
     return (PackedPlan.of(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
@@ -24,8 +26,8 @@ def whole_sequences(lengths, trained=(), loss_groups=(), spans=()):
 def of_the_shares(*shares):
     """Return the items of the replicas of one batch, each for a share of it."""
 
-    def make(share, lengths, trained=(), loss_groups=(), spans=()):
-        (packed,) = whole_sequences([lengths[at] for at in share])
+    def make(share, batch):
+        (packed,) = whole_sequences(Lengths([batch.lengths[at] for at in share]))
         return (packed._replace(share=share),)
 
     return [partial(make, share) for share in shares]
@@ -61,9 +63,9 @@ def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
     dataset, asked = MemoryDataset(LENGTHS), []
     dataset.groups = ((0, 3), (6,), (2, 4, 5), (1,))
 
-    def make_plan(lengths, trained, loss_groups, spans):
-        asked.append(loss_groups)
-        return whole_sequences(lengths)
+    def make_plan(batch):
+        asked.append(batch.loss_groups)
+        return whole_sequences(batch)
 
     iterator = PlannedBatches(dataset, [(2, 0), (1, 2, 2)], PlanSource(make_plan))
     first, second = next(iterator), next(iterator)
@@ -95,11 +97,12 @@ def test_plans_are_made_ahead_but_not_without_bound():
     made = []
     asked_for_fourth = threading.Event()
 
-    def make_plan(lengths, trained=(), loss_groups=(), spans=()):
+    def make_plan(batch):
+        lengths = batch.lengths
         made.append(lengths)
         if len(made) == 4:
             asked_for_fourth.set()
-        return whole_sequences(lengths)
+        return whole_sequences(batch)
 
     iterator = batches(make_plan, depth=2)
     next(iterator)
@@ -111,11 +114,12 @@ def test_plans_are_made_ahead_but_not_without_bound():
 def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
     calls = []
 
-    def make_plan(lengths, trained=(), loss_groups=(), spans=()):
+    def make_plan(batch):
+        lengths = batch.lengths
         calls.append(lengths)
         if len(calls) == 3:
             raise InfeasibleError("needs 12 GB")
-        return whole_sequences(lengths)
+        return whole_sequences(batch)
 
     iterator = batches(make_plan, depth=4)
     next(iterator)
@@ -139,7 +143,7 @@ def test_a_sampler_error_surfaces():
 
 def test_a_plan_for_other_lengths_is_refused():
     with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*seed"):
-        next(batches(lambda lengths, trained, loss_groups, spans: whole_sequences((5, 9)), sampler=[(2, 3)]))
+        next(batches(lambda batch: whole_sequences(Lengths((5, 9))), sampler=[(2, 3)]))
 
 
 SHARES = ((1,), (0, 2))
@@ -158,8 +162,8 @@ def test_replicas_take_the_shares_they_planned():
 
 
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
-    def make(lengths, trained=(), loss_groups=(), spans=()):
-        return tuple(packed for each in of_the_shares(*SHARES) for packed in each(lengths))
+    def make(batch):
+        return tuple(packed for each in of_the_shares(*SHARES) for packed in each(batch))
 
     for position, share in enumerate(SHARES):
         iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, replica_position=position))
@@ -179,10 +183,11 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division_and_where_planni
     checksums = iter(range(10))
     seen = []
 
-    def make(lengths, trained=(), loss_groups=(), spans=()):
+    def make(batch):
+        lengths = batch.lengths
         if lengths == (LENGTHS[4],):
             raise InfeasibleError("no plan fits")
-        return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
+        return (whole_sequences(batch)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,), (4,)], PlanSource(make, check_division=seen.append))
     for count in range(3):

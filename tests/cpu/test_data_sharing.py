@@ -43,7 +43,8 @@ def take_in_turns(rank, links, count):
     """Two streams taken alternately by ranks that dawdle at random, as training and evaluation. Returns what came."""
     planner = BackgroundPlanner(COSTS, Options()) if rank == 0 else None
 
-    def make(lengths, trained=(), loss_groups=(), spans=()):
+    def make(batch):
+        lengths = batch.lengths
         return planner.plan(problem(lengths))
 
     streams = [batches(rank, links, make, seed) for seed in (1, 2)]
@@ -59,7 +60,8 @@ def take_in_turns(rank, links, count):
     return taken
 
 
-def packed(lengths, trained=(), loss_groups=(), spans=()):
+def packed(batch):
+    lengths = batch.lengths
     return (PackedPlan.of(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
 
 
@@ -67,13 +69,14 @@ def fail_at(rank, links, number, kind):
     """The batches that came before planning failed, and the errors of two calls after."""
     calls = []
 
-    def make(lengths, trained=(), loss_groups=(), spans=()):
+    def make(batch):
+        lengths = batch.lengths
         calls.append(lengths)
         if len(calls) == number:
             if kind == "infeasible":
                 raise InfeasibleError("needs 12 GB")
             raise ZeroDivisionError("a bug")
-        return packed(lengths)
+        return packed(batch)
 
     stream, came, errors = batches(rank, links, make), [], []
     for _ in range(number + 1):

@@ -93,7 +93,8 @@ def test_train_and_evaluation_have_their_own_planners(pair):
     costs, asked = analytic_costs(shape, CPU, [1]), {"train": [], "eval": []}
 
     def source(name):
-        def make(lengths, trained=(), loss_groups=(), spans=()):
+        def make(batch):
+            lengths = batch.lengths
             asked[name].append(lengths)
             made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
             return (PackedPlan.of(made, 1.0, tuple(range(len(lengths)))),)

@@ -17,6 +17,7 @@ from megatron_epp.mcore.iteration import base_run, loggers, sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.port.planning import BackgroundPlanner
@@ -173,14 +174,14 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
         InfeasibleError,
         match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7",
     ):
-        ours._plan((7, 1200, 30), (), (), (), forward_only=False)
+        ours._plan(Lengths((7, 1200, 30)), forward_only=False)
     ours.problem = Problem((), (0, 1), (2**30, 2**30))
-    (packed,) = ours._plan((7, 1200, 30), (), (), (), forward_only=False)
+    (packed,) = ours._plan(Lengths((7, 1200, 30)), forward_only=False)
     assert packed.plan().lengths == (7, 1200, 30)
     assert packed.planning_us > 0
     ours.close()
     with pytest.raises(WorkerError):
-        ours._plan((7, 1200, 30), (), (), (), forward_only=False)
+        ours._plan(Lengths((7, 1200, 30)), forward_only=False)
 
 
 def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
@@ -211,7 +212,7 @@ def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_
     ours._planner = Namespace(plan=lambda problem, **_: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
     ours._can_plan.set()
     for _ in range(2):
-        ours._plan((50,), (), (), (), forward_only=False)
+        ours._plan(Lengths((50,)), forward_only=False)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warns
     assert all(f"of {longest} tokens" in line and "the least that would do" in line and "Raise --cap" in line for line in said)

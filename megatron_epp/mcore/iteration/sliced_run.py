@@ -36,7 +36,7 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
-from megatron_epp.plan.problem import Problem, Spans, TrainedParts
+from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
 from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
@@ -212,22 +212,12 @@ class SlicedRun(Run):
                 if planning is not None:
                     planning.close()
 
-    def _plan(
-        self,
-        lengths: tuple[int, ...],
-        trained: tuple[TrainedParts, ...],
-        loss_groups: tuple[int, ...],
-        spans: tuple[Spans, ...],
-        *,
-        forward_only: bool,
-        plan: Callable[[Problem], PackedPlans] | None = None,
-    ) -> PackedPlans:
+    def _plan(self, batch: Lengths, *, forward_only: bool, plan: Callable[[Problem], PackedPlans] | None = None) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         if self.longest_tokens and not forward_only:
             self._warn_of_longest(self._planner)
-        problem = replace(self.problem, lengths=lengths, trained=trained, loss_groups=loss_groups, spans=spans)
-        problem = replace(problem, forward_only=forward_only)
+        problem = replace(self.problem, **batch._asdict(), forward_only=forward_only)
         try:
             if plan is not None:
                 return plan(problem)
@@ -236,7 +226,7 @@ class SlicedRun(Run):
             return self.learnt_planner.plan_next(self._planner, problem)
         except EppError as error:
             raise possible_on_device(error).with_context(
-                after=f"\nThe batch that this is about has {_summary(lengths)}.", names=self.names
+                after=f"\nThe batch that this is about has {_summary(batch.lengths)}.", names=self.names
             ) from error
 
     def _warn_of_longest(self, planner: BackgroundPlanner) -> None:
