@@ -262,10 +262,10 @@ def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError
 
 def _enough_bytes(question: Question, refused: Misfit) -> int:
     """Smallest memory cap under which a refused configuration fits, of those that it was refused with."""
-    cap, refusal = question.cap_bytes, refused
-    while refusal is not None and refused.config is not None:
-        cap = max(refusal.needed_bytes, cap + 1)
-        refusal = misfit(replace(question, cap_bytes=cap), refused.config)
+    assert refused.config is not None
+    cap = max(refused.needed_bytes, question.cap_bytes + 1)
+    while (again := misfit(replace(question, cap_bytes=cap), refused.config)) is not None:
+        cap = max(again.needed_bytes, cap + 1)
     return cap
 
 
