@@ -215,14 +215,8 @@ def _draw_memory(axis: Axes, timeline: Timeline) -> None:
     note = draw_caps([axis] * len(caps), caps, peak, size)
     axis.set_title(f"planned live bytes ({note})", loc="left", fontsize=10)
     axis.set_ylabel(unit, fontsize=9)
-    style: dict[str, Any] = {
-        "loc": "lower right",
-        "bbox_to_anchor": (1.0, 1.0),
-        "ncols": len(named),
-        "fontsize": 9,
-        "frameon": False,
-    }
-    axis.legend([lines[rank] for rank in named], [f"rank {rank}" for rank in named], **style)
+    handles, labels = [lines[rank] for rank in named], [f"rank {rank}" for rank in named]
+    axis.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(named), fontsize=9, frameon=False)
 
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
