@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_epp.advice.configuration_search import CLOSE, TIE, Advice
-from megatron_epp.advice.judge import Baseline, Judged, Parts
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.judge import Judged, Parts
+from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost.casts import recipe_of
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.units import format_bytes, format_gib
@@ -19,9 +18,14 @@ _NOTICED = 0.005
 """Share of the best step's time that a part must take longer to be named as the reason."""
 _WIDTH = 128
 _LINES = 6
-"""Number of reasons of a kind that are printed unless all are requested."""
-_NEAR = 0.1
-"""Share by which plain 1F1B may be slower than the best configuration and still be called close."""
+"""Number of configurations of a kind that are listed unless all are requested."""
+_USUAL = {"EP": "1", "VPP": "1", "latents": ""}
+"""Columns that are left out where every configuration has this."""
+_READ = (
+    "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
+    f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
+    "fastest the first has the fewest kinds of parallelism."
+)
 _REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
 _NOT_SUBTRACTED = (
     "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
@@ -33,34 +37,23 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     """Format the advice: the input, the best configurations, a comparison with plain 1F1B, and the reasons against others."""
     best, question = advice.best[0], advice.question
     products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
-    tried = len(advice.best) + len(advice.slower)
-    fits = f"{tried} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
+    others = [(entry.config.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
+    unfit = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is not None]
+    ruled_out = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is None]
     parts = [
-        _asked(advice),
-        fits + f"{sum(misfit.config is not None for misfit in advice.refused)} do not fit.",
+        _wrapped(_asked(question)),
+        f"{1 + len(others)} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
+        f"{len(unfit)} do not fit.",
         "\n".join(_table(advice, show)),
-        _wrapped(
-            "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. "
-            "Waiting: a replica that has finished its part of the batch waits until the slowest one has."
-            + (_REDUCTION.format(format_us(best.parts.reduction_us)) if best.parts.reduction_us else "")
-        ),
+        _wrapped(_READ + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),
         _wrapped(_NOT_SUBTRACTED.format(products=products)),
     ]
-    limit = None if everything else _LINES
-    others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]
-    slower = [entry for entry in others if entry.parts.step_us > (1 + CLOSE) * best.parts.step_us]
-    if len(slower) < len(others):
-        parts.append(_close_text(advice, [entry for entry in others if entry not in slower]))
-    if slower:
-        lines = [(entry.config.name, why_slower(question, entry, best)) for entry in slower]
-        parts.append("\n".join(_listed("Slower:", lines, limit)))
-    unfit = [misfit for misfit in advice.refused if misfit.config is not None]
-    ruled_out = [misfit for misfit in advice.refused if misfit.config is None]
-    for title, refused in (("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
-        if refused:
-            parts.append("\n".join(_listed(title, [(misfit.name, misfit.why) for misfit in refused], limit)))
+    for title, lines in (("Others:", others), ("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
+        shown = lines if everything else lines[:_LINES]
+        more = [f"  and {len(lines) - len(shown)} more (--all lists them)"] * (len(lines) > len(shown))
+        parts += ["\n".join([title, *(f"  {name}: {why}" for name, why in shown), *more])] * bool(lines)
     return "\n\n".join(parts)
 
 
@@ -68,94 +61,58 @@ def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
 
 
-def _asked(advice: Advice) -> str:
+def _asked(question: Question) -> str:
     """Describe the machine and the batch."""
-    question = advice.question
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
     cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
-    return _wrapped(
+    return (
         f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
         f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."
     )
 
 
 def _table(advice: Advice, show: int) -> list[str]:
-    several = any(entry.config.virtual > 1 for entry in advice.best[:show])
-    experts = any(entry.config.expert > 1 for entry in advice.best[:show])
-    latents = any(entry.config.latents for entry in advice.best[:show])
-    header = ["TP", "CP", "PP", "DP", *["EP"] * experts, *["VPP"] * several, *["latents"] * latents]
-    header += ["layers", "tokens/s", "per device", "step"]
-    header += ["bubble", "recompute", "exchange", "waiting", "reduce", "peak memory"]
     rows = []
     for entry in advice.best[:show]:
         config, parts = entry.config, entry.parts
-        sizes = [config.tensor, config.context, config.pipeline, config.data, *[config.expert] * experts]
-        stages = f"{config.virtual} {config.placement}" if config.virtual > 1 else "1"
         rate = advice.tokens_per_s(parts.step_us)
-        shares = (parts.bubble_us, parts.recompute_us, parts.exchange_us, parts.waiting_us, parts.reduction_us)
+        shares = {"bubble": parts.bubble_us, "recompute": parts.recompute_us, "exchange": parts.exchange_us}
+        shares |= {"waiting": parts.waiting_us, "reduce": parts.reduction_us}
         rows.append(
-            [
-                *map(str, sizes),
-                *[stages] * several,
-                *[config.latents] * latents,
-                config.layers_text,
-                f"{rate:,.0f}",
-                f"{rate / config.devices:,.0f}",
-                format_us(parts.step_us),
-                *(f"{share / parts.step_us:.1%}" for share in shares),
-                format_bytes(entry.peak_bytes),
-            ]
+            {"TP": str(config.tensor), "CP": str(config.context), "PP": str(config.pipeline), "DP": str(config.data)}
+            | {"EP": str(config.expert), "VPP": f"{config.virtual} {config.placement}" if config.virtual > 1 else "1"}
+            | {"latents": config.latents, "layers": config.layers_text}
+            | {"tokens/s": f"{rate:,.0f}", "per device": f"{rate / config.devices:,.0f}", "step": format_us(parts.step_us)}
+            | {name: f"{share_us / parts.step_us:.1%}" for name, share_us in shares.items()}
+            | {"peak memory": format_bytes(entry.peak_bytes)}
         )
-    return table(header, rows, left=())
+    header = [name for name in rows[0] if any(row[name] != _USUAL.get(name) for row in rows)]
+    return table(header, [[row[name] for name in header] for row in rows], left=())
 
 
 def _plain_text(advice: Advice) -> str:
     if advice.plain is None:
         return "Megatron's own 1F1B fits at none of the sizes that were tried, with any layers, virtual stages or recompute."
     plain, best_us = advice.plain, advice.best[0].parts.step_us
-    name = "interleaved 1F1B" if plain.config.virtual > 1 else "plain 1F1B"
-    where = (
-        f"{name} at its best has {plain.config.name}, rows of up to {plain.stock.row_tokens:,} tokens and "
-        f"{plain.stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the "
-        "best above."
-    )
-    if plain.config.pipeline == 1:
-        where += " Without a pipeline that is plain gradient accumulation."
-    if len(plain.config.lockstep_groups[0]) > 1:
-        where += " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
-    if best_us > (1 + TIE) * plain.step_us:
-        return f"Megatron's own schedule is faster: {where}"
+    head = "Elastic plans pay"
     if advice.plain_is_as_good:
-        return f"Megatron's own schedule is as good (within {TIE:.0%}): {where}"
-    head = "Megatron's own schedule comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
-    return f"{head}: {where}"
-
-
-def _close_text(advice: Advice, close: list[Judged]) -> str:
-    """Describe the configurations that are as good as the first one or even faster, with the differences of their steps."""
-    count, best_us = len(close), advice.best[0].parts.step_us
-    text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE:.0%}."
-    if any(entry.parts.step_us < best_us for entry in close):
-        text += " The first has the fewest kinds of parallelism."
-    steps = [f"{entry.config.name} {entry.parts.step_us / best_us - 1:+.1%}" for entry in close[:_LINES]]
-    whose = "Its step" if count == 1 else "Their steps"
-    return _wrapped(f"{text} {whose}, relative to the first's: {', '.join(steps)}{', ...' * (count > _LINES)}.")
-
-
-def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iterator[str]:
-    yield title
-    for name, why in lines[:limit]:
-        yield f"  {name}: {why}"
-    if limit is not None and len(lines) > limit:
-        yield f"  and {len(lines) - limit} more (--all lists them)"
+        is_faster = best_us > (1 + TIE) * plain.step_us
+        head = f"Megatron's own schedule is {'faster' if is_faster else f'as good (within {TIE:.0%})'}"
+    config, stock = plain.config, plain.stock
+    shared = " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
+    return (
+        f"{head}: {'interleaved' if config.virtual > 1 else 'plain'} 1F1B at its best has {config.name}, rows of up to "
+        f"{stock.row_tokens:,} tokens and {stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, "
+        f"{best_us / plain.step_us:.0%} of the best above." + shared * (len(config.lockstep_groups[0]) > 1)
+    )
 
 
 def why_slower(question: Question, entry: Judged, best: Judged) -> str:
     """Describe the part of a step that contributes most to a configuration's extra time over the best one."""
     slower = entry.parts.step_us / best.parts.step_us
     if slower <= 1 + CLOSE:
-        return f"as good within {CLOSE:.0%}"
+        return f"as good within {CLOSE:.0%} ({slower - 1:+.1%})"
     excess_us = {part.name: getattr(entry.parts, part.name) - getattr(best.parts, part.name) for part in fields(Parts)}
     name = max(excess_us, key=lambda name: excess_us[name])
     head = f"{'' if entry.is_exact else 'about '}{slower:.2f}x the time"
@@ -172,15 +129,15 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
     crosses = question.shape(config).neighbours > question.cluster.devices_per_node
-    fair_tokens, chunk_tokens = question.tokens // config.data, sum(plan.lengths) // len(plan.chunks)
+    chunk_tokens = sum(plan.lengths) // len(plan.chunks)
     each = f", {chunk_tokens // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
+    few = (
+        f": its {len(plan.chunks)} chunks have {chunk_tokens:,} tokens on average{each * (config.ranks > 1)}, and kernels are "
+    )
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
+    longest = f": the longest document has {max(question.lengths):,} tokens, where a fair share has "
     return {
-        "compute_us": (
-            "computing takes",
-            f": its {len(plan.chunks)} chunks have {chunk_tokens:,} tokens on average{each if config.ranks > 1 else ''}, and "
-            "kernels are slower per token the fewer they are",
-        ),
+        "compute_us": ("computing takes", few + "slower per token the fewer they are"),
         "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (
@@ -189,7 +146,7 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
         ),
         "waiting_us": (
             f"{config.data} replicas wait for the slowest for",
-            f": the longest document has {max(question.lengths):,} tokens, where a fair share has {fair_tokens:,}",
+            f"{longest}{question.tokens // config.data:,}",
         ),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
@@ -198,6 +155,15 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
 def as_json(advice: Advice) -> dict[str, Any]:
     """Return every figure, with units in the names."""
     best, question, plain = advice.best[0], advice.question, advice.plain
+
+    def timed(config: Configuration, step_us: float) -> dict[str, Any]:
+        return {"layout": asdict(config), "step_us": step_us, "tokens_per_s": advice.tokens_per_s(step_us)}
+
+    def row(entry: Judged) -> dict[str, Any]:
+        why = "" if entry is best else why_slower(question, entry, best)
+        figures = {"is_exact": entry.is_exact, "parts": asdict(entry.parts), "peak_bytes": entry.peak_bytes, "why": why}
+        return timed(entry.config, entry.parts.step_us) | figures
+
     return {
         "devices": question.devices,
         "cluster": question.cluster.name,
@@ -206,32 +172,11 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "context": question.context,
         "sequences": len(question.lengths),
         "tokens": question.tokens,
-        "best": [_row(advice, entry, best) for entry in advice.best],
-        "slower": [_row(advice, entry, best) for entry in advice.slower],
+        "best": [*map(row, advice.best)],
+        "slower": [*map(row, advice.slower)],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],
-        "plain_1f1b": None if plain is None else _plain_row(advice, plain),
+        "plain_1f1b": plain
+        and timed(plain.config, plain.step_us)
+        | {"row_tokens": plain.stock.row_tokens, "recompute": plain.stock.recompute, "is_as_good": advice.plain_is_as_good},
         "gain": advice.gain.as_json(),
-    }
-
-
-def _plain_row(advice: Advice, plain: Baseline) -> dict[str, Any]:
-    return {
-        "layout": asdict(plain.config),
-        "row_tokens": plain.stock.row_tokens,
-        "recompute": plain.stock.recompute,
-        "step_us": plain.step_us,
-        "tokens_per_s": advice.tokens_per_s(plain.step_us),
-        "is_as_good": advice.plain_is_as_good,
-    }
-
-
-def _row(advice: Advice, entry: Judged, best: Judged) -> dict[str, Any]:
-    return {
-        "layout": asdict(entry.config),
-        "is_exact": entry.is_exact,
-        "tokens_per_s": advice.tokens_per_s(entry.parts.step_us),
-        "step_us": entry.parts.step_us,
-        "parts": asdict(entry.parts),
-        "peak_bytes": entry.peak_bytes,
-        "why": "" if entry is best else why_slower(advice.question, entry, best),
     }

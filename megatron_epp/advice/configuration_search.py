@@ -245,7 +245,7 @@ def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError
     if not tight:
         lines = "; ".join(f"{refusal.name}: {refusal.why}" for refusal in refused[:3])
         return NothingFitsError(f"no configuration of {question.devices} devices can run. {lines}")
-    cap, nearest = _nearest(question, tight[:_NEAR])
+    cap, _, nearest = min((_enough_bytes(question, refusal), refusal.name, refusal) for refusal in tight[:_NEAR])
     assert nearest.config is not None
     gb, device_gb = -(-cap // 2**30), question.cluster.device_memory_gb
     changes = [f"--memory-cap-gb {gb}"] if device_gb is None or gb <= device_gb else []
@@ -260,23 +260,13 @@ def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError
     )
 
 
-def _nearest(question: Question, refused: list[Misfit]) -> tuple[int, Misfit]:
-    """Smallest memory cap under which one of several refused configurations fits, in bytes, and its refusal.
-
-    Args:
-        refused: of configurations, that with the least `needed_bytes`, a lower bound of its cap, first.
-    """
-    caps: list[tuple[int, str, Misfit]] = []
-    for candidate in refused:
-        cap = max(candidate.needed_bytes, question.cap_bytes + 1)
-        while candidate.config is not None and all(cap <= other for other, _, _ in caps):
-            refusal = misfit(replace(question, cap_bytes=cap), candidate.config)
-            if refusal is None:
-                caps.append((cap, candidate.name, candidate))
-                break
-            cap = max(refusal.needed_bytes, cap + 1)
-    cap, _, nearest = min(caps, key=lambda each: each[:2])
-    return cap, nearest
+def _enough_bytes(question: Question, refused: Misfit) -> int:
+    """Smallest memory cap under which a refused configuration fits, of those that it was refused with."""
+    assert refused.config is not None
+    cap = max(refused.needed_bytes, question.cap_bytes + 1)
+    while (again := misfit(replace(question, cap_bytes=cap), refused.config)) is not None:
+        cap = max(again.needed_bytes, cap + 1)
+    return cap
 
 
 def _context_that_fits(question: Question, config: Configuration) -> int | None:

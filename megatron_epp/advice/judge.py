@@ -10,14 +10,13 @@ from functools import cache
 
 from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, StockChoices, without_shards
 from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cost import Costs
 from megatron_epp.formulas.analytic import exchange_line
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Share, by_count
 from megatron_epp.plan.units import format_gib
-from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner import plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
 from megatron_epp.planner.least import one_order_decides, proven
 from megatron_epp.planner.result import plan_lockstep
@@ -112,21 +111,16 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
         why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
         return Misfit(config.name, why, max(static), config, is_static=True)
     try:
-        _prove_fit(problem, costs, question.options)
+        try:
+            estimate_us(problem, costs, question.options)
+        except InfeasibleError:  # an estimate proves that a batch fits; where it fits no cap, a plan may
+            (proven if one_order_decides(problem, question.options) else plan)(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {format_gib(needed, cap)} of {format_gib(cap, needed)}, "
         why += f"{format_gib(max(static))} of it for weights and optimizer"
         return Misfit(config.name, why + ", without offload" * (not question.options.offload), needed, config)
     return None
-
-
-def _prove_fit(problem: Problem, costs: Costs, options: Options) -> None:
-    """Raise `InfeasibleError` unless a batch fits: an estimate proves it, or, where that fits no cap, a plan."""
-    try:
-        estimate_us(problem, costs, options)
-    except InfeasibleError:
-        (proven if one_order_decides(problem, options) else plan)(problem, costs, options)
 
 
 def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:
@@ -161,8 +155,7 @@ def roughly(question: Question, config: Configuration, shares: Sequence[Share]) 
 
 def exactly(question: Question, config: Configuration) -> Judged:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
-    costs = question.costs(config)
-    problem = question.problem(config, question.lengths)
+    costs, problem = question.costs(config), question.problem(config, question.lengths)
     division = divide(
         problem,
         costs,
@@ -172,12 +165,10 @@ def exactly(question: Question, config: Configuration) -> Judged:
     )
     times_us = division.makespan_us
     slowest: Plan | None = None
-    for lockstep_group in sorted(
-        config.lockstep_groups, key=lambda lockstep_group: (-times_us[lockstep_group[0]], lockstep_group)
-    )[:_PLANNED]:
-        if slowest is not None and times_us[lockstep_group[0]] <= slowest.predicted.makespan_us:
+    for group in sorted(config.lockstep_groups, key=lambda group: (-times_us[group[0]], group))[:_PLANNED]:
+        if slowest is not None and times_us[group[0]] <= slowest.predicted.makespan_us:
             break
-        problems = [question.problem_of(config, division.shares[replica]) for replica in lockstep_group]
+        problems = [question.problem_of(config, division.shares[replica]) for replica in group]
         if len(problems) > 1:
             plans = plan_lockstep(problems, costs, question.options)
         else:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -110,54 +110,74 @@ def add_arguments(parser: Parser) -> None:
     add_output(parser, below, type=picture_or_page)
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch to compare planners over.
+
+    Attributes:
+        args: parsed flags.
+        longest: tokens of the longest sequence of all batches.
+        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
+        entries: results of the planners.
+    """
+
+    args: argparse.Namespace
+    name: str
+    lengths: tuple[int, ...]
+    longest: int
+    chosen: Chosen
+    entries: list[Entry] = field(default_factory=list)
+
+
+type StockGain = tuple[Stock | None, Gain] | None
+"""Megatron's own schedule at its best, and the gain of "greedy" over it; None where they are not compared."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
 
     Raises:
         EppError: the arguments make no sense, or matplotlib is missing.
     """
-    batches = batches_of(args)
-    if args.output and len(batches) > 1:
-        raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
+    asked = batches_of(args)
+    if args.output and len(asked) > 1:
+        raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
     tell_sharing(args)
-    settle_latents(args, [lengths for _, lengths in batches], names)
-    chosen = chosen_layout(args, [lengths for _, lengths in batches], names)
-    longest = max(max(lengths) for _, lengths in batches)
-    tables: list[tuple[str, tuple[int, ...], list[Entry]]] = [(name, lengths, []) for name, lengths in batches]
+    typical = [lengths for _, lengths in asked]
+    settle_latents(args, typical, names)
+    chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
+    batches = [Batch(args, name, lengths, longest, chosen) for name, lengths in asked]
     total = len(names) * len(batches)
     with progress(
-        "planning", lambda: f"{sum(len(entries) for *_, entries in tables)} of {total} plans, each with its best size"
+        "planning", lambda: f"{sum(len(each.entries) for each in batches)} of {total} plans, each with its best size"
     ):
-        for _, lengths, entries in tables:
+        for batch in batches:
             for name in names:
-                entries.append(_best(args, lengths, longest, chosen, name))
-        gains = [_gain(args, lengths, longest, chosen, entries) for _, lengths, entries in tables]
+                batch.entries.append(_best(batch, name))
+        gains = [*map(_gain, batches)]
     if ALL in (args.planner or ()):
-        for *_, entries in tables:
-            entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
-    if args.output:
-        _draw(args.output, [(entry.planner, entry.plan) for entry in tables[0][2] if entry.plan is not None])
+        for batch in batches:
+            batch.entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
+    plans = [(entry.planner, entry.plan) for batch in batches for entry in batch.entries if entry.plan is not None]
+    if args.output and is_page(args.output):
+        save_page([Shown(name, shown_plan) for name, shown_plan in plans], args.output)
+    elif args.output:
+        save_picture(side_by_side(plans), args.output)
+    paired = [*zip(batches, gains, strict=True)]
     if args.json:
         common = {"layers": args.layout or BALANCED, "latents": args.latents == "on"}
-        paired = zip(tables, gains, strict=True)
-        say(json.dumps([_row(*table, entry, gain) | common for table, gain in paired for entry in table[2]], indent=1))
+        say(json.dumps([_row(batch, entry, gain) | common for batch, gain in paired for entry in batch.entries], indent=1))
         return 0
-    texts = [_text(*table, gain, titled=len(tables) > 1) for table, gain in zip(tables, gains, strict=True)]
-    if any(entry.plan is not None for *_, entries in tables for entry in entries) and (lines := chosen.lines()):
-        texts.append("\n".join(lines))
-    say("\n\n".join(texts))
+    texts = [_text(batch, gain, titled=len(batches) > 1) for batch, gain in paired]
+    say("\n\n".join([*texts, *["\n".join(lines) for lines in [chosen.lines()] if lines and plans]]))
     return 0
 
 
-def _best(args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str) -> Entry:
-    """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size.
-
-    Args:
-        args, lengths, longest, chosen, name: as in `_entry`.
-    """
-    sizes = (None, *sizes_of(args, lengths, chosen.layout.placement.num_ranks, name))
-    return min((_entry(args, lengths, longest, chosen, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
+def _best(batch: Batch, name: str) -> Entry:
+    """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size."""
+    sizes = (None, *sizes_of(batch.args, batch.lengths, batch.chosen.layout.placement.num_ranks, name))
+    return min((_entry(batch, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
 
 
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
@@ -190,28 +210,13 @@ def _powers(least: int, most: int) -> Iterator[int]:
         power *= 2
 
 
-def _draw(path: str, plans: list[tuple[str, Plan]]) -> None:
-    """Write a page or a picture of plans below each other."""
-    if is_page(path):
-        save_page([Shown(name, shown_plan) for name, shown_plan in plans], path)
-    else:
-        save_picture(side_by_side(plans), path)
-
-
-def _entry(
-    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, name: str, size: int | None
-) -> Entry:
-    """Plan one batch with one planner.
-
-    Args:
-        longest: tokens of the longest sequence of all batches.
-        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
-        size: of its rows or chunks; None for the flags' size.
-    """
+def _entry(batch: Batch, name: str, size: int | None) -> Entry:
+    """Plan one batch with one planner, with a size of its rows or chunks; None for the flags' size."""
+    args, lengths = batch.args, batch.lengths
     start_s = time.process_time()
     known = PLANNERS.entry(name)
     try:
-        layout = layout_at(args, chosen, name, lengths)
+        layout = layout_at(args, batch.chosen, name, lengths)
         options = options_from(args, planner=name)
         if size is not None:
             options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
@@ -219,7 +224,7 @@ def _entry(
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with latest_message(EXACT_PLANNER_LOG) as latest:
-            problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout, longest)
+            problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout, batch.longest)
             planned, refusal = plan(problem, costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
@@ -230,22 +235,17 @@ def _entry(
     return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, size)
 
 
-def _gain(
-    args: argparse.Namespace, lengths: tuple[int, ...], longest: int, chosen: Chosen, entries: list[Entry]
-) -> tuple[Stock | None, Gain] | None:
-    """Return Megatron's own schedule at its best, and the gain of "greedy" over it; None where they are not compared.
-
-    Megatron may have several stages per rank where the plans may have them: where the layout has, or was searched.
-
-    Args:
-        args, lengths, longest, chosen: as in `_entry`.
+def _gain(batch: Batch) -> StockGain:
+    """Compare with Megatron's own schedule, which may have several stages per rank where the plans may have them: where the
+    layout has, or was searched.
     """
-    plans = {entry.planner: entry.plan for entry in entries}
-    ours, source = plans.get("greedy"), costs_source(args, longest)[0]
+    args, lengths, chosen = batch.args, batch.lengths, batch.chosen
+    plans = {entry.planner: entry.plan for entry in batch.entries}
+    ours, source = plans.get("greedy"), costs_source(args, batch.longest)[0]
     if ours is None or PLANNER not in plans or args.forward_only or not isinstance(source, Profile):
         return None
     alone = argparse.Namespace(**vars(args) | {"loss_block_tokens": 0, "latents": "off"})
-    whole, _ = costs_source(alone, longest)
+    whole, _ = costs_source(alone, batch.longest)
     assert isinstance(whole, Profile)  # as the other
     layout, options, num_layers = chosen.layout, options_from(args, planner="greedy"), chosen.layout.num_layers
     problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(costs_by, args, source))
@@ -269,21 +269,19 @@ def _gain(
     return choices.gain(whole_us, best_us)
 
 
-def _text(
-    batch: str, lengths: tuple[int, ...], entries: list[Entry], gain: tuple[Stock | None, Gain] | None, titled: bool
-) -> str:
-    lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
+def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
+    lengths, entries = batch.lengths, batch.entries
+    lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     sizes = [("own" if entry.size is None else f"{entry.size:,}",) for entry in entries]
     lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("size",), sizes))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
-    planned = [entry.planner for entry in entries if entry.plan is not None]
-    known = {name: entry for name in planned if (entry := PLANNERS.entry(name)) is not None}
-    if splits := [name for name, entry in known.items() if entry.splits_weight]:
-        lines.append(f"weight gradients are split off in {', '.join(splits)}; with --split-weight in all")
-    if copying := [name for name, entry in known.items() if entry.offloads]:
-        lines.append(f"activations may be offloaded in {', '.join(copying)}; with --offload in all")
-    if joining := [name for name, entry in known.items() if entry.joins]:
-        lines.append(f"exchanges are overlapped in {', '.join(joining)}; with --overlap-exchanges in greedy")
+    for is_so, what, flag in (
+        ("splits_weight", "weight gradients are split off in", "--split-weight in all"),
+        ("offloads", "activations may be offloaded in", "--offload in all"),
+        ("joins", "exchanges are overlapped in", "--overlap-exchanges in greedy"),
+    ):
+        names = [entry.planner for entry in entries if entry.plan and getattr(PLANNERS.entry(entry.planner), is_so, False)]
+        lines += [f"{what} {', '.join(names)}; with {flag}"] * bool(names)
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     if gain is not None:
@@ -294,13 +292,11 @@ def _text(
     return "\n".join(lines)
 
 
-def _row(
-    batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entry, gain: tuple[Stock | None, Gain] | None
-) -> dict[str, Any]:
+def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "batch": batch,
-        "sequences": len(lengths),
-        "tokens": sum(lengths),
+        "batch": batch.name,
+        "sequences": len(batch.lengths),
+        "tokens": sum(batch.lengths),
         "planner": entry.planner,
         "planning_ms": entry.planning_ms,
         "size": entry.size,
@@ -308,21 +304,17 @@ def _row(
     if entry.plan is None:
         return row | {"refusal": entry.refusal}
     predicted = entry.plan.predicted
-    best_us = min(e.plan.predicted.makespan_us for e in entries if e.plan is not None)
-    return (
-        row
-        | {
-            "makespan_us": predicted.makespan_us,
-            "makespan_over_best": predicted.makespan_us / best_us,
-            "lower_bound_us": predicted.lower_bound_us,
-            "bubble_fraction": predicted.bubble_fraction,
-            "peak_bytes": list(predicted.peak_bytes),
-            "cap_bytes": list(entry.plan.cap_bytes),
-            "recompute_share": recompute_share(entry.plan),
-            "chunks": len(entry.plan.chunks),
-        }
-        | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
-    )
+    row |= {
+        "makespan_us": predicted.makespan_us,
+        "makespan_over_best": predicted.makespan_us / min(other.makespan_us for other in batch.entries),
+        "lower_bound_us": predicted.lower_bound_us,
+        "bubble_fraction": predicted.bubble_fraction,
+        "peak_bytes": list(predicted.peak_bytes),
+        "cap_bytes": list(entry.plan.cap_bytes),
+        "recompute_share": recompute_share(entry.plan),
+        "chunks": len(entry.plan.chunks),
+    }
+    return row | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
 
 
 _PURPOSE = "plan batches with several planners and print them side by side"

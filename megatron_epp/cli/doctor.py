@@ -66,40 +66,36 @@ class _Library:
     """A Python package that may be there.
 
     Attributes:
-        name: for people.
         requirement: the name it is installed under, and the versions that are known to work.
-        status: of its absence.
+        module: that is imported.
         use: what it is for.
-        install: the command.
-        module: that is imported; empty for one of the name it is installed under.
+        status: of its absence.
     """
 
     name: str
     requirement: str
-    status: str
+    module: str
     use: str
     install: str
-    module: str = ""
+    status: str = WARNING
 
 
-_TORCH = _Library("torch", "torch>=2.6", PROBLEM, "everything that trains", 'pip install "torch>=2.6"')
-_NUMBA = _Library("numba", "numba>=0.60", WARNING, "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
+_TORCH = _Library("torch", "torch>=2.6", "torch", "everything that trains", 'pip install "torch>=2.6"', PROBLEM)
+_NUMBA = _Library("numba", "numba>=0.60", "numba", "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
 _GPU_LIBRARIES = (
     _Library(
         "Transformer Engine",
         "transformer-engine>=2",
-        WARNING,
+        "transformer_engine.pytorch",
         "Megatron's default layers and cuDNN's attention",
         "pip install 'megatron-epp[te]', or train with --transformer-impl local",
-        "transformer_engine.pytorch",
     ),
     _Library(
         "NVIDIA Apex",
         "apex>=0",
-        WARNING,
+        "amp_C",  # one of its extensions: a package called apex may be something else
         "fused Adam and --gradient-accumulation-fusion",
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
-        "amp_C",  # one of its extensions: a package called apex may be something else
     ),
 )
 
@@ -129,11 +125,10 @@ def text(findings: list[Finding]) -> str:
     lines = []
     for finding in findings:
         lines.append(f"{finding.status:<8} {finding.subject:<{width}}  {finding.found}")
-        if finding.todo:
-            lines.append(f"{'':<8} {'':<{width}}  -> {finding.todo}")
-    counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, WARNING)}
-    verdict = "training cannot run here" if counts[PROBLEM] else "training can run here"
-    return "\n".join([*lines, "", f"{verdict}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s)"])
+        lines += [f"{'':<8} {'':<{width}}  -> {finding.todo}"] * bool(finding.todo)
+    problems, warnings = (sum(finding.status == status for finding in findings) for status in (PROBLEM, WARNING))
+    verdict = "training cannot run here" if problems else "training can run here"
+    return "\n".join([*lines, "", f"{verdict}: {problems} problem(s), {warnings} warning(s)"])
 
 
 def look() -> Iterator[Finding]:
@@ -182,28 +177,23 @@ def _mended(error: Exception, library: _Library) -> str:
 
 
 def _library(library: _Library, is_of_use: bool = True) -> Finding:
+    from packaging.version import Version
+
     distribution, _, least = library.requirement.partition(">=")
     version, versions = version_of(distribution), f">={least}"
     if not is_of_use:
         return Finding(library.name, OK, f"{version or 'not found'}; it needs a GPU to be of use")
-    module = library.module or distribution.replace("-", "_")
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
+    if importlib.util.find_spec(library.module.partition(".")[0]) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
-    if (error := _import_error(module)) is not None:
+    if (error := _import_error(library.module)) is not None:
         state = f"{version or 'found'}, but its import fails: {one_line(error)}"
-        return Finding(library.name, PROBLEM if library.status == PROBLEM else WARNING, state, _mended(error, library))
+        return Finding(library.name, library.status, state, _mended(error, library))
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
-    if not features.matches(version, versions) and not features.matches(_release(version), versions):
+    # NVIDIA's containers have builds from before a release: torch 2.6.0a0+... is as good as 2.6.
+    if not any(features.matches(name, versions) for name in (version, Version(version).base_version)):
         return Finding(library.name, library.status, f"{version}, outside {versions}", library.install)
     return Finding(library.name, OK, f"{version} ({versions})")
-
-
-def _release(version: str) -> str:
-    """Return the release before which a build was made: NVIDIA's containers have torch 2.6.0a0+..., which is as good as 2.6."""
-    from packaging.version import Version
-
-    return Version(version).base_version
 
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
@@ -211,11 +201,9 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
     nccl = ".".join(map(str, nccl_version() or torch.cuda.nccl.version())) if has_nccl else "not in this build of torch"
     yield Finding("CUDA and NCCL", OK, f"{torch.version.cuda or 'not in this build of torch'} and {nccl}")
     if not has_gpu:
-        todo = ""
-        if torch.version.cuda is None and os.path.exists("/proc/driver/nvidia/version"):
-            todo = "this machine has an NVIDIA driver, but torch was built without CUDA: install a CUDA build of torch"
-        yield Finding("GPU", WARNING, "none: Megatron runs on the CPU with gloo, for development", todo)
-        return
+        lacks_cuda = torch.version.cuda is None and os.path.exists("/proc/driver/nvidia/version")
+        todo = "this machine has an NVIDIA driver, but torch was built without CUDA: install a CUDA build of torch"
+        yield Finding("GPU", WARNING, "none: Megatron runs on the CPU with gloo, for development", todo * lacks_cuda)
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         memory = f"{device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
@@ -258,27 +246,25 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
         for (kernel, passed_over), channels_of in channels_by.items():
             slow = has_gpu and kernel is kernels.EXACT_ATTENTION and dtype is not torch.float32
             chosen = f"{kernel.name} ({', '.join(channels_of)} channels; whole, packed and sliced sequences alike)"
-            chosen += f"; not {'; '.join(passed_over)}" if passed_over else ""
-            todo = "install one of the kernels that were passed over" if slow else ""
+            chosen += f"; not {'; '.join(passed_over)}" * bool(passed_over)
+            todo = "install one of the kernels that were passed over" * slow
             yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, chosen, todo)
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
     name, value = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
-    if has_gpu and not segments_expand(environment, version):
-        name, why = allocator_variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
-        yield Finding(name, WARNING, value, f"export {name}={EXPANDABLE}: {why}")
-    else:
-        yield Finding(name, OK, value)
+    wastes = has_gpu and not segments_expand(environment, version)
+    if wastes:
+        name = allocator_variables(version)[0]
+    todo = f"export {name}={EXPANDABLE}: chunks differ in size, and fixed segments leave gaps"
+    yield Finding(name, WARNING if wastes else OK, value, todo * wastes)
     if (value := environment.get(TF32, "0")) != "0":
         yield Finding(TF32, OK, f"{value}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
     name, value = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
-    if has_gpu and value != "1":
-        todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
-        yield Finding(name, WARNING, value, todo)
-    else:
-        yield Finding(name, OK, value)
+    several = has_gpu and value != "1"
+    todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
+    yield Finding(name, WARNING if several else OK, value, todo * several)
 
 
 _PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"

@@ -1,8 +1,8 @@
 """Megatron's flags of a model that a Hugging Face ``config.json`` describes.
 
 A row of `ARCHITECTURES` says which parts a kind of model is made of; each part is a function that reads its keys and returns
-its flags. Names of keys and their defaults are those of the `transformers` classes (release 5.24). Tokenizers, weights and
-settings of inference are ignored.
+its flags. It raises `EppError` for what is missing, out of its range, or contradicts the rest. Names of keys and their defaults
+are those of the `transformers` classes (release 5.24). Tokenizers, weights and settings of inference are ignored.
 """
 
 from __future__ import annotations
@@ -20,72 +20,57 @@ type Flags = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config, under one of several names each."""
+    """The values of a config, under one of several names each: the first that it has, and that is not null.
+
+    Readers return the default where there is none, and raise `EppError` for anything else than what they read.
+    """
 
     body: Mapping[str, Any]
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first name that the config has; None if it has none, or says null."""
         return next((self.body[name] for name in names if self.body.get(name) is not None), None)
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_SIZE) -> int:
-        """Return a whole number.
-
-        Args:
-            names: under which the number may stand; the first one that does counts.
-            default: if there is none.
-
-        Raises:
-            EppError: it is missing and has no default, or is no whole number within the limits.
-        """
-        value = self._read(names, default, lambda value: whole(value, least, most))
-        if value is None:
+        """Return a whole number within the limits. Raises `EppError` if it is missing and has no default, too."""
+        size = self._read(names, default, lambda value: whole(value, least, most))
+        if size is None:
             raise EppError(f"there is no {' or '.join(names)}")
-        return value
+        return size
 
     def number(self, *names: str, default: float) -> float:
-        """Return a number, or the default. Raises `EppError` for anything else."""
         return self._read(names, default, number)
+
+    def switch(self, name: str) -> bool:
+        """Return a truth value, false by default."""
+        return self._read([name], False, lambda value: _of_kind(bool, value, "neither true nor false"))
+
+    def section(self, *names: str) -> Config:
+        """Return the object under a name, an empty one by default."""
+        return Config(self._read(names, {}, lambda value: _of_kind(dict, value, "not an object")))
+
+    def layers(self, *names: str) -> list[str]:
+        """Return the kind of every layer, none by default, but as many as the config says."""
+        kinds = self._read(names, [], lambda value: _of_kind(list, value, "not a list of names"))
+        count = self.get("num_hidden_layers")
+        if kinds and count not in (None, len(kinds)):
+            raise EppError(
+                f"{' or '.join(names)} lists {len(kinds):,} layers, where num_hidden_layers says {brief_text(count)}"
+            )
+        return [_of_kind(str, kind, "not the name of a layer") for kind in kinds]
 
     def _read[T](self, names: Sequence[str], default: T, read: Callable[[Any], T]) -> T:
         value = self.get(*names)
         try:
             return default if value is None else read(value)
         except EppError as error:
-            raise EppError(f"{self._name(names)}: {error}") from None
+            name = next(name for name in names if self.body.get(name) is not None)
+            raise EppError(f"{name}: {error}") from None
 
-    def switch(self, *names: str, default: bool = False) -> bool:
-        """Return a truth value, or the default. Raises `EppError` for anything else."""
-        value = self.get(*names)
-        if value is not None and type(value) is not bool:
-            raise EppError(f"{self._name(names)} is {brief(value)}, neither true nor false")
-        return default if value is None else value
 
-    def section(self, *names: str) -> Config:
-        """Return the object under a name; an empty one if there is none."""
-        value = self.get(*names)
-        if value is not None and not isinstance(value, dict):
-            raise EppError(f"{self._name(names)} is {brief(value)}, not an object")
-        return Config(value or {})
-
-    def layers(self, *names: str) -> list[str]:
-        """Return the kind of every layer; empty if the config does not list them.
-
-        Raises:
-            EppError: it is no list of names, or has another number of layers than the config says.
-        """
-        value = self.get(*names)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
-            raise EppError(f"{self._name(names)} is {brief(value)}, not a list of names")
-        count = self.get("num_hidden_layers")
-        if count is not None and count != len(value):
-            raise EppError(f"{self._name(names)} lists {len(value):,} layers, where num_hidden_layers says {brief_text(count)}")
-        return value
-
-    def _name(self, names: Sequence[str]) -> str:
-        return next((name for name in names if self.body.get(name) is not None), names[0])
+def _of_kind[T](kind: type[T], value: Any, otherwise: str) -> T:
+    if type(value) is not kind:
+        raise EppError(f"{brief(value)} is {otherwise}")
+    return value
 
 
 type Part = Callable[[Config], Flags]
@@ -137,11 +122,7 @@ def count(config: Config) -> Flags:
 
 
 def heads(config: Config) -> Flags:
-    """Read query heads, and the heads of keys and values that they share.
-
-    Raises:
-        EppError: the heads do not divide evenly.
-    """
+    """Read query heads, and the heads of keys and values that they share."""
     queries, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     groups = config.size("num_key_value_heads", default=queries)
     if queries % groups:
@@ -174,11 +155,7 @@ def rotation(config: Config) -> Flags:
 
 
 def gated_mlp(config: Config) -> Flags:
-    """Read an MLP of two input projections.
-
-    Raises:
-        EppError: its nonlinearity is none that Megatron has a flag for.
-    """
+    """Read an MLP of two input projections."""
     act = config.get("hidden_act") or "silu"
     if act != "silu":
         raise EppError(f"hidden_act is {brief(act)}; only silu, of a gated MLP, is known")
@@ -189,11 +166,7 @@ def gated_mlp(config: Config) -> Flags:
 
 
 def experts(config: Config) -> Flags:
-    """Read the experts of a layer, how a token is routed to them, and which layers have them.
-
-    Raises:
-        EppError: a token passes more experts than there are, or their groups are not of one size.
-    """
+    """Read the experts of a layer, how a token is routed to them, and which layers have them."""
     number_of = config.size("num_experts", "num_local_experts", "n_routed_experts")
     passed = config.size("num_experts_per_tok")
     if passed > number_of:
@@ -219,11 +192,7 @@ def _shared_expert(config: Config) -> Flags:
 
 
 def _expert_layers(config: Config) -> Flags:
-    """Read which layers have experts; all do if the config does not say.
-
-    Raises:
-        EppError: it names layers that the model does not have.
-    """
+    """Read which layers have experts; all do if the config does not say."""
     layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", default=0, least=0)
     only, every = config.get("mlp_only_layers") or [], config.size("decoder_sparse_step", default=1)
     if dense > layers:
@@ -297,7 +266,6 @@ def extra_prediction(config: Config) -> Flags:
 def windows(config: Config) -> Flags:
     """Read in which layers a token attends to its last `sliding_window` tokens alone."""
     kinds, width = config.layers("layer_types"), config.size("sliding_window", default=0, least=0)
-    layers = config.size("num_hidden_layers")
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise EppError(f"layer_types has {brief(sorted(unknown)[0])}; known are sliding_attention and full_attention")
     narrow = [int(kind == "sliding_attention") for kind in kinds]
@@ -306,10 +274,10 @@ def windows(config: Config) -> Flags:
     if not width or (kinds and not any(narrow)):
         return {}
     flags: Flags = {"window_size": f"({width - 1},0)"}
-    if not kinds or all(narrow):
+    if all(narrow):
         return flags
-    every = next(number for number, is_narrow in enumerate(narrow, start=1) if not is_narrow)
-    is_regular = narrow == [int(number % every != 0) for number in range(1, layers + 1)]
+    every = narrow.index(0) + 1
+    is_regular = narrow == [int(layer % every != 0) for layer in range(1, len(narrow) + 1)]
     return flags | {"window_attn_skip_freq": every if is_regular else runs(narrow)}
 
 
@@ -323,27 +291,29 @@ def listed_windows(config: Config) -> Flags:
     return {} if config.get("layer_types") is None else windows(config)
 
 
-def switched_windows(config: Config) -> Flags:
+def switched_windows(config: Config, first: int | None = None) -> Flags:
     """Read windows that `use_sliding_window` turns on: of the layers that the config lists, or from `max_window_layers` on."""
     if not config.switch("use_sliding_window"):
         return {}
-    body, layers = {"sliding_window": 4096, **config.body}, config.size("num_hidden_layers")
-    if config.get("layer_types") is None:
-        first = min(layers, config.size("max_window_layers", default=28, least=0))
-        body |= {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (layers - first)}
-    return windows(Config(body))
+    if first is None:
+        first = config.size("max_window_layers", default=28, least=0)
+    return usual_windows(_with_layers(config, ["full_attention"] * first + ["sliding_attention"] * MOST_LAYERS))
 
 
 def windows_everywhere(config: Config) -> Flags:
     """Read windows that `use_sliding_window` turns on in all layers."""
-    return switched_windows(Config({**config.body, "max_window_layers": 0}))
+    return switched_windows(config, first=0)
 
 
 def alternating_windows(config: Config) -> Flags:
     """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
-    if config.get("layer_types") is not None:
-        return windows(config)
-    return {"window_size": f"({config.size('sliding_window', default=128) - 1},0)", "window_attn_skip_freq": 2}
+    alternating = ["sliding_attention", "full_attention"] * MOST_LAYERS
+    return windows(_with_layers(Config({"sliding_window": 128, **config.body}), alternating))
+
+
+def _with_layers(config: Config, kinds: Sequence[str]) -> Config:
+    """Return a config that lists its layers: these kinds, as many as there are layers, unless it lists them itself."""
+    return Config({**config.body, "layer_types": config.get("layer_types") or kinds[: config.size("num_hidden_layers")]})
 
 
 def gated_delta(config: Config) -> Flags:
@@ -374,11 +344,7 @@ SYMBOLS = {
 
 
 def hybrid(config: Config) -> Flags:
-    """Read a pattern of Mamba-2, attention, MLP and expert layers.
-
-    Raises:
-        EppError: a layer is of no known kind.
-    """
+    """Read a pattern of Mamba-2, attention, MLP and expert layers."""
     pattern: Sequence[str] = config.get("hybrid_override_pattern") or config.layers("layers_block_type", "layer_types")
     if not pattern:
         raise EppError("there is no hybrid_override_pattern or layers_block_type")

@@ -173,8 +173,7 @@ OWN = {
 PLANNERS = Planners(OWN, "megatron_epp.contrib.exact", "megatron_epp.contrib.papers.table")
 """Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here.
 
-A new order of whole sequences is a function (see `planner.baselines.whole.Schedule`), `baseline(it)` and an entry. A planner
-that cuts its own chunks is a function too: docs/your-own-schedule.md.
+A new one is a function and an entry: docs/your-own-schedule.md.
 """
 
 

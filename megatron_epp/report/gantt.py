@@ -34,9 +34,9 @@ _MEMORY_INCHES = 1.7
 _RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7A00")
 """Colours of curves, one per rank; curves of more ranks have shades of one colour."""
 _ALL_LANES_INCHES = 9.0
-"""Height of the lanes of several plans together, as long as lanes stay legible."""
-_LANE_INCHES = (0.16, 0.3)
-"""Least and largest height of a lane of several plans."""
+"""Height of all lanes together, as long as lanes stay legible."""
+_LANE_INCHES = (0.16, 0.4)
+"""Least and largest height of a lane."""
 WIDTH_INCHES = 15.0
 DPI = 150
 _LANE = 0.84
@@ -68,7 +68,6 @@ class _Row(NamedTuple):
     plan: Plan
     boxes: Sequence[Box]
     makespan_us: float
-    height_inches: float
 
 
 def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
@@ -81,19 +80,18 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
         PlanError: the order deadlocks, or the measurement is of another plan.
     """
     timeline = simulate(plan)
-    height = max(plan.num_ranks * min(0.45, max(0.26, 3.6 / plan.num_ranks)), 0.8)
     own_axes = measured is not None and far_from(plan, measured)
     planned = f"planned: {_figures(timeline)}{calibration(plan)}"
-    rows = [_Row(planned, plan, planned_boxes(timeline), timeline.makespan_us, height)]
+    rows = [_Row(planned, plan, planned_boxes(timeline), timeline.makespan_us)]
     if measured is not None:
         ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
         took = f"measured: {_figures(measured)}, {ratio:.2f} times as planned{', on a time axis of its own' * own_axes}"
-        rows.append(_Row(took, plan, measured_boxes(plan, measured), measured.makespan_us, height))
+        rows.append(_Row(took, plan, measured_boxes(plan, measured), measured.makespan_us))
     title = (
         f"{batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
-    figure, axes = _figure_of(rows, title, [_MEMORY_INCHES], own_axes)
+    figure, axes = _figure_of(rows, title, _MEMORY_INCHES, own_axes)
     _draw_memory(axes[-1], timeline)
     return figure
 
@@ -122,8 +120,6 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
     """
     if not plans:
         raise PlanError("there is no plan to draw: no planner found one")
-    least, most = _LANE_INCHES
-    inches = max(least, min(most, _ALL_LANES_INCHES / sum(plan.num_ranks for _, plan in plans)))
     pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
     differ = len(set(pipelines)) > 1
     for (name, plan), pipeline in zip(plans, pipelines, strict=True):
@@ -131,8 +127,7 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
         figures = [f"{name}: {format_us(predicted.makespan_us)}", f"bubble {predicted.bubble_fraction:.1%}"]
         figures += [f"recompute {share:.1%}"] * (share > 0)
         title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
-        height = max(inches * plan.num_ranks, 0.6)
-        rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, height))
+        rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us))
     formula = all(not is_calibrated(plan) for _, plan in plans)
     planned = f"as planned{calibration(plans[0][1])}" if formula else "as planned"
     title = ", ".join([batch_text(plans[0][1]), *pipelines[: not differ], planned])
@@ -140,38 +135,38 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
 
 
 def _figure_of(
-    rows: Sequence[_Row], title: str, more_inches: Sequence[float] = (), own_axes: bool = False
+    rows: Sequence[_Row], title: str, below_inches: float = 0.0, own_axes: bool = False
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Draw iterations below each other, and leave room for more axes below them.
+    """Draw iterations below each other.
 
     Args:
-        more_inches: height of each further axis, which shows the first iteration.
+        below_inches: height of a further axis below them, with the time of the first; none if 0.
         own_axes: each iteration has a time axis of its own.
     """
-    heights = [*(row.height_inches for row in rows), *more_inches]
+    least, most = _LANE_INCHES
+    lane_inches = max(least, min(most, _ALL_LANES_INCHES / sum(row.plan.num_ranks for row in rows)))
+    heights = [max(lane_inches * row.plan.num_ranks, 0.6) for row in rows] + [below_inches] * (below_inches > 0)
     size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
-    figure, axes = new_figure(size_inches, DPI, len(heights), sharex=False, height_ratios=heights)
+    figure, axes = new_figure(size_inches, DPI, len(heights), height_ratios=heights)
     longest_us = max(row.makespan_us for row in rows) or 1.0
-    for number, (axis, row) in enumerate(zip(axes, [*rows, *[rows[0]] * len(more_inches)], strict=True)):
+    for axis, row in zip(axes, [*rows, rows[0]], strict=False):
         length_us = row.makespan_us or 1.0 if own_axes else longest_us
         axis.set_xlim(0.0, length_us / 1e3)
-        has_labels = own_axes or axis is axes[-1]
-        axis.tick_params(axis="x", labelbottom=has_labels)
-        if has_labels:
+        if own_axes or axis is axes[-1]:
             label_time(axis, length_us)
-        if number < len(rows):
-            draw_lanes(axis, row.plan, row.boxes, length_us)
-            axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
-            axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
+        else:
+            axis.tick_params(axis="x", labelbottom=False)
+    for axis, row in zip(axes, rows, strict=False):
+        draw_lanes(axis, row.plan, row.boxes, row.makespan_us or 1.0 if own_axes else longest_us)
+        axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
+        axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     figure.suptitle(title, fontsize=11, parse_math=False)
     draw_legend(figure, [row.plan for row in rows])
     return figure, axes
 
 
 def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Make a figure with axes below each other that share the time axis, unless `layout` says otherwise.
-
-    Raises `EppError` if matplotlib is not installed.
+    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed.
 
     Args:
         dpi: pixels per inch.
@@ -184,18 +179,13 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
         raise EppError('pictures need matplotlib; install it with: pip install "megatron-epp[viz]"') from error
     figure = Figure(figsize=size_inches, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
-    axes: Sequence[Axes] = figure.subplots(num_axes, 1, squeeze=False, **{"sharex": True, **layout})[:, 0]
-    return figure, axes
+    return figure, figure.subplots(num_axes, 1, squeeze=False, **layout)[:, 0]
 
 
 def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
     """Draw a cap as a dashed line on each axis unless it is far above the peak, scale the axes, and return a note about caps.
 
-    Args:
-        axes: one for each cap; their unit is `size` bytes.
-        caps: memory caps in bytes.
-        peak: highest peak in bytes.
-        size: bytes of the axes' unit.
+    Caps, one for each axis, and the highest peak are in bytes; `size` is the bytes of the axes' unit.
     """
     shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
     for axis, cap in zip(axes, caps, strict=True):
@@ -210,33 +200,23 @@ def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
     """Draw live bytes of every rank as steps, and the caps."""
-    plan, peak = timeline.plan, max(timeline.peak_bytes)
+    plan, peak, ranks = timeline.plan, max(timeline.peak_bytes), timeline.plan.num_ranks
     size, unit = byte_unit(peak)
+    few = ranks <= len(_RANK_COLOURS)
+    named = range(ranks) if few else (0, ranks // 2, ranks - 1)
     lines = []
-    for rank in range(plan.num_ranks):
+    for rank in range(ranks):
         # Of several changes at one instant (to the nanosecond), releases come first: the last value is valid.
         live = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
         times_ms, heights = [time_us / 1e3 for time_us in live], [num_bytes / size for num_bytes in live.values()]
-        colour = _rank_colour(rank, plan.num_ranks)
+        colour = _RANK_COLOURS[rank] if few else tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / ranks))
         lines += axis.step(times_ms, heights, where="post", linewidth=1.2, color=colour, label=f"_rank {rank}")
     caps = sorted(set(plan.cap_bytes))
     note = draw_caps([axis] * len(caps), caps, peak, size)
     axis.set_title(f"planned live bytes ({note})", loc="left", fontsize=10)
     axis.set_ylabel(unit, fontsize=9)
-    shown = range(plan.num_ranks) if plan.num_ranks <= len(_RANK_COLOURS) else (0, plan.num_ranks // 2, plan.num_ranks - 1)
-    axis.legend(
-        [lines[rank] for rank in shown],
-        [f"rank {rank}" for rank in shown],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(shown),
-        fontsize=9,
-        frameon=False,
-    )
-
-
-def _rank_colour(rank: int, num_ranks: int) -> str:
-    return _RANK_COLOURS[rank] if num_ranks <= len(_RANK_COLOURS) else tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / num_ranks))
+    handles, labels = [lines[rank] for rank in named], [f"rank {rank}" for rank in named]
+    axis.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(named), fontsize=9, frameon=False)
 
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
@@ -288,11 +268,10 @@ def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_
 
 def label_time(axis: Axes, longest_us: float) -> None:
     """Label the time axis: ms, or s for an iteration of many seconds."""
-    unit = "ms"
-    if longest_us >= _MANY_SECONDS * 1e6:
-        unit = "s"
+    in_seconds = longest_us >= _MANY_SECONDS * 1e6
+    if in_seconds:
         axis.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1e3:g}")
-    axis.set_xlabel(f"{unit} since the start of the iteration")
+    axis.set_xlabel(f"{'s' if in_seconds else 'ms'} since the start of the iteration")
 
 
 def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
@@ -324,19 +303,16 @@ class Shades:
 
     def __init__(self, plan: Plan) -> None:
         sliced = [chunk.slice_of(plan.lengths) is not None for chunk in plan.chunks]
-        self._strength = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]
-
-    def strength(self, chunk: int) -> float:
-        """Strength of the colours of a chunk's actions, for `tint`."""
-        return self._strength[chunk]
+        self.strengths = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]
+        """Strength of the colours of each chunk's actions, for `tint`."""
 
     def colour(self, action: Action) -> str:
-        return tint(operation(action.op).colour, self.strength(action.chunk))
+        return tint(operation(action.op).colour, self.strengths[action.chunk])
 
     def kinds(self) -> list[tuple[float, str]]:
         """Strength and meaning of the kinds of chunks that the plan has."""
         texts = {_SLICE_STRENGTH: "slice of a long sequence", _WHOLE_STRENGTH: "whole sequences"}
-        return [(strength, text) for strength, text in texts.items() if strength in self._strength]
+        return [(strength, text) for strength, text in texts.items() if strength in self.strengths]
 
 
 def tint(colour: str, strength: float) -> str:
@@ -367,7 +343,9 @@ def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     """
     plan, timeline = breakdown.timeline.plan, breakdown.timeline
     height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
-    figure, axes = new_figure((_MEMORY_WIDTH_INCHES, plan.num_ranks * height + 1.8), _MEMORY_DPI, plan.num_ranks, sharey=True)
+    figure, axes = new_figure(
+        (_MEMORY_WIDTH_INCHES, plan.num_ranks * height + 1.8), _MEMORY_DPI, plan.num_ranks, sharex=True, sharey=True
+    )
     colours, peak = item_colours(breakdown), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     for rank, axis in enumerate(axes):

@@ -83,7 +83,7 @@ def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_l
 
 
 def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
-    assert why_slower(QUESTION, entry(bubble_us=20.0), BEST) == "as good within 2%"
+    assert why_slower(QUESTION, entry(bubble_us=20.0), BEST) == "as good within 2% (+2.0%)"
     spread = entry(compute_us=5.0, exchange_us=5.0, recompute_us=5.0, bubble_us=5.0, waiting_us=5.0, is_exact=False)
     assert why_slower(QUESTION, spread, BEST) == "about 1.02x the time"
 
@@ -95,7 +95,7 @@ def test_the_text_counts_the_configurations_and_names_what_does_not_fit():
     text = words(as_text(advice([BEST, *others], slower, [Misfit("TP 4", "too wide"), unfit]), 5, everything=False))
     for fact in (
         "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit.",
-        "1 other is as good within 2%.",
+        "Others: TP 2 CP 1 PP 2 DP 1: as good within 2% (+1.0%) TP 1 CP 2 PP 2 DP 1: 1.80x the time",
         "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB",
         "Ruled out: TP 4: too wide",
         "Megatron's own 1F1B fits at none of the sizes that were tried",
@@ -123,7 +123,6 @@ def test_no_more_configurations_are_listed_than_asked_for():
     [
         (900.0, "Megatron's own schedule is faster: plain 1F1B at its best has", True),
         (1030.0, "Megatron's own schedule is as good (within 3%)", True),
-        (1079.0, "Megatron's own schedule comes close", False),
         (1500.0, "Elastic plans pay", False),
     ],
 )
@@ -140,11 +139,8 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
     for config, is_told in ((CONFIG, False), (shared, True)):
         told = words(as_text(advice(plain=stock(step_us, config)), 1, everything=False))
         assert ("Its replicas are taken not to wait for each other where they share experts" in told) == is_told
-    alone = stock(step_us, Configuration(1, 1, 1, 4, layers=(8,)), steps=3)
-    without_pipeline = words(as_text(advice(plain=alone), 1, everything=False))
-    assert "gradient accumulation" not in text
-    assert "rows of up to 8 tokens and recompute of 3 layers of each stage:" in without_pipeline
-    assert "Without a pipeline that is plain gradient accumulation." in without_pipeline
+    three = words(as_text(advice(plain=stock(step_us, steps=3)), 1, everything=False))
+    assert "rows of up to 8 tokens and recompute of 3 layers of each stage:" in three
     several = stock(step_us, Configuration(1, 1, 2, 2, virtual=2, layers=(2,) * 4), steps=2, modes=("mlp",))
     assert "interleaved 1F1B at its best has" in (text := words(as_text(advice(plain=several), 1, everything=False)))
     assert "recompute of norms and MLPs:" in text
@@ -198,9 +194,7 @@ def test_the_simplest_of_close_ones_leads_and_how_close_the_others_are_is_told()
     far = entry(Configuration(1, 1, 1, 4, layers=(8,)), bubble_us=30.0)  # simpler still
     assert _simplest_first([several, simple, far]) == [simple, several, far]
     text = words(as_text(advice([simple, several, far]), 3, everything=False))
-    assert "2 others are as good within 2%. The first has the fewest kinds of parallelism." in text
-    assert "1 other is as good within 2%. Its step, relative" in words(as_text(advice([several, simple]), 3, everything=False))
-    assert "Their steps, relative to the first's: TP 1 CP 2 PP 2 DP 1 VPP 2 looped -1.5%, TP 1 CP 1 PP 1 DP 4 +1.5%." in text
+    assert "TP 1 CP 2 PP 2 DP 1 VPP 2 looped: as good within 2% (-1.5%) TP 1 CP 1 PP 1 DP 4: as good within 2% (+1.5%)" in text
     fast, slow = entry(Configuration(2, 1, 1, 2, layers=(8,))), entry(Configuration(1, 2, 1, 2, layers=(8,)), bubble_us=5.0)
     assert _simplest_first([slow, fast]) == [fast, slow], "of equally simple ones the fastest"
     uneven, even = entry(Configuration(1, 1, 2, 2, layers=(5, 3))), entry(CONFIG, bubble_us=19.0)

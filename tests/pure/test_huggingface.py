@@ -131,7 +131,7 @@ def test_a_folder_and_a_file_are_taken_where_a_model_is_named(tmp_path: Path):
         (DENSE, {"vocab_size": None}, "there is no vocab_size"),
         (DENSE, {"hidden_act": "gelu"}, "only silu"),
         (DENSE, {"tie_word_embeddings": "no"}, "neither true nor false"),
-        (DENSE, {"rope_scaling": 4}, "rope_scaling is 4, not an object"),
+        (DENSE, {"rope_scaling": 4}, "rope_scaling: 4 is not an object"),
         (LATENT, {"num_experts_per_tok": 300}, "num_experts_per_tok 300 is more than the 256 experts"),
         (LATENT, {"first_k_dense_replace": 62}, "first_k_dense_replace 62 is more than the 61 layers"),
         (LATENT, {"n_group": 7}, "256 experts in n_group 7 groups"),

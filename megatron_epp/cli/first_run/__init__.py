@@ -7,22 +7,13 @@ import json
 import os
 import re
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_epp.cli.first_run import checks
 from megatron_epp.cli.first_run.gain import gain
 from megatron_epp.cli.first_run.launch import example_launch, read_launch
-from megatron_epp.cli.first_run.outcome import (
-    FAILED,
-    REDUCED,
-    Done,
-    MachineCheck,
-    Outcome,
-    heading,
-    outcome_lines,
-    report_of,
-    verdict,
-)
+from megatron_epp.cli.first_run.outcome import FAILED, REDUCED, MachineCheck, Outcome, verdict
 from megatron_epp.cli.first_run.race import race
 from megatron_epp.cli.first_run.setting import Setting
 from megatron_epp.cli.first_run.training import parity
@@ -129,37 +120,44 @@ def run(args: argparse.Namespace) -> int:
     say(f"megatron-epp first-run on {setting.machine}" + f"\n{REDUCED}" * setting.is_reduced, flush=True)
     chosen = args.steps or [step.name for step in STEPS if not step.is_asked_for]
     steps = [step for step in STEPS if step.name in chosen or (args.race and step.name == "race")]
-    done: list[Done] = []
+    done: dict[str, Outcome] = {}
     for number, step in enumerate(steps, start=1):
-        say(heading(number, len(steps), step, setting.is_reduced), flush=True)
-        done.append(_done(step, setting))
-        say(outcome_lines(done[-1]), flush=True)
+        about = "" if setting.is_reduced else f" (about {step.gpu_minutes} min)"
+        say(f"\n[{number}/{len(steps)}] {step.name}: {step.purpose}{about}\n  expect: {step.expect}", flush=True)
+        done[step.name] = _done(step, setting)
+        say(done[step.name].lines(), flush=True)
         _write(setting, done)
     say(f"\n{verdict(done)}; to send to maintainers: {setting.folder / 'report.json'}")
-    return int(any(step.outcome.status == FAILED for step in done))
+    return int(any(outcome.status == FAILED for outcome in done.values()))
 
 
-def _done(step: MachineCheck, setting: Setting) -> Done:
+def _done(step: MachineCheck, setting: Setting) -> Outcome:
     """Run a step. An error is the step's result, so that the other steps still run."""
     start_s = time.monotonic()
     try:
         with quietly():
             outcome = step.run(setting)
-    except EppError as error:
-        outcome = Outcome(FAILED, (str(error),), step.on_failure)
     except Exception as error:  # whatever a broken installation or device raises; the report is for finding out
-        outcome = Outcome(FAILED, (f"{type(error).__name__}: {error}",), step.on_failure)
+        name = "" if isinstance(error, EppError) else f"{type(error).__name__}: "
+        outcome = Outcome(FAILED, (f"{name}{error}",), step.on_failure)
     if setting.num_gpus:
         import torch
 
         torch.cuda.empty_cache()  # the ranks of the next step need the memory
-    return Done(step.name, step.purpose, outcome, time.monotonic() - start_s)
+    return replace(outcome, time_s=time.monotonic() - start_s)
 
 
-def _write(setting: Setting, done: list[Done]) -> None:
+def _write(setting: Setting, done: dict[str, Outcome]) -> None:
     """Write the report, after every step, so that a machine that hangs leaves the steps before."""
-    report = json.dumps(report_of(setting, versions(), done), indent=1, default=str)
-    write_text(setting.folder / "report.json", report + "\n")
+    report = {
+        "machine": setting.machine,
+        "is_reduced": setting.is_reduced,
+        "versions": versions(),
+        "launch": setting.launch.words,
+        "verdict": verdict(done),
+        "steps": [{"name": name, "outcome": asdict(outcome)} for name, outcome in done.items()],
+    }
+    write_text(setting.folder / "report.json", json.dumps(report, indent=1, default=str) + "\n")
 
 
 def _setting(args: argparse.Namespace) -> Setting:

@@ -32,11 +32,6 @@ def doctor(setting: Setting) -> Outcome:
     return Outcome(FAILED if failed else PASSED, tuple(lines), todo, {"findings": [asdict(finding) for finding in findings]})
 
 
-def _pipelines(num_ranks: int) -> int:
-    """Return how many pipelines of at least two ranks can run side by side on so many ranks: two, or one."""
-    return 2 if num_ranks >= 4 and num_ranks % 2 == 0 else 1
-
-
 def links(setting: Setting) -> Outcome:
     """Send messages of several sizes between two ranks, and run whole plans over all ranks, also next to collectives."""
     if setting.num_gpus == 1:
@@ -49,11 +44,9 @@ def links(setting: Setting) -> Outcome:
         points = measure_link(gpus)
     with progress("running plans"):
         runs = check_queues(queue_plans(setting.num_ranks), _WIDTHS[device], gpus, _LIMIT_S[device])
-        shared = _pipelines(setting.num_ranks)
-        if shared > 1:
-            plans = queue_plans(setting.num_ranks // shared)
-            again = check_queues(plans, _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=shared)
-            runs += [replace(shared_run, name=f"{shared_run.name}, {shared} ranks a stage") for shared_run in again]
+        if setting.num_ranks >= 4 and setting.num_ranks % 2 == 0:  # two pipelines side by side, of at least two ranks each
+            again = check_queues(queue_plans(setting.num_ranks // 2), _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=2)
+            runs += [replace(run, name=f"{run.name}, 2 ranks a stage") for run in again]
     rows = [
         [format_bytes(point.tokens), format_us(point.time_us), f"{point.tokens / point.time_us / 1e3:.2f}"] for point in points
     ]

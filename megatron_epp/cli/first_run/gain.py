@@ -84,9 +84,7 @@ def gain(setting: Setting) -> Outcome:
         "layout": asdict(config),
         "speedup": speedup if math.isfinite(speedup) else None,
         "elastic": asdict(elastic.parts) | {"peak_bytes": elastic.peak_bytes},
-        "stock": None
-        if stock is None
-        else {"step_us": stock.step_us, "row_tokens": stock.row_tokens, "recompute": stock.recompute},
+        "stock": stock and {"step_us": stock.step_us, "row_tokens": stock.row_tokens, "recompute": stock.recompute},
         "changes": setting.launch.changes(),
     }
     return Outcome(PASSED, tuple(lines), "", figures)
@@ -94,23 +92,16 @@ def gain(setting: Setting) -> Outcome:
 
 def _rows(question: Question, stock: Stock | None, elastic: Judged) -> list[str]:
     """Format both predictions; there is none of Megatron's schedule if no microbatches of it fit."""
-    rows = []
+
+    def rate(step_us: float) -> list[str]:
+        return [format_us(step_us), f"{1e6 * question.tokens / step_us:,.0f}"]
+
+    fill, own = f"1F1B: does not fit {format_gib(question.cap_bytes)}", ["-", "-"]
     if stock is not None:
-        fill = f"1F1B, packed to {stock.row_tokens:,}, recompute {stock.recompute}"
-        rows.append([fill, format_us(stock.step_us), f"{1e6 * question.tokens / stock.step_us:,.0f}", "-", "-", "-"])
-    else:
-        rows.append([f"1F1B: does not fit {format_gib(question.cap_bytes)}", "-", "-", "-", "-", "-"])
+        fill, own = f"1F1B, packed to {stock.row_tokens:,}, {stock.recompute}", rate(stock.step_us)
     parts = elastic.parts
-    rows.append(
-        [
-            "elastic",
-            format_us(parts.step_us),
-            f"{1e6 * question.tokens / parts.step_us:,.0f}",
-            f"{parts.bubble_us / parts.step_us:.1%}",
-            f"{parts.recompute_us / parts.step_us:.1%}",
-            format_bytes(elastic.peak_bytes),
-        ]
-    )
+    shares = [f"{part_us / parts.step_us:.1%}" for part_us in (parts.bubble_us, parts.recompute_us)]
+    rows = [[fill, *own, "-", "-", "-"], ["elastic", *rate(parts.step_us), *shares, format_bytes(elastic.peak_bytes)]]
     return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)
 
 

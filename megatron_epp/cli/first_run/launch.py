@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,16 @@ class StockLaunch:
     def context(self) -> int:
         return int(self.flags["seq_length"])
 
+    @property
+    def changed(self) -> dict[str, str]:
+        """Flags that need another value than the command gives, with the value that they need."""
+        args, conflicts = argparse.Namespace(**self.flags), {conflict.flag: conflict for conflict in OF_DOCUMENTS}
+        return {flag: value for flag, value in _CHANGED.items() if conflicts[flag].is_given(args)}
+
     def elastic_argv(self) -> list[str]:
         """Return the script's arguments with the changes of `changes`."""
         argv = [*self.argv, "--epp"]
-        for flag, value in _changed(self):
+        for flag, value in self.changed.items():
             if flag in argv:
                 argv[argv.index(flag) + 1] = value
             else:
@@ -80,20 +87,16 @@ class StockLaunch:
             f"-{shlex.join(self.words[: self.script + 1])} \\",
             f"+{shlex.join([*self.words[: self.script], *_OURS, script])} --epp \\",
         ]
-        for flag, value in _changed(self):
-            if flag in self.argv:
-                lines.append(f"-    {flag} {self.argv[self.argv.index(flag) + 1]} \\")
+        for flag, value in self.changed.items():
+            lines += [f"-    {flag} {self.argv[self.argv.index(flag) + 1]} \\"] if flag in self.argv else []
             lines.append(f"+    {flag} {value} \\")
         return lines
 
     def refused(self) -> list[str]:
         """Return the flags that a plan cannot honour and that `changes` does not change, with what to do about each."""
         args = argparse.Namespace(**self.flags)
-        return [
-            f"{conflict.flag}: {conflict.use}"
-            for conflict in OF_DOCUMENTS
-            if conflict.flag not in _CHANGED and conflict.is_given(args)
-        ]
+        conflicts = (conflict for conflict in OF_DOCUMENTS if conflict.flag not in _CHANGED and conflict.is_given(args))
+        return [f"{conflict.flag}: {conflict.use}" for conflict in conflicts]
 
 
 def read_launch(words: Sequence[str]) -> StockLaunch:
@@ -133,12 +136,6 @@ def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]
 
 
-def _changed(launch: StockLaunch) -> Iterator[tuple[str, str]]:
-    """Yield the flags that need another value than the command gives, with the value that they need."""
-    args, conflicts = argparse.Namespace(**launch.flags), {conflict.flag: conflict for conflict in OF_DOCUMENTS}
-    return ((flag, value) for flag, value in _CHANGED.items() if conflicts[flag].is_given(args))
-
-
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return arguments without some flags and their values."""
     words, is_left_out = [], False
@@ -152,8 +149,6 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 def _started(words: Sequence[str]) -> int:
     """Return the number of processes that a launcher's flags ask for; 1 where they do not say."""
-    pairs = [
-        word.partition("=")[::2] if "=" in word else (word, after) for word, after in zip(words, [*words[1:], ""], strict=True)
-    ]
-    numbers = {name.replace("_", "-"): int(value) for name, value in pairs if value.isdecimal()}
+    split_words = [part for word in words for part in word.split("=", maxsplit=1)]
+    numbers = {name.replace("_", "-"): int(value) for name, value in pairwise(split_words) if value.isdecimal()}
     return numbers.get("--nproc-per-node", 1) * numbers.get("--nnodes", 1)

@@ -75,25 +75,20 @@ def _most(run: RecordedRun, name: str) -> int | None:
 
 
 def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    head = ("schedule", "tokens/s", "iteration", "planned", "measured", "planned peak", "peak", "allocator retries")
-
-    def shown(value: Any, form: Callable[[Any], str]) -> str:
-        return "-" if value is None else form(value)
-
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "tokens/s": ("tokens_per_second", "{:,.0f}".format),
+        "iteration": ("iteration_us", format_us),
+        "planned": ("planned_us", format_us),
+        "measured": ("measured_us", format_us),
+        "planned peak": ("planned_peak_bytes", format_bytes),
+        "peak": ("device_peak_bytes", format_bytes),
+        "allocator retries": ("alloc_retries", str),
+    }
     rows = [
-        [
-            name,
-            f"{own['tokens_per_second']:,.0f}",
-            format_us(own["iteration_us"]),
-            shown(own["planned_us"], format_us),
-            shown(own["measured_us"], format_us),
-            shown(own["planned_peak_bytes"], format_bytes),
-            shown(own["device_peak_bytes"], format_bytes),
-            shown(own["alloc_retries"], str),
-        ]
+        [name, *("-" if own[key] is None else form(own[key]) for key, form in columns.values())]
         for name, own in figures.items()
     ]
-    return table(head, rows) if rows else []
+    return table(("schedule", *columns), rows) if rows else []
 
 
 def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:

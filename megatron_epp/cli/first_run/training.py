@@ -78,25 +78,18 @@ def parity(setting: Setting) -> Outcome:
     losses = {}
     for name, changes in runs.items():
         with progress(f"training {iterations} iterations, {name}"):
-            where = folder / name.replace(" ", "-")
-            is_fp32 = not (settings | changes).get("bf16")
-            variables = NO_TF32 if is_fp32 else {}
-            losses[name] = train(where, ranks, settings | changes, timeout_s=600.0, environment=variables).losses
-    exact = losses.get("stock in fp32", losses["stock"])
-    difference = deviation(
-        exact, losses["stock"], losses["elastic"], _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED
-    )
+            where, own = folder / name.replace(" ", "-"), settings | changes
+            variables = {} if own.get("bf16") else NO_TF32
+            losses[name] = train(where, ranks, own, timeout_s=600.0, environment=variables).losses
+    exact, floor = losses.get("stock in fp32", losses["stock"]), _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED
+    difference = deviation(exact, losses["stock"], losses["elastic"], floor)
     return Outcome.judged(
         difference.holds,
         _lines(losses, difference, ranks),
         f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
         {
             "losses": losses,
-            "deviation": {
-                "stock": difference.theirs,
-                "elastic": difference.ours,
-                "allowed": difference.allowed,
-            },
+            "deviation": {"stock": difference.theirs, "elastic": difference.ours, "allowed": difference.allowed},
         },
     )
 
@@ -117,14 +110,12 @@ def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -
 
 
 def _lines(losses: dict[str, list[float]], difference: Deviation, ranks: int) -> list[str]:
-    columns = list(losses)
-    rows = [
-        [str(number), *(f"{value:.7f}" for value in row)] for number, row in enumerate(zip(*losses.values(), strict=True), 1)
-    ]
+    iterations = enumerate(zip(*losses.values(), strict=True), start=1)
+    rows = [[str(number), *(f"{value:.7f}" for value in row)] for number, row in iterations]
     exact = "Megatron's run in fp32" if "stock in fp32" in losses else "Megatron's run"
     shared = ", which share a GPU" if 0 < count_gpus() < ranks else ""
     return [
-        *table(("iteration", *columns), rows, left=()),
+        *table(("iteration", *losses), rows, left=()),
         f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {difference.ours:.1e} "
         f"(allowed {difference.allowed:.1e})",
     ]

@@ -10,20 +10,18 @@ from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.planners import Planner
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import fit_recompute, is_within, peaks_bytes, uniform_steps
-from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order, arranged, slice_groups, stand_in
 from megatron_epp.planner.orders.patterns import looped, one_warm_up
-from megatron_epp.planner.orders.warm_up import Schedule, elastic_1f1b
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.planner.validation import require_one_stage_per_rank, require_whole
+from megatron_epp.planner.validation import require_whole
 
 MLP_AGAIN = ("mlp",)
 """Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
@@ -133,7 +131,7 @@ def packed_contest(
     for chunks in tables:
         arranged_chunks = arranged(chunks, problem.loss_groups)
         if by_chunk:
-            _enter_by_chunk(contest, arranged_chunks, own)
+            _enter_by_chunk(contest, arranged_chunks, megatron_order(arranged_chunks, problem, own))
         else:
             _enter_megatron(contest, arranged_chunks, own, in_groups)
     return contest
@@ -199,36 +197,25 @@ def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement,
         contest.enter(Decisions(chunks, order, uniform_steps(tables, most), MLP_AGAIN), tables)
 
 
-def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], own: Placement) -> None:
-    problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
-    modes = contest.options.modes(costs.recompute_modes)
-    tables = tabulate(chunks, problem, costs, modes)
-    fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
+def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -> None:
+    modes = contest.options.modes(contest.costs.recompute_modes)
+    tables = tabulate(chunks, contest.problem, contest.costs, modes)
+    fit = fit_recompute(order, tables, contest.problem.cap_bytes, contest.options)
     if fit.recompute_steps is None:
         contest.would_do(fit.needed_bytes)
     else:
         contest.enter(Decisions(chunks, order, fit.recompute_steps, modes), tables)
 
 
-def baseline(schedule: Schedule) -> Planner:
-    """A planner for whole sequences, one per chunk in batch order; recompute as the caps ask for.
+def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. It ignores `slices`.
 
-    It ignores `slices`, and refuses `chunk_tokens` below the longest.
+    Raises:
+        InfeasibleError: a sequence does not fit the cap, or is longer than `chunk_tokens`.
     """
-
-    def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
-        require_one_stage_per_rank(problem, options)
-        require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
-        chunks = arranged(whole_sequences(problem.lengths), problem.loss_groups)
-        modes = options.modes(costs.recompute_modes)
-        tables = tabulate(chunks, problem, costs, modes)
-        order = schedule(stand_in(chunks, problem.loss_groups), problem.num_stages, problem.forward_only)
-        fit = fit_recompute(order, tables, problem.cap_bytes, options)
-        if fit.recompute_steps is None:
-            raise infeasible(problem, costs, options, fit.needed_bytes)
-        return Decisions(chunks, order, fit.recompute_steps, modes)
-
-    return planner
-
-
-whole_1f1b = baseline(elastic_1f1b)
+    contest = Contest(problem, costs, options)
+    require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
+    chunks = arranged(whole_sequences(problem.lengths), problem.loss_groups)
+    order = elastic_1f1b(stand_in(chunks, problem.loss_groups), problem.num_stages, problem.forward_only)
+    _enter_by_chunk(contest, chunks, order)
+    return contest.result()

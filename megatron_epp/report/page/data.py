@@ -98,7 +98,7 @@ def _chunk_columns(plan: Plan) -> PageColumns:
         "tokens": [chunk.num_tokens for chunk in plan.chunks],
         "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
         "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
-        "strength": [round(shades.strength(c), 3) for c in range(len(plan.chunks))],
+        "strength": [round(strength, 3) for strength in shades.strengths],
     }
 
 

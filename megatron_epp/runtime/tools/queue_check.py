@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +50,6 @@ _REPEATS = 3
 _START_S = 60.0
 """Seconds in which ranks have to start: to import torch and to make communicators. Not measured; a busy machine takes tens."""
 
-type RankRun = Callable[[int, Sequence[Plan], int, bool, float, str], list[tuple[float, int]]]
-"""Function of the rank and the arguments of `run_rank`."""
-
 
 @dataclass(frozen=True, slots=True)
 class QueueRun:
@@ -73,7 +72,7 @@ class QueueRun:
 
 def queue_plans(num_ranks: int) -> dict[str, Plan]:
     """Return plans by name: one stage per rank, two per rank looped and in a V, over `num_ranks` ranks."""
-    times = {}
+    plans = {}
     for name, placement in (
         ("one stage per rank", Placement("looped", num_ranks, 1)),
         ("two stages per rank, looped", Placement("looped", num_ranks, 2)),
@@ -81,19 +80,14 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
     ):
         ranks = placement.rank_of
         shape = ModelShape(num_layers=len(ranks), hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256)
-        costs = analytic_costs(shape, CPU, [1] * len(ranks))
         problem = Problem(_LENGTHS, ranks, (UNLIMITED_BYTES,) * num_ranks)
-        times[name] = make_plan(problem, costs, Options(slices=4, context=max(_LENGTHS), steps=0))
-    return times
+        options = Options(slices=4, context=max(_LENGTHS), steps=0)
+        plans[name] = make_plan(problem, analytic_costs(shape, CPU, [1] * len(ranks)), options)
+    return plans
 
 
 def check_queues(
-    plans: Mapping[str, Plan],
-    width: int,
-    gpus: bool,
-    limit_s: float,
-    run: RankRun | None = None,
-    pipelines: int = 1,
+    plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
     """Run plans on ranks of this machine.
 
@@ -101,51 +95,30 @@ def check_queues(
         width: fp32 values of a token in a message.
         gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.
-        run: the part of one rank; `run_rank` if None.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
+        run: the part of one rank, in place of `run_rank`.
 
     Raises:
         EppError: a rank failed, or a message did not complete; the message says which action waits for what.
     """
-    num_ranks = next(iter(plans.values())).num_ranks
+    ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if gpus else "gloo"
-        rows = list(plans.values())
+        arguments = ([*plans.values()], width, gpus, limit_s, folder)
         try:
-            results = run_ranks(
-                run or run_rank,
-                num_ranks * pipelines,
-                rows,
-                width,
-                gpus,
-                limit_s,
-                folder,
-                backend=backend,
-                timeout_s=_START_S + 10 * limit_s,
-            )
+            results = run_ranks(run or run_rank, ranks, *arguments, backend=backend, timeout_s=_START_S + 10 * limit_s)
         except EppError as error:
-            reasons = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
-            lines = [reason.partition("\n")[0] for reason in reasons]
+            lines = [path.read_text(encoding="utf-8").partition("\n")[0] for path in sorted(Path(folder).iterdir())]
             raise EppError("; ".join([str(error), *lines])) from error
     return [
         QueueRun(
             name,
-            sum(plan.placement[stage] != plan.placement[stage + 1] for stage in range(plan.num_stages - 1))
-            * 2
-            * len(plan.chunks)
-            * pipelines,
-            4 * width * max(map(plan.padded_tokens, range(len(plan.chunks)))),
-            max(times_us),
-            sum(wrong),
+            num_messages=2 * len(plan.chunks) * pipelines * sum(a != b for a, b in pairwise(plan.placement)),
+            message_bytes=4 * width * max(map(plan.padded_tokens, range(len(plan.chunks)))),
+            time_us=max(time_us for time_us, _ in of_ranks),
+            num_wrong=sum(wrong for _, wrong in of_ranks),
         )
-        for (name, plan), times_us, wrong in zip(plans.items(), *_by_plan(results), strict=True)
+        for (name, plan), of_ranks in zip(plans.items(), zip(*results, strict=True), strict=True)
     ]
-
-
-def _by_plan(results: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[list[float]], list[list[int]]]:
-    """Turn ``(time, wrong)`` by rank and plan into times and counts by plan and rank."""
-    columns = list(zip(*results, strict=True))
-    return [[time_us for time_us, _ in column] for column in columns], [[wrong for _, wrong in column] for column in columns]
 
 
 class EchoStage:
@@ -187,19 +160,15 @@ class EchoStage:
     def _compare(self, values: Tensor, value: float) -> None:
         self.wrong += (values.detach() != value).sum()
 
-    def weight(self, chunk: int) -> None:
-        """Do nothing: there are no weights."""
+    has_gradient = True
 
-    def before_last_gradient(self) -> None:
-        """Do nothing: nothing is prepared for the reduction."""
+    # There are no weights, and the next stage may be on this rank and share the storage of an output.
+    def weight(self, chunk: int) -> None: ...
+    def before_last_gradient(self) -> None: ...
+    def release_output(self, output: Tensor) -> None: ...
 
     def reduce_gradients(self) -> None:
         self._exchange()
-
-    has_gradient = True
-
-    def release_output(self, output: Tensor) -> None:
-        """Do nothing: the next stage may be on this rank and share the storage."""
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return (num_tokens, self._width), torch.float32, self.wrong.device
@@ -208,14 +177,13 @@ class EchoStage:
 def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: float, folder: str) -> list[tuple[float, int]]:
     """Run every plan as one rank; return the time of the fastest run in microseconds, and the number of wrong values."""
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
-    world, num_ranks = dist.get_world_size(), plans[0].num_ranks
-    pipelines, limit = world // num_ranks, timedelta(seconds=2 * limit_s)
+    world, limit = dist.get_world_size(), timedelta(seconds=2 * limit_s)
+    pipelines = world // plans[0].num_ranks
     groups, used = Groups(limit), directions(*(plan.placement for plan in plans))
-    position, first = rank // pipelines, rank % pipelines
+    position, first = divmod(rank, pipelines)
     options = options_of(link_defaults(*smallest_device(used)), limit) if uses_nccl() else None
     links = Links.create(range(first, world, pipelines), range(world), groups, used, options)
-    sharing = range(position * pipelines, (position + 1) * pipelines)
-    exchanging = groups.of(tuple(sharing)) if pipelines > 1 else None
+    exchanging = groups.of(tuple(range(rank - first, rank - first + pipelines))) if pipelines > 1 else None
     links.connect(device)
     if exchanging is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=exchanging)  # makes the communicator, before any plan needs it
