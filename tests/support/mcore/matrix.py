@@ -7,6 +7,7 @@ Rows whose runs by Megatron's schedule have equal flags share one.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,21 @@ class Row:
         return self.case.stock.num_processes, self.case.stock_flags(self.common(documents)), self.case.loads
 
 
-def case(cell: dict[str, Any], model: str, plan: str, **more: Any) -> Case:
-    """Return a case whose cell has these sizes."""
-    return Case(Cell(**cell), model, plan, **more)
+def cell_of(text: str) -> Cell:
+    """Return the layout that reads like this, as in ``tp2 sp pp2 v2 split``; ``alone`` is one rank."""
+    sizes: dict[str, Any] = {}
+    for word in text.split():
+        name, size = re.fullmatch(r"([a-z]+)(\d*)", word).groups()
+        sizes |= {"virtual": int(size), "placement": name} if name in ("looped", "v") else {name: int(size) if size else True}
+    sizes.pop("alone", None)
+    cell = Cell(**sizes)
+    assert str(cell) == text, f"{text} reads {cell}"
+    return cell
+
+
+def case(cell: str, plan: str, model: str = "llama", **more: Any) -> Case:
+    """Return a case of a layout, as `cell_of` reads it."""
+    return Case(cell_of(cell), model, plan, **more)
 
 
 def parameters(rows: Iterable[Row | ScriptRow]) -> list[Any]:
