@@ -19,11 +19,7 @@ LEARNING = 4
 """First batches of a training, which run in the caller's order."""
 UNDER_A_CAP = "memory_cap_gb=0.0015"
 """Settings of plans with which layers recompute."""
-LAYOUTS = [
-    pytest.param(2, 1, id="PP 2"),
-    pytest.param(4, 1, id="PP 2 x DP 2"),
-    pytest.param(4, 2, id="PP 2 x EP 2"),
-]
+LAYOUTS = [pytest.param(2, 1, id="PP 2"), pytest.param(4, 1, id="PP 2 x DP 2"), pytest.param(4, 2, id="PP 2 x EP 2")]
 
 
 def if_installed(framework: str) -> pytest.MarkDecorator:

@@ -37,11 +37,7 @@ def batch(*samples):
 def test_a_chunk_has_the_columns_positions_and_whole_spans_of_its_tokens():
     plain = sample(tokens=[7, 8, 9], spans=None, positions=None, volume=[1, 2, 3], place=[[5, 6]] * 3)
     made = batch(sample(), plain).chunk_of((Segment(1, 3, 6), Segment(0, 0, 2)), 4, of_inputs=ASKS)
-    assert made.position_ids.tolist() == [
-        [3, 4, 5, 0, 1, 0, 1, 2],
-        [6, 8, 10, 0, 1, 0, 1, 2],
-        [9, 12, 15, 0, 1, 0, 1, 2],
-    ]
+    assert made.position_ids.tolist() == [[3, 4, 5, 0, 1, 0, 1, 2], [6, 8, 10, 0, 1, 0, 1, 2], [9, 12, 15, 0, 1, 0, 1, 2]]
     volume, place = made.of_inputs.columns
     assert volume.tolist() == [13, 14, 15, 1, 2, 0, 0, 0]
     assert place.tolist() == [[3, -3], [4, -4], [5, -5], [5, 6], [5, 6], *[[0, 0]] * 3]

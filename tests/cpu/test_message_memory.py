@@ -88,11 +88,7 @@ class MessageMemory:
             yield
 
 
-PLANS = {
-    "one stage per rank": lambda: planned((9, 8, 7, 9, 8, 7), (1, 1, 1), chunk_tokens=9),
-    "looped": looped,
-    "v": v_shape,
-}
+PLANS = {"one stage per rank": lambda: planned((9, 8, 7, 9, 8, 7), (1, 1, 1), chunk_tokens=9), "looped": looped, "v": v_shape}
 """Without split weight gradients, whose own bytes hold the gradients that a backward keeps for them."""
 FAR_AHEAD = 10**6
 

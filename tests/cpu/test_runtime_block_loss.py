@@ -108,10 +108,7 @@ def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype)
     mask = (torch.arange(tokens) % 3 != 1).float()
     workspace = loss_workspace_bytes(block, entries, width, dtype.itemsize)
     beside = 64 * tokens + tokens * width * dtype.itemsize  # a few numbers of every token, and the input's gradient
-    for run in (
-        lambda: by_blocks(x, weight, labels, block),
-        lambda: by_blocks(x, weight, labels, block).backward(mask),
-    ):
+    for run in (lambda: by_blocks(x, weight, labels, block), lambda: by_blocks(x, weight, labels, block).backward(mask)):
         peak = peak_bytes_of(run)
         assert 0.5 * workspace < peak < 1.02 * workspace + beside
         x.grad = weight.grad = None

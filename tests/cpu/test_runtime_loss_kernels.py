@@ -171,8 +171,7 @@ NEW = [*OLD, "HAS_GRADIENTS"]
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
-    [(OLD, "older than 0.6.3"), ([*NEW, "top_k", "margin"], "not known here: top_k, margin"), (NEW, "")],
+    ("names", "said"), [(OLD, "older than 0.6.3"), ([*NEW, "top_k", "margin"], "not known here: top_k, margin"), (NEW, "")]
 )
 def test_releases_of_liger_are_told_by_what_their_kernel_takes(monkeypatch, names, said):
     monkeypatch.setattr(loss_kernels, "_liger", lambda: Recorded(names))

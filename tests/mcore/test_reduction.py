@@ -35,13 +35,7 @@ class Chunk:
 
 
 def run(
-    names: str,
-    finished: str,
-    *,
-    overlap: bool = True,
-    align: bool = True,
-    splits: bool = False,
-    first: bool = True,
+    names: str, finished: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True
 ) -> list[str]:
     """Return the events if the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
     log: list[str] = []

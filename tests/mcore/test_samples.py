@@ -42,13 +42,7 @@ FLEX = {
     "add_bias_linear": False,
     "moe_token_dispatcher_type": "flex",
 }
-MAMBA = {
-    "pattern": "M*|M-",
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 4,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 6,
-}
+MAMBA = {"pattern": "M*|M-", "mamba_num_heads": 4, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 6}
 LAYOUTS = [
     pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),  # by default with experts
     pytest.param(4, {"replicas": 2}, id="replicas, losses per token", marks=SLOW),

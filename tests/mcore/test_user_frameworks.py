@@ -85,11 +85,7 @@ def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_in
     [
         (1, (), "forward_backward_no_pipelining"),
         (2, STAGES, "forward_backward_pipelining_without_interleaving"),
-        (
-            2,
-            (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"),
-            "forward_backward_pipelining_with_interleaving",
-        ),
+        (2, (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"), "forward_backward_pipelining_with_interleaving"),
     ],
 )
 def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(

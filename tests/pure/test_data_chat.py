@@ -283,12 +283,7 @@ def test_the_stop_token_of_an_answer_is_trained_last_and_a_line_break_behind_it_
 
 @pytest.mark.parametrize(
     ("marks", "prompt", "num_headers"),
-    [
-        (r"(?<=a):\w+\.", "a:", 2),
-        (r"\^a:\w+\.", "^a:<t>", 2),
-        (r"a:\w+\.", "^a:<t>", 2),
-        (r"(?<=a:)\w+\.", "^a:", 0),
-    ],
+    [(r"(?<=a):\w+\.", "a:", 2), (r"\^a:\w+\.", "^a:<t>", 2), (r"a:\w+\.", "^a:<t>", 2), (r"(?<=a:)\w+\.", "^a:", 0)],
 )
 def test_what_the_marks_have_of_a_header_is_not_trained_and_told_where_it_is_known_as_one(marks, prompt, num_headers):
     """Some prompts go on with what earlier answers do not have; a sign is a special token of headers."""

@@ -133,9 +133,7 @@ def kv_offload_caps(costs, batches, share):
 
 @pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.54)], ids=["alone", "next to copies"])
 @pytest.mark.parametrize(
-    "batches",
-    [LONG, pytest.param((LONG[0], (300,) * 20), marks=pytest.mark.slow)],
-    ids=["both have long sequences", "one has"],
+    "batches", [LONG, pytest.param((LONG[0], (300,) * 20), marks=pytest.mark.slow)], ids=["both have long sequences", "one has"]
 )
 def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_step(batches, offloadable_share, share):
     costs = replace(COSTS, offloadable_share=offloadable_share, host_latency_us=1.0)
@@ -159,11 +157,7 @@ FIRST, SECOND = problems(*ROUGH)
 @pytest.mark.parametrize(
     ("asked", "options", "words"),
     [
-        (
-            [FIRST, replace(SECOND, cap_bytes=(1 << 40, 1 << 30))],
-            Options(),
-            "cap_bytes of replica 1 is .*, that of replica",
-        ),
+        ([FIRST, replace(SECOND, cap_bytes=(1 << 40, 1 << 30))], Options(), "cap_bytes of replica 1 is .*, that of replica"),
         ([FIRST, replace(SECOND, placement=(0, 0), cap_bytes=(1 << 40,))], Options(), r"placement of replica 1 is \(0, 0\)"),
         ([FIRST, replace(SECOND, token_multiple=4)], Options(), "token_multiple of replica 1 is 4, that of replica 0 is 1"),
         ([FIRST, replace(SECOND, forward_only=True)], Options(), "forward_only of replica 1 is True"),

@@ -153,9 +153,7 @@ FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Op
 
 
 @some_by_default(
-    ("options", "wide_sums"),
-    [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))],
-    4,
+    ("options", "wide_sums"), [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))], 4
 )
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)

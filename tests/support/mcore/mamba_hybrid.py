@@ -26,8 +26,7 @@ stack_spec = ModuleSpec(
             submodules=MambaLayerSubmodules(
                 norm=WrappedTorchNorm,
                 mixer=ModuleSpec(
-                    module=MambaMixer,
-                    submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+                    module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
                 ),
                 mamba_bda=get_bias_dropout_add,
             ),

@@ -65,11 +65,7 @@ CASES: Cases = {
 packed documents, and the loss by blocks, are in other rows: of routers, of every two kinds, of masked labels.
 """
 MORE_CASES: Cases = {
-    Cell(): {
-        "llama": ("two", "packed", "some recompute"),
-        "grouped": ("seven",),
-        "gpt2": ("all recompute", "loss by blocks"),
-    },
+    Cell(): {"llama": ("two", "packed", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
     Cell(pp=2): {
         "llama": tuple(CUTS),
         "grouped": ("whole", "packed", "some recompute", "split"),

@@ -243,7 +243,7 @@ def _latents() -> list[Row]:
 PREDICTIONS = {
     "repeated layer, tied, masks": case(
         "pp2", "--epp-slices 7 --epp-recompute 1", "grouped", both="--mtp-num-layers 2 --mtp-use-repeated-layer"
-    ),
+    )
 }
 LATENT_PREDICTIONS = {
     "weights apart": case(
@@ -504,11 +504,7 @@ def _check_cut_shards(splits: bool, figures: Figures, folder: Path) -> None:
 
 def _cut_shards() -> list[Row]:
     return [
-        Row(
-            name=f"cut layers, vocabulary: {name}",
-            case=own,
-            check=functools.partial(_check_cut_shards, own.cell.split),
-        )
+        Row(name=f"cut layers, vocabulary: {name}", case=own, check=functools.partial(_check_cut_shards, own.cell.split))
         for name, own in CUT_SHARDS.items()
     ]
 
@@ -586,7 +582,7 @@ WINDOWS = {
         "pp2 v2 split",
         "--epp-slices 3 --epp-recompute 1",
         both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
-    ),  # which loads weights that stock has saved
+    )  # which loads weights that stock has saved
 }
 """Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 

@@ -163,9 +163,7 @@ def costs_of(draw: random.Random, placement: Placement) -> PipelineCosts:
     profile = analytic_profile(shape, draw.choice([H100, CPU]))
     costs = profile.costs(layers, state_bytes_per_parameter=draw.choice([0.0, 8.0]), vocabulary_shares=shares)
     costs = replace(
-        costs,
-        offloadable_share=draw.choice([0.0, 1e-9, 0.5, 0.9, 1.0]),
-        host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4]),
+        costs, offloadable_share=draw.choice([0.0, 1e-9, 0.5, 0.9, 1.0]), host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4])
     )
     return on_device(costs) if draw.random() < 0.5 else costs
 

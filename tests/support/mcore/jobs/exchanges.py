@@ -44,11 +44,7 @@ def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> d
         fused_a2a.reset_hybrid_ep_buffer()
         plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
         plain.allocate()
-        return {
-            "deepep": of_deep,
-            "hybridep": of_hybrid,
-            "alltoall": fused_a2a._buffer is not None or plain.follows_chunks,
-        }
+        return {"deepep": of_deep, "hybridep": of_hybrid, "alltoall": fused_a2a._buffer is not None or plain.follows_chunks}
 
 
 def _layer(dispatcher: str, backend: str) -> Any:

@@ -81,11 +81,7 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
 
 
 def begun(
-    stages: int,
-    expert_parallel: int,
-    *,
-    loss_per_token: bool = True,
-    change: Callable[[Any], object] | None = None,
+    stages: int, expert_parallel: int, *, loss_per_token: bool = True, change: Callable[[Any], object] | None = None
 ) -> tuple[engine.Size, Any]:
     """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
 
