@@ -3,8 +3,6 @@
 Bridge and training have Transformer Engine's layers, its Python as installed (`test_transformer_engine.py`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

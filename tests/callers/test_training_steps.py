@@ -3,8 +3,6 @@
 Plans are switched on by one environment variable and the plugin, as the frameworks import it; for ms-swift's DPO by `install`.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

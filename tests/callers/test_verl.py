@@ -1,7 +1,5 @@
 """verl's own engine, from its wheel, trains by plans as by Megatron's own schedule, switched on by one environment variable."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """InfiniPipe's planner: chunking, checkpoints along diagonals, groups with a flush between."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

@@ -1,7 +1,5 @@
 """The oracle against every order and recompute of tiny cases, the greedy planner on small ones, and formulas of optima."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """FlexSP: groups of context-parallel ranks by chunk are planned, proven and simulated, and their faults are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

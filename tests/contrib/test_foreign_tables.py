@@ -1,7 +1,5 @@
 """Tables that Primus and the zero-bubble fork print are read as the orders that they are, and their faults are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of torch.distributed.pipelining are read, proven, and their faults named."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

@@ -4,8 +4,6 @@ Units of time and memory are those of `test_schedules.py`; ``p`` are the ranks, 
 sequence.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

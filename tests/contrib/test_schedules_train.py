@@ -1,7 +1,5 @@
 """Schedules of other papers train through Megatron's loop as its own schedule does: losses, gradients, weights."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cross entropy of an output layer divided over ranks: losses and gradients are those of torch's on the whole vocabulary."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

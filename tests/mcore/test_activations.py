@@ -1,7 +1,5 @@
 """Formulas have every tensor that a layer of Megatron keeps for its backward, and no other."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

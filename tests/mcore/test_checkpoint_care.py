@@ -1,7 +1,5 @@
 """A damaged checkpoint is named before it is loaded, or set aside for the one before; a training that is over says so."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -3,10 +3,8 @@
 Trainings in FP8 are rows of `test_transformer_engine.py`.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -71,7 +69,7 @@ class _Cast:
     def __init__(self, *parts: Tensor | None) -> None:
         self.parts: list[Tensor | None] = list(parts)
 
-    def prepare_for_saving(self) -> tuple[list[Tensor | None], _Cast]:
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
         parts, self.parts = self.parts, []
         return parts, self
 

@@ -1,7 +1,5 @@
 """Trainings that are interrupted at random moments end, leave nothing behind and go on from their checkpoints to the bit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing is left of a training that is killed: no process, and after the next start no temporary folder of ours."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Learnt costs are kept: a resumed run of the same model starts with them, one of another model learns again and says why."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A caller's microbatches are taken once, measured, and given back in any order."""
 
-from __future__ import annotations
-
 import warnings
 from argparse import Namespace
 from collections import OrderedDict

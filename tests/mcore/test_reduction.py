@@ -1,7 +1,5 @@
 """When gradient reduction starts: once per stage, after its last gradients."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

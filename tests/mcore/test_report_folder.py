@@ -1,7 +1,5 @@
 """Reports of a run are diagnostics: where they cannot be written, it is said once and training goes on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

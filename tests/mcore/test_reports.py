@@ -1,7 +1,5 @@
 """Reports are made in a thread: training does not wait for them, and none is lost at the end of a run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import threading

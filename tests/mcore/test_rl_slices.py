@@ -1,7 +1,5 @@
 """Samples with a long response train in slices under a cap, as in a framework's microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens that a mask does not train: they do not pass the output layer, and a batch of them alone is reported as 0."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 `tests/support/transformer_engine/extension.py` has its compiled functions in plain torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

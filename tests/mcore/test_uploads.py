@@ -1,7 +1,5 @@
 """An iteration's inputs come to the device by one copy: those of documents, and of Megatron's own samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Frameworks around Megatron that train by plans: reruns of an iteration, schedules called by name, iterators of their own,
 steps of several calls, and routers that replay."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from itertools import chain

@@ -1,7 +1,5 @@
 """Settings of a model's configuration for the schedule are honoured by plans as by Megatron's schedules, or refused by name."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """An output layer divided over the pipeline ranks: checkpoints, resumed runs, what is refused. `test_matrix.py` trains it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

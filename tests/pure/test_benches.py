@@ -1,7 +1,5 @@
 """Benchmarks of plans run in their reduced form, and their figures fit together. No time is judged."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

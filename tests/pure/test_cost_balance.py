@@ -1,7 +1,5 @@
 """How evenly stages share the work of sequences like those given, and what is said of it."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Literal
 

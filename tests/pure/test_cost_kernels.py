@@ -1,7 +1,5 @@
 """Time of kernels in the costs: of launching them, of attention by published rates, and of products in FP8 with their casts."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Bytes of gradients and optimizer states follow Megatron's flags, and every command counts them alike."""
 
-from __future__ import annotations
-
 import random
 import shlex
 

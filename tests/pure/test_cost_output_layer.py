@@ -1,7 +1,5 @@
 """The output layer in the costs: its loss by blocks, and the times of its shards as learnt from measured iterations."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

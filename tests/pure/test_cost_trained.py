@@ -1,7 +1,5 @@
 """Costs of what trains: tokens in the output layer, and a part of the model with its products, gradients and states."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

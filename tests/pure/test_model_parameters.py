@@ -1,7 +1,5 @@
 """Parameters counted from flags are those that models are known by."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

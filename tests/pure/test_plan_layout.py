@@ -1,7 +1,5 @@
 """Layouts: consecutive half layers on stages, said by Megatron's string where it can, and by a versioned file."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

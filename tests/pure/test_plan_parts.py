@@ -1,7 +1,5 @@
 """Small parts of the plan language: placements, sizes of buffers, trees of ranks, rows as text, violations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Plans for a given order: recompute and copies that fit it, and whole microbatches as given or in the best order of three."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

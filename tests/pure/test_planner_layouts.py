@@ -1,7 +1,5 @@
 """The layout that is chosen for batches like those of a sample."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from itertools import product

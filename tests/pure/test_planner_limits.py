@@ -1,7 +1,5 @@
 """Least memory of a batch, and changes that would make it fit: those named do, and a step less does not."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

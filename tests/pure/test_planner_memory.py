@@ -1,7 +1,5 @@
 """Recompute under memory caps: its frontier, exact sums, the peak of a backward, the least peak, and plans that fit."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A schedule builder's mistakes: each ends in the report of a plan that cannot run, never in a traceback or a wrong plan."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

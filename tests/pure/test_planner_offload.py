@@ -1,7 +1,5 @@
 """Offload ahead of need, and of keys and values of slices: what it takes, what is chosen, and that plans say what they hold."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

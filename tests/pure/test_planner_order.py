@@ -1,7 +1,5 @@
 """The order of actions: 1F1B over slices, windows as large as caps allow, weight gradients in gaps, and an order as numbers."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from itertools import chain, pairwise

@@ -1,7 +1,5 @@
 """Neighbouring actions in one step, where exchanges between tensor-parallel ranks are then overlapped with compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise

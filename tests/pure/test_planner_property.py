@@ -3,8 +3,6 @@
 Some by default, two thousand in the set `slow`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Spans, inside of which no plan cuts, and sequences whose loss is computed together, which stay next to each other."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

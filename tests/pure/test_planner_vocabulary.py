@@ -1,7 +1,5 @@
 """An output layer in shards over the ranks: planned, checked, simulated, lowered, proven and drawn."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ With unit costs a microbatch takes 3 on a rank (1 each of F, B and W), so formul
 ranks, ``m`` the microbatches, ``v`` the stages of each rank, ``n`` the slices of a sequence.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

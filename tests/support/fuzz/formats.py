@@ -1,7 +1,5 @@
 """Table of the kinds of files that are read without torch: plans, runs, costs, settings, lengths, schedules, and records."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import struct

@@ -1,7 +1,5 @@
 """Verdict on a damaged file: taken, refused in one line that names the file and where in it, or a fault of the package."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -8,8 +8,6 @@ process ends goes on. Then it is resumed, and its losses have to be those of a r
 Seeds of which the log has a line are not tried again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,14 +4,12 @@ A row is a model and its features on a layout of ranks, with what its plans must
 Rows whose runs by Megatron's schedule have equal flags share one.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -103,7 +101,7 @@ class Matrix:
     """Runs of a test file's rows, each made when first asked for. Its runs by Megatron's schedule are made together."""
 
     @classmethod
-    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Matrix:
+    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Self:
         """Return the matrix of the rows that are selected of a test file, whose fixture asks for it."""
         mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
         given = [item.callspec.params for item in mine if hasattr(item, "callspec")]

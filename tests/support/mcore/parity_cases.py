@@ -1,7 +1,5 @@
 """Runs of the parity tests, some iterations each: ways to cut the same documents, and the models to train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scripts.parity.cells import Cell

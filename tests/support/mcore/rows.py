@@ -5,8 +5,6 @@ each other. The set `slow` has each feature by itself and more, for longer, the 
 choices meet, and every cell.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterator
 from dataclasses import replace

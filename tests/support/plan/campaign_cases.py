@@ -1,7 +1,5 @@
 """Seeded problems for the campaign: batches, pipelines, costs and settings of every kind, with caps at and below the least."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ again (their gradients) from B of its last slice to B of its first. With a W, 4 
 share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rows of the matrix whose layers are Transformer Engine's, in the run with plans and in that of Megatron's schedule."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -3,8 +3,6 @@
 Returns by training and rank what `test_memory.py` looks at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Jobs of `tests/callers/test_bridge_inputs.py`: Qwen2.5-VL and Qwen3-VL of Megatron-Bridge, from its wheel, in slices."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Job of `test_exchange_buffer.py`: buffers for a layer of experts, over two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

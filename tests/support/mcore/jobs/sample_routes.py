@@ -1,7 +1,5 @@
 """Jobs of `test_sample_routes.py`: samples with routes in slices, and whole by Megatron's own replay of the same routes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial

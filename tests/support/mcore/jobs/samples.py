@@ -1,7 +1,5 @@
 """Jobs of `test_samples.py`: a program with a loop of its own trains samples, whole by Megatron's schedule and in slices."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

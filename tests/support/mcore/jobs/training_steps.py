@@ -3,8 +3,6 @@
 Jobs of `tests/callers`: the functions `swift` and `bridge`. The frameworks' folders have to be there (`scripts/callers.sh`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
