@@ -26,14 +26,9 @@ LATENT = {
     "v_head_dim": 8,
 }
 DELTA = {
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 3,
-}
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 FLEX = {
     "replicas": 2,
     "expert_parallel": 2,

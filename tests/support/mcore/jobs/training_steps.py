@@ -257,16 +257,9 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
 
 
 OF_PREFERENCES = {
-    "tuner_type": "full",
-    "mcore_ref_adapter": None,
-    "ref_adapters": [],
-    "reference_free": False,
-    "label_smoothing": 0.0,
-    "f_divergence_type": "reverse_kl",
-    "loss_type": ["sigmoid"],
-    "beta": 0.1,
-    "rpo_alpha": None,
-}
+    "tuner_type": "full", "mcore_ref_adapter": None, "ref_adapters": [], "reference_free": False, "label_smoothing": 0.0,
+    "f_divergence_type": "reverse_kl", "loss_type": ["sigmoid"], "beta": 0.1, "rpo_alpha": None,
+}  # fmt: skip
 """Settings of DPO."""
 
 
