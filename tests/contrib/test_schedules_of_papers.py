@@ -236,7 +236,6 @@ def test_no_assignment_of_a_microbatch_to_groups_ends_earlier_than_flexsps(lengt
         for group_of in product(range(len(degrees)), repeat=len(lengths))
     )
     divided = groups_of(made.extensions)
-    assert divided is not None
     assert len(made.chunks) == 1
     assert len(divided.of_chunk[0]) > 1
     assert made.predicted.makespan_us == pytest.approx(least_us)

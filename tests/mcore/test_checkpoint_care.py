@@ -43,7 +43,6 @@ def saved(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: Path) -> None:
     state = start.common_state(saved)
-    assert state is not None
     assert state["iteration"] == 4
     assert {"lr_decay_steps", "max_lr"} <= state["opt_param_scheduler"].keys()
 

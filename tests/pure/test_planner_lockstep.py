@@ -51,7 +51,6 @@ def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chun
     batches = problems((3300, *(500,) * 90), (500,) * 96)
     tables = ChunkTables(Replicas(tuple(batches), COSTS, Options()))
     table = tables.table(Recipe(grain=4.0, cut="runs of 1"))
-    assert table is not None
     assert len(table) <= 10  # about four for each of two ranks; 16 if all were as short as half of the longest sequence
 
 

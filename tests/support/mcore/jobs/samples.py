@@ -99,7 +99,6 @@ def grpo(
     schedule.plan_ahead(model=chunks, samples=samples[:4])  # for a call that does not come
     evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_logprobs=True)
     left = len(schedule._ahead)
-    assert schedule._run is not None
     splits = {stage.weights is not None for stage in schedule._run.stages.values()}
     schedule.close()
     afterwards, _ = training.whole()
