@@ -1,7 +1,5 @@
 """A page of plans in a real browser: what it shows, and how it answers to mouse and keys."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import contextmanager

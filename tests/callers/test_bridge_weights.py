@@ -3,8 +3,6 @@
 Bridge and training have Transformer Engine's layers, its Python as installed (`test_transformer_engine.py`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -47,17 +45,10 @@ ENTRIES = 257
 ROWS = 272
 """Of the embedding."""
 SIZES: dict[str, Any] = {
-    "vocab_size": ROWS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.1,
+    "vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT, "initializer_range": 0.1,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 SCALED = {
     "rope_type": "llama3",

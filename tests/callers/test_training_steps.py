@@ -1,9 +1,4 @@
-"""The training steps of ms-swift and of Megatron-Bridge, from their wheels, train by plans as by Megatron's own schedule.
-
-Plans are switched on by one environment variable and the plugin, as the frameworks import it; for ms-swift's DPO by `install`.
-"""
-
-from __future__ import annotations
+"""The training steps of ms-swift and of Megatron-Bridge, from their wheels, train by plans as by Megatron's own schedule."""
 
 import re
 
@@ -11,6 +6,7 @@ import pytest
 
 from scripts.demo_rl.engine import command, is_installed
 from tests.support.mcore.forked import job, of_ranks
+from tests.support.mcore.jobs.bridge_inputs import LENGTHS
 from tests.support.mcore.jobs.training_steps import BATCHES, MICROBATCHES
 
 pytestmark = pytest.mark.callers
@@ -19,11 +15,7 @@ LEARNING = 4
 """First batches of a training, which run in the caller's order."""
 UNDER_A_CAP = "memory_cap_gb=0.0015"
 """Settings of plans with which layers recompute."""
-LAYOUTS = [
-    pytest.param(2, 1, id="PP 2"),
-    pytest.param(4, 1, id="PP 2 x DP 2"),
-    pytest.param(4, 2, id="PP 2 x EP 2"),
-]
+LAYOUTS = [pytest.param(2, 1, id="PP 2"), pytest.param(4, 1, id="PP 2 x DP 2"), pytest.param(4, 2, id="PP 2 x EP 2")]
 
 
 def if_installed(framework: str) -> pytest.MarkDecorator:
@@ -85,3 +77,16 @@ def assert_equal_training(framework: str, processes: int, settings: str = "1", *
         assert all(planned == stock for planned, stock in orders[:LEARNING])
         assert any(planned != stock for planned, stock in orders[LEARNING:])
     return finished.output
+
+
+@if_installed("bridge")
+@pytest.mark.parametrize("model", ["pictures", "deepstack"], ids=["Qwen2.5-VL", "Qwen3-VL"])
+def test_slices_have_the_gradients_and_weights_of_the_class_with_its_own_merge_of_embeddings(model):
+    ranks = of_ranks(job(2, f"bridge_inputs:{model}"))
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["worst"] <= TOLERANCE
+        assert rank["weights"] <= TOLERANCE
+        assert rank["chunks"] > len(LENGTHS)
+    assert ranks[0]["losses"] == pytest.approx(next(rank["expected"] for rank in ranks if any(rank["expected"])), rel=TOLERANCE)
+    assert sum(rank["trained encoder"] for rank in ranks) > 0

@@ -1,7 +1,5 @@
 """verl's own engine, from its wheel, trains by plans as by Megatron's own schedule, switched on by one environment variable."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.callers.test_training_steps import LAYOUTS, if_installed
-from tests.mcore.test_rl_slices import TOLERANCE, assert_equal_training_within_the_cap
+from tests.mcore.test_samples import TOLERANCE, assert_equal_training_within_the_cap
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.verl_engine import SAMPLES
 from tests.support.mcore.launch import REPOSITORY, run

@@ -1,7 +1,5 @@
 """InfiniPipe's planner: chunking, checkpoints along diagonals, groups with a flush between."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys
@@ -98,7 +96,6 @@ def test_the_integer_program_finds_the_least_sum_of_layers(seed: int):
         choices[peak] = min(sum(diagonals), choices.get(peak, 10**6))
     for cap in draw.sample(sorted(choices), min(6, len(choices))):
         found = diagonal_checkpoints(order, tables, (cap,) * stages)
-        assert found is not None
         assert max(peaks_bytes(order, tables, found[1])) <= cap
         assert found[0] == min(sum_ for peak, sum_ in choices.items() if peak <= cap)
     assert diagonal_checkpoints(order, tables, (min(choices) - 1,) * stages) is None

@@ -1,7 +1,5 @@
 """Demonstrations and benchmarks measure in alternating rounds, and put a run beside its plan."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

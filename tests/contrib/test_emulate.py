@@ -1,7 +1,5 @@
 """Rehearsals: real ranks, real messages, timed waits. Nothing here judges how fast this machine is."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from itertools import pairwise

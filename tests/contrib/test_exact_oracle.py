@@ -1,7 +1,5 @@
 """The oracle against every order and recompute of tiny cases, the greedy planner on small ones, and formulas of optima."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -154,7 +152,6 @@ def test_weight_gradients_are_split_off_where_it_is_worth_it():
     asked = replace(free, cap_bytes=(cap, cap))
     plain, weights = (oracle(chunks, asked, costs, options) for options in (Options(), WEIGHTS))
     assert plain.decisions is not None
-    assert weights.decisions is not None
     assert any(action.op is Op.W for row in weights.decisions.order for action in row)
     assert weights.makespan_us < plain.makespan_us
     assert build_plan(asked, costs, WEIGHTS, weights.decisions).predicted.makespan_us == pytest.approx(weights.makespan_us)

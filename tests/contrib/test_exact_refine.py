@@ -1,7 +1,5 @@
 """Plans of the greedy planner, refined by the exact one."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Exchanges of Megatron's layers: when two actions take turns at them, and why not otherwise."""
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from functools import partial

@@ -1,7 +1,5 @@
 """FlexSP: groups of context-parallel ranks by chunk are planned, proven and simulated, and their faults are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -107,10 +105,7 @@ FAULTS: dict[str, tuple[Callable[[tuple[int, ...]], list[Group]], int | None]] =
     ),
     "ranks 8 to 23 is not within the 16 context-parallel ranks": (lambda every: [Group(8, 16, every)], None),
     "sequence 0 is in no group": (lambda every: [Group(0, RANKS, every[1:])], None),
-    "sequence 0 is in the group of ranks 0 to 7 and in": (
-        lambda every: [Group(0, 8, every), Group(8, 8, every[:1])],
-        16000,
-    ),
+    "sequence 0 is in the group of ranks 0 to 7 and in": (lambda every: [Group(0, 8, every), Group(8, 8, every[:1])], 16000),
 }
 
 

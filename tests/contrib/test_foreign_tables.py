@@ -1,7 +1,5 @@
 """Tables that Primus and the zero-bubble fork print are read as the orders that they are, and their faults are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -84,8 +82,7 @@ def bare(rows: Rows) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "written"),
-    [*product(ORDERS, (primus, with_communication, among_other_lines)), ("1F1B", bare), ("looped", bare)],
+    ("name", "written"), [*product(ORDERS, (primus, with_communication, among_other_lines)), ("1F1B", bare), ("looped", bare)]
 )
 def test_an_order_is_read_as_it_was_written(name: str, written: Callable[[Rows], str]):
     rows = ORDERS[name]
@@ -99,10 +96,7 @@ def test_an_order_is_read_as_it_was_written(name: str, written: Callable[[Rows],
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "F0-0 F0-1 BW0-1 BW0-0 F1-0 F1-1 BW1-1 BW1-0\n" * 2,
-        "f0 f0 b0 sb0 b0 sb0 f1 f1 b1 b1\nrf0 f0 rf0 f0 b0 b0 f1 f1 b1 b1\n",
-    ],
+    ["F0-0 F0-1 BW0-1 BW0-0 F1-0 F1-1 BW1-1 BW1-0\n" * 2, "f0 f0 b0 sb0 b0 sb0 f1 f1 b1 b1\nrf0 f0 rf0 f0 b0 b0 f1 f1 b1 b1\n"],
     ids=["numbered", "repeated"],
 )
 def test_slices_run_forward_in_order_and_backward_last_first(text: str):

@@ -1,7 +1,5 @@
 """HelixPipe: attention separate from its layer is planned, proven, simulated and lowered, and its faults are found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

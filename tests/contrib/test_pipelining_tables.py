@@ -1,7 +1,5 @@
 """Tables of torch.distributed.pipelining are read, proven, and their faults named."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path
@@ -145,7 +143,6 @@ def test_the_sends_and_receives_that_torch_adds_cannot_hang() -> None:
     compute = {rank: [one for one in row if one is not None] for rank, row in rows_of("ScheduleInterleavedZeroBubble").items()}
     text = table_of(schedules._add_send_recv(compute, lambda stage: stage % RANKS, 2 * RANKS))
     rows = launches_of(text)
-    assert rows is not None
     assert sum("SEND" in action.op for row in rows for action in row) == 2 * (2 * RANKS - 1) * MICROBATCHES
     assert check(from_pipelining(text), rows) == []
 

@@ -4,8 +4,6 @@
 `test_schedules.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 

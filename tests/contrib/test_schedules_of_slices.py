@@ -3,8 +3,6 @@
 ``p`` are the ranks, ``n`` the slices of the longest sequence, ``v`` the stages of each rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

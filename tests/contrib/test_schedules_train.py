@@ -1,11 +1,8 @@
 """Schedules of other papers train through Megatron's loop as its own schedule does: losses, gradients, weights."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,16 +26,13 @@ OF_ONE_SIZE = ("seq1f1b", "chunkflow")
 
 def case_of(name: str) -> Case:
     schedule = PLANNERS.entries()[name]
-    cell: dict[str, Any] = {"pp": 2}
+    cell = "tp2 pp2" if name == "stp" else "pp2"
     if schedule.fixed is not None and (count := schedule.fixed.chunks_per_rank or 2) > 1:
-        cell |= {"virtual": count, "placement": schedule.fixed.kind}
-    if name == "stp":
-        cell["tp"] = 2
-    if schedule.splits_weight:
-        cell["split"] = True
+        cell += f" {schedule.fixed.kind}{count}"
+    cell += " split" * schedule.splits_weight
     offload = " --epp-offload" if schedule.offloads else ""
     cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 3"
-    return case(cell, "llama", f"{cut} --epp-planner {name}{offload}")
+    return case(cell, f"{cut} --epp-planner {name}{offload}")
 
 
 def check_schedule(name: str, figures: Figures, _: Path) -> None:
@@ -74,11 +68,7 @@ OURS = ("greedy", "1f1b", "milp")
 NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and not entry.lacks]
 OVERLAPPED = Row(
     name="greedy, exchanges overlapped",
-    case=case(
-        {"pp": 2, "tp": 2, "split": True},
-        "llama",
-        f"--epp-slices 3 --epp-overlap-exchanges --epp-costs {FOLDER}/costs.json",
-    ),
+    case=case("tp2 pp2 split", f"--epp-slices 3 --epp-overlap-exchanges --epp-costs {FOLDER}/costs.json"),
     check=check_overlapped,
     batch=BATCH,
     prepare=write_slow_exchanges,

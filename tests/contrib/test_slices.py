@@ -1,7 +1,5 @@
 """Chunking: slices of equal time, short sequences packed, limits kept."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -84,13 +84,7 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert by_seed[1] == flat(global_batches(2, 100, 100, seed=1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((0, 4), "the dataset is empty"),
-        ((10, 0), "a global batch of 0 sequences"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [((0, 4), "the dataset is empty"), ((10, 0), "a global batch of 0 sequences")])
 def test_impossible_requests_are_refused(arguments, says):
     with pytest.raises(EppError, match=says):
         GlobalBatchSampler(*arguments)

@@ -1,4 +1,4 @@
-"""Samples are read from JSONL with the columns that a loss asks for, and what is wrong with one is said with its line."""
+"""Samples of a program: what is taken, the spans and routes that they bring, and what is wrong in a line with numbers."""
 
 import gzip
 import json
@@ -7,10 +7,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from megatron_epp.data.batch import GlobalBatch, LossColumns
+from megatron_epp.data.batch import GlobalBatch, InputColumns, LossColumns
+from megatron_epp.data.iterator import spans_of
+from megatron_epp.data.routes import Routing
 from megatron_epp.data.samples import Samples, TokenSample, read_samples
 from megatron_epp.losses import Average
 from megatron_epp.plan import EppError, Segment
+from megatron_epp.plan.problem import TokenSpan
 
 GOOD = {"tokens": [3, 1, 4], "trained": [0, 1, 1], "advantages": 0.5, "old_logprobs": [0, -1, -2], "note": "not read"}
 ASKS = LossColumns(("advantages", "old_logprobs"), Average.TOKENS)
@@ -142,3 +145,194 @@ def test_for_values_all_tokens_are_inputs_and_what_is_of_a_token_is_read_with_it
     assert [chunk.of_loss.counts.tolist() for chunk in arrays] == [[0, 0], [1, 1, 0]]
     with pytest.raises(EppError, match="line 1 has 3 tokens, 3 positions of 2 at most"):
         read(tmp_path, given, asks=asks, most_tokens=2)
+
+
+LOSS = LossColumns((), Average.TOKENS)
+MODEL = Routing(experts=9, per_token=2, layers=(1, 3), num_layers=4)
+ROUTES = [[[token, token + 1], [token + 2, token]] for token in range(7)]
+
+
+def sample(routes=ROUTES, loss=LOSS, routing=MODEL):
+    return TokenSample.of(
+        {"tokens": [3, 1, 4, 1, 5, 9, 2], "routes": routes}, loss, "sample 5", 10, InputColumns(routing=routing)
+    )
+
+
+def routes_of(segments, *samples, multiple=1, routing=MODEL):
+    dataset = Samples(samples)
+    batch = GlobalBatch(indices=(1, 0), lengths=tuple(map(int, dataset.lengths[::-1])), dataset=dataset)
+    return batch.chunk_of([Segment(*segment) for segment in segments], multiple, of_inputs=InputColumns(routing=routing)).routes
+
+
+def test_a_chunk_has_the_routes_of_its_tokens_in_the_layers_that_ask_and_padding_has_some_experts():
+    other = sample([[[8, 7], [7, 8]]] * 7)
+    found = routes_of([(1, 3, 6), (0, 0, 1)], sample(), other, multiple=6)
+    assert found.shape == (2, 2, 6)
+    assert found[0].T.tolist() == [[3, 4], [4, 5], [5, 6], [8, 7], [0, 1], [0, 1]]
+    assert found[1].T.tolist() == [[5, 3], [6, 4], [7, 5], [7, 8], [0, 1], [0, 1]]
+    of_stage = routes_of([(1, 3, 5)], sample(), other, routing=MODEL._replace(layers=(3,)))
+    assert of_stage.tolist() == found[1:, :, :2].tolist()
+    assert routes_of([(1, 3, 5)], sample(), other, routing=None) is None
+    assert routes_of([(1, 3, 5)], sample(None), sample(None)) is None
+
+
+def test_routes_of_all_layers_and_without_the_last_token_are_taken():
+    values = np.array(ROUTES)
+    everywhere = np.full((7, 4, 2), 100)  # of layers without experts, where anything may be
+    everywhere[:, [1, 3]] = values
+    for routes in (everywhere, values[:6], values.astype(np.uint8)):
+        assert {layer: rows.tolist() for layer, rows in sample(routes).routes.items()} == {
+            1: values[:6, 0].tolist(),
+            3: values[:6, 1].tolist(),
+        }
+
+
+def test_a_loss_of_values_reads_the_routes_of_all_tokens():
+    of_values = LOSS._replace(has_values=True)
+    whole = sample(loss=of_values)
+    assert routes_of([(0, 5, 7)], whole, whole)[0].T.tolist() == [[5, 6], [6, 7]]
+    with pytest.raises(
+        EppError, match="routes is 6 x 2 x 2; it must be 7 tokens x 2 layers with experts x 2 experts of a token"
+    ):
+        sample(ROUTES[:6], of_values)
+
+
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        (3, "sample 5: routes is one number; it must be 7 tokens x 2 layers with experts"),
+        (np.zeros((7, 3, 2), int), "routes is 7 x 3 x 2"),
+        ([*[[[1, 2]]] * 6, [[1]]], "sample 5: routes: "),
+        (np.array(ROUTES) + 1.0, "sample 5: routes must be numbers of experts"),
+        (-np.array(ROUTES), r"sample 5: routes has expert -1 for token 0 in layer 1 \(both from 0\); there are experts 0 to 8"),
+        (
+            np.array(ROUTES) + 2,
+            r"sample 5: routes has expert 9 for token 5 in layer 3 \(both from 0\); there are experts 0 to 8",
+        ),
+        (np.full((7, 2, 2), 4), r"sample 5: routes has expert 4 twice for token 0 in layer 1 \(both from 0\)"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line_with_numbers(routes, said):
+    with pytest.raises(EppError, match=said):
+        sample(routes)
+
+
+def test_what_nothing_replays_is_refused():
+    with pytest.raises(EppError, match="sample 5 has routes, and the model has no experts: leave them out"):
+        sample(routing=None)
+    with pytest.raises(EppError, match="sample 5 has routes, and routers choose by themselves"):
+        sample(routing=MODEL._replace(obstacle="routers choose by themselves"))
+    with pytest.raises(EppError, match="sample 1 has no routes, and others have: give them to all samples, or to none"):
+        Samples([sample(), sample(None)])
+    with pytest.raises(EppError, match="the model has experts in layer 2, counted from 0, of which samples have no routes"):
+        routes_of([(0, 0, 1)], sample(), sample(), routing=MODEL._replace(layers=(1, 2)))
+
+
+SPAN_ASKS = InputColumns(("volume", "place"), 3)
+SPAN_GOOD = {
+    "tokens": [3, 1, 4, 1, 5, 9, 2],
+    "volume": [10, 11, 12, 13, 14, 15, 16],
+    "place": [[token, -token] for token in range(7)],
+    "positions": [[token, 2 * token, 3 * token] for token in range(7)],
+    "spans": [
+        {"start": 4, "tokens": 2, "kept": 2, "payload": "second"},
+        {"start": 1, "tokens": 2, "work": 7, "kept": 9, "payload": "first"},
+    ],
+}
+
+
+def span_sample(asks=SPAN_ASKS, **changes):
+    return TokenSample.of(SPAN_GOOD | changes, LOSS, "sample 5", 10, asks)
+
+
+def batch(*samples):
+    dataset = Samples(samples)
+    lengths = tuple(map(int, dataset.lengths))
+    return GlobalBatch(indices=tuple(range(len(samples)))[::-1], lengths=lengths[::-1], dataset=dataset)
+
+
+def test_a_chunk_has_the_columns_positions_and_whole_spans_of_its_tokens():
+    plain = span_sample(tokens=[7, 8, 9], spans=None, positions=None, volume=[1, 2, 3], place=[[5, 6]] * 3)
+    made = batch(span_sample(), plain).chunk_of((Segment(1, 3, 6), Segment(0, 0, 2)), 4, of_inputs=SPAN_ASKS)
+    assert made.position_ids.tolist() == [[3, 4, 5, 0, 1, 0, 1, 2], [6, 8, 10, 0, 1, 0, 1, 2], [9, 12, 15, 0, 1, 0, 1, 2]]
+    volume, place = made.of_inputs.columns
+    assert volume.tolist() == [13, 14, 15, 1, 2, 0, 0, 0]
+    assert place.tolist() == [[3, -3], [4, -4], [5, -5], [5, 6], [5, 6], *[[0, 0]] * 3]
+    assert made.of_inputs.tokens.tolist() == made.tokens.tolist() == [1, 5, 9, 7, 8, 0, 0, 0]
+    assert [(span.start, span.num_tokens, span.sample, span.payload) for span in made.of_inputs.spans] == [(1, 2, 0, "second")]
+    first = batch(span_sample(), plain).chunk_of((Segment(1, 0, 3),), of_inputs=SPAN_ASKS)
+    assert [(span.start, span.payload) for span in first.of_inputs.spans] == [(1, "first")]
+
+
+def test_ranks_of_other_stages_read_positions_alone_and_plans_get_spans_with_their_work():
+    made = batch(span_sample())
+    assert made.chunk_of((Segment(0, 0, 2),), of_inputs=InputColumns(None, 3)).of_inputs is None
+    assert made.chunk_of((Segment(0, 0, 2),)).position_ids.tolist() == [0, 1]
+    assert spans_of(made.dataset, (0,)) == ((TokenSpan(1, 3, 7.0, 9.0), TokenSpan(4, 6, 0.0, 2.0)),)
+    assert spans_of(Samples([span_sample(spans=[])]), (0,)) == ()
+
+
+def test_payloads_are_those_of_the_last_samples_that_a_dataset_has_taken():
+    dataset = Samples([span_sample()])
+    batch_ = GlobalBatch(indices=(0,), lengths=(6,), dataset=dataset)
+    (first, _) = batch_.chunk_of((Segment(0, 0, 6),), of_inputs=SPAN_ASKS).of_inputs.spans
+    dataset.take_payloads(Samples([span_sample(spans=[span | {"payload": "new"} for span in SPAN_GOOD["spans"]])]))
+    assert first.payload == "new"
+
+
+def test_a_loss_of_values_has_all_tokens_as_inputs():
+    values = LOSS._replace(has_values=True)
+    whole = TokenSample.of(SPAN_GOOD | {"spans": [{"start": 5, "tokens": 2}]}, values, "sample", 10, SPAN_ASKS)
+    made = batch(whole).chunk_of((Segment(0, 4, 7),), of_inputs=SPAN_ASKS)
+    assert made.tokens.tolist() == [5, 9, 2]
+    assert made.of_inputs.columns[0].tolist() == [14, 15, 16]
+    assert made.position_ids[1].tolist() == [8, 10, 12]
+    assert [(span.start, span.num_tokens) for span in made.of_inputs.spans] == [(1, 2)]
+
+
+SPAN_WRONG = {
+    "beyond the end": ({"spans": [{"start": 5, "tokens": 2}]}, "span 0 has tokens 5 to 7, and the sample has inputs 0 to 6"),
+    "ahead of the start": ({"spans": [{"start": -1, "tokens": 2}]}, "span 0 has tokens -1 to 1"),
+    "empty": ({"spans": [{"start": 1, "tokens": 0}]}, "span 0 has tokens 1 to 1"),
+    "overlapping": (
+        {"spans": [{"start": 3, "tokens": 2}, {"start": 1, "tokens": 3}]},
+        "spans 1 and 0 overlap: tokens 1 to 4 and 3 to 5",
+    ),
+    "no number": ({"spans": [{"start": "a", "tokens": 2}]}, "span 0 needs start and tokens, two integers"),
+    "half a token": ({"spans": [{"start": 1.5, "tokens": 2}]}, "span 0 needs start and tokens, two integers"),
+    "no end": ({"spans": [{"start": 1}]}, "span 0 needs start and tokens, two integers"),
+    "no dict": ({"spans": [(1, 2)]}, "span 0 must be a dict of start and tokens"),
+    "another key": ({"spans": [{"start": 1, "tokens": 2, "end": 3}]}, "if there are any; it has end"),
+    "less than no work": ({"spans": [{"start": 1, "tokens": 2, "work": -1}]}, "span 0: work is -1.0"),
+    "less than nothing kept": ({"spans": [{"start": 1, "tokens": 2, "kept": -1}]}, "span 0: kept is -1.0"),
+    "work without what is kept": (
+        {"spans": [{"start": 1, "tokens": 2, "work": 7}]},
+        "span 0 has work and not what its encoder",
+    ),
+    "endless work": ({"spans": [{"start": 1, "tokens": 2, "work": np.inf}]}, "span 0: work is inf"),
+    "no numbers": ({"volume": ["a"] * 7}, "sample 5: volume must be numbers"),
+    "one number": ({"volume": 3.0}, "volume is one number; the inputs read one row for each of 7 tokens"),
+    "a short column": ({"place": [[1, 2]]}, "place is 1 x 2; the inputs read one row for each of 7 tokens"),
+    "positions the other way": ({"positions": np.zeros((3, 7))}, "positions is 3 x 7; the model reads 3 for each of 7 tokens"),
+    "broken positions": ({"positions": np.full((7, 3), 0.5)}, "positions must be whole numbers"),
+}
+
+
+@pytest.mark.parametrize("name", SPAN_WRONG)
+def test_what_is_wrong_with_spans_is_told_in_a_line_with_numbers(name):
+    change, text = SPAN_WRONG[name]
+    with pytest.raises(EppError) as told:
+        span_sample(**change)
+    assert text in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_what_nothing_reads_is_refused():
+    with pytest.raises(EppError, match="sample 5 has 2 spans, and no function makes their rows: pass inputs="):
+        span_sample(InputColumns(None, 3))
+    with pytest.raises(
+        EppError, match="sample 5 has positions, which a model with position_embedding_type='mrope' alone reads"
+    ):
+        span_sample(InputColumns((), 1))
+    with pytest.raises(EppError, match="volume has 1 and 2 values for a token: give all samples as many"):
+        Samples([span_sample(), span_sample(volume=[[1, 2]] * 7)])

@@ -1,7 +1,5 @@
 """All ranks of a replica have the same microbatches, and what their first rank makes, or all end with the same error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Work in a thread next to a rank's actions: in order, with its errors, and without keeping a failed rank alive."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

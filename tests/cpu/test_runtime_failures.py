@@ -1,7 +1,5 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

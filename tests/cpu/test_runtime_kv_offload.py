@@ -155,10 +155,7 @@ def test_slices_out_of_order_and_caches_left_over_are_refused(host):
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
     kv_cache, views = layer.kv_cache, [context.view for context in layer.contexts]
     kv_cache.begin({0} if host else (), host)
-    with (
-        kv_cache.running(views[1], False),
-        pytest.raises(KVCacheError, match="at token 4 finds the keys of 0 tokens"),
-    ):
+    with kv_cache.running(views[1], False), pytest.raises(KVCacheError, match="at token 4 finds the keys of 0 tokens"):
         layer.forward(1)
     with kv_cache.running(views[0], False):
         layer.forward(0)

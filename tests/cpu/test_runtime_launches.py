@@ -1,7 +1,5 @@
 """Launches of ranks, recorded without a GPU, run on any hardware queues, and stand in the order that keeps ranks busy."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from functools import partial

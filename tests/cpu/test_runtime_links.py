@@ -1,21 +1,34 @@
-"""Messages between two ranks arrive in the order they were sent, per direction, whatever the other direction does."""
+"""Links between ranks carry every message once, in as much memory as planned, and the check of them finds what hangs."""
 
+import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.plan import Chunk, EppError, Op, Segment, check, lower, simulate
 from megatron_epp.plan.communicators import Direction, directions
+from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.placement import Placement
-from megatron_epp.runtime.links import links
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.links import links, nccl
+from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.links.objects import Groups
+from megatron_epp.runtime.tools import queue_check
+from megatron_epp.runtime.tools.queue_check import EchoStage, check_queues, queue_plans, run_rank
+from tests.support.runtime.launch_recorder import RecordedStage, record
+from tests.support.runtime.plain_stage import HIDDEN
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
@@ -227,3 +240,220 @@ def test_a_message_without_a_slot_and_one_that_does_not_fit_are_refused(ranks):
         ("a message of 12 bytes does not fit a slot of 8", "pipeline rank 0 has no slot left for a message of rank 1"),
         ("a message of 12 bytes does not fit a slot of 8", "pipeline rank 1 has no slot left for a message of rank 0"),
     ]
+
+
+def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
+    """Run the plans on every rank but the last, which opens its links and then sends nothing."""
+    last = dist.get_world_size() - 1
+    if rank < last:
+        return run_rank(rank, plans, width, gpus, limit_s, folder)
+    links = Links.create(
+        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), directions(*(one.placement for one in plans))
+    )
+    links.connect(torch.device("cpu"))
+    links.control.from_each(None)
+    time.sleep(60)  # it is killed when the others have ended
+    return []
+
+
+TABLE = SegmentTable.build(Chunk((Segment(0, 0, 3),)), 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_its_plans_are_sound_and_hold_slices(ranks):
+    for plan in queue_plans(ranks).values():
+        assert check(plan) == []
+        assert plan.num_ranks == ranks
+        assert any(chunk.slice_of(plan.lengths) for chunk in plan.chunks)
+
+
+def test_a_stage_counts_values_of_another_chunk_and_of_the_other_kind():
+    stage = EchoStage(0, 2, torch.device("cpu"))
+    context = ChunkContext(5, TABLE, SlicedKVCache())
+    stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
+    assert int(stage.wrong) == 0
+    stage.forward(context, torch.full((3, 2), 4.0, requires_grad=True))
+    assert int(stage.wrong) == 6
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.0), keep_weights=False)
+    assert int(stage.wrong) == 12
+
+
+def test_every_plan_ends_with_every_value_as_it_was_sent_next_to_sums_over_ranks_that_share_stages():
+    runs = check_queues(queue_plans(2), width=8, gpus=False, limit_s=60.0, pipelines=2)
+    assert [run.num_wrong for run in runs] == [0, 0, 0]
+    assert all(run.time_us > 0 and run.num_messages > 0 for run in runs)
+
+
+def test_a_stage_sums_a_tensor_after_every_action_and_in_the_reduction(monkeypatch):
+    sums = []
+
+    def all_reduce(total, group):
+        sums.append(group)
+        total *= 1 + (len(sums) == 3)  # the third is wrong
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    stage, context = EchoStage(0, 2, torch.device("cpu"), "tensor parallel"), ChunkContext(5, TABLE, SlicedKVCache())
+    stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5), keep_weights=False)
+    assert (sums, int(stage.wrong)) == (["tensor parallel"] * 2, 0)
+    stage.reduce_gradients()
+    assert len(sums) == 3
+    assert int(stage.wrong) > 0
+
+
+class Recorder:
+    """Takes the place of `ProcessGroupNCCL.Options` in a torch without NCCL."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace()
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_its_links_have_the_options_of_training(monkeypatch, has_nccl):
+    """The first thing that a rank makes after its options are the groups of its links."""
+    if not (has_nccl and dist.is_nccl_available()):
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Recorder), raising=False)
+    made = []
+
+    def create(pipeline, control, groups, used, options):
+        made.append((options(), groups.timeout))
+        raise EppError("enough")
+
+    monkeypatch.setattr(queue_check.Links, "create", create)
+    monkeypatch.setattr(queue_check, "uses_nccl", lambda: True)
+    monkeypatch.setattr(nccl, "from_each_of_job", lambda mine: [mine, 108])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    with pytest.raises(EppError, match="enough"):
+        run_rank(0, [*queue_plans(4).values()], 8, True, 30.0, "")
+    ((options, limit),) = made
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == 2, "of 8 links on 108 SMs"
+    assert options._timeout == limit
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_a_group_of_two_backends_takes_tensors_on_gpus_to_nccl(monkeypatch, backend, expected):
+    config = distributed_c10d.BackendConfig(dist.Backend(backend))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(config))
+    assert nccl.uses_nccl() == expected
+
+
+def test_a_plan_that_hangs_is_reported_with_what_it_waits_for():
+    with pytest.raises(EppError, match=r"rank 0, step \d+, action \S+ has not finished after 1 s, waiting for .*rank 1"):
+        check_queues(queue_plans(2), width=8, gpus=False, limit_s=1.0, run=with_a_silent_rank)
+
+
+@dataclass
+class _Block:
+    storage: StorageWeakRef
+    num_bytes: int
+    born: int
+    streams: set = field(default_factory=set, compare=False)
+    held_from: int | None = None
+    dropped: int | None = None
+    passed: int = 0
+
+    def is_counted(self, at, lead):
+        """True if it is in use at a launch, and not as the input that a forward keeps, whose own bytes hold it."""
+        if self.dropped is None or at < self.dropped:
+            return self.born <= at and (self.held_from is None or at < self.held_from)
+        return bool(self.streams) and at < self.passed + lead
+
+
+class MessageMemory:
+    """Blocks of the tensors that a rank sends and receives, in the order of its launches."""
+
+    def __init__(self):
+        self.log = None
+        self._blocks, self._held = [], []
+
+    def note(self, tensor, stream=None):
+        """Note a message, and the stream of the communicator that uses it; return its block."""
+        self.poll()
+        storage = tensor.untyped_storage()
+        block = next((one for one in self._held if one.storage.cdata == storage._weak_ref()), None)
+        if block is None:
+            block = _Block(StorageWeakRef(storage), storage.nbytes(), len(self.log.launches))
+            self._blocks.append(block)
+            self._held.append(block)
+        if stream is not None:
+            block.streams.add(stream)
+        return block
+
+    def poll(self):
+        """Find the blocks that the host has dropped since the last call."""
+        for block in [block for block in self._held if block.storage.expired()]:
+            self._held.remove(block)
+            block.dropped = len(self.log.launches)
+            block.passed = max((self.log.streams[stream].last for stream in block.streams), default=0)
+
+    def peak_bytes(self, lead):
+        """Most bytes in use at one launch, where the host is ahead of the device by so many launches."""
+        launches = range(len(self.log.launches) + 1)
+        return max(sum(block.num_bytes for block in self._blocks if block.is_counted(at, lead)) for at in launches)
+
+    @contextmanager
+    def watching(self, log):
+        """Note what links send, receive, and copy out of slots."""
+        self.log = log
+        send, wait = Links.send, Receive.wait
+
+        def noted_send(links, tensor, peer, gradient):
+            self.note(tensor)
+            send(links, tensor, peer, gradient)
+
+        def noted_wait(receive):
+            message = wait(receive)
+            block = self.note(message)
+            if self.log.action.op is Op.F:
+                block.held_from = len(self.log.launches)
+            return message
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(Links, "send", noted_send))
+            stack.enter_context(patch.object(Receive, "wait", noted_wait))
+            yield
+
+
+PLANS = {"one stage per rank": lambda: planned((9, 8, 7, 9, 8, 7), (1, 1, 1), chunk_tokens=9), "looped": looped, "v": v_shape}
+"""Without split weight gradients, whose own bytes hold the gradients that a backward keeps for them."""
+FAR_AHEAD = 10**6
+
+
+class ReleasingStage(RecordedStage):
+    """Drops the storage of an output that is sent, as Megatron does."""
+
+    def release_output(self, output):
+        output.data = torch.empty(1).expand(output.shape)
+
+
+def taken(case, slots):
+    """Peak bytes of messages of each rank by the host's lead, and those of the plan."""
+    plan = PLANS[case]()
+    sizes = tuple(4 * HIDDEN * plan.padded_tokens(chunk) for chunk in range(len(plan.chunks)))
+    plan = replace(plan, messages=replace(plan.messages, num_bytes=sizes))
+    near, far = [], []
+    for rank in range(plan.num_ranks):
+        memory = MessageMemory()
+        record(plan, rank, make_stage=ReleasingStage, slots=slots, memory=memory)
+        near.append(memory.peak_bytes(0))
+        far.append(memory.peak_bytes(FAR_AHEAD))
+    return near, far, message_peaks(plan, lower(plan))
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_messages_in_slots_take_no_more_than_is_planned_however_far_the_host_is_ahead(case):
+    near, far, planned = taken(case, True)
+    assert near == far
+    assert all(0 < size <= most for size, most in zip(far, planned, strict=True))
+
+
+def test_tensors_of_their_own_would_take_more_than_is_planned_where_the_host_is_far_ahead():
+    near, far, planned = taken("one stage per rank", False)
+    assert sum(far) > sum(near)
+    assert any(size > most for size, most in zip(far, planned, strict=True))

@@ -1,7 +1,5 @@
 """Memory that runs out in an action ends the run with numbers and flags."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Slices hand on their state, and its gradient comes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Formulas have every tensor that a layer of Megatron keeps for its backward, and no other."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -14,49 +12,16 @@ from tests.support.mcore.forked import job, returned
 BYTES_OF_A_CHUNK = 512
 """Kept of a chunk however long it is: counts of experts' tokens, scalars of losses."""
 SMALL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 160,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 20,
-    "num_experts": 16,
-    "moe_router_topk": 4,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "window_size": "(8,0)",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 16,
-}
+    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 16, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 20,
+    "num_experts": 16, "moe_router_topk": 4, "moe_ffn_hidden_size": 48, "moe_shared_expert_intermediate_size": 32,
+    "moe_router_num_groups": 4, "moe_router_group_topk": 2, "window_size": "(8,0)", "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "mamba_num_groups": 2, "mamba_state_dim": 16,
+}  # fmt: skip
 _BEARS = (
-    "no_",
-    "moe_",
-    "bf16",
-    "swiglu",
-    "normalization",
-    "position",
-    "rotary",
-    "disable",
-    "add_",
-    "qk_",
-    "group_",
-    "multi_",
-    "rope",
-    "linear_",
-    "experimental_",
-    "hybrid_",
-    "mamba_",
-    "squared_",
-)
+    "no_", "moe_", "bf16", "swiglu", "normalization", "position", "rotary", "disable", "add_", "qk_", "group_", "multi_",
+    "rope", "linear_", "experimental_", "hybrid_", "mamba_", "squared_",
+)  # fmt: skip
 """Beginnings of other flags of the shipped models that bear on what a layer keeps."""
 _LEFT_OUT = ("moe_layer_freq", "moe_grouped_gemm", "no_gradient_accumulation_fusion", "no_persist_layer_norm")
 NEEDS_TE = "moonlight-16b-a3b"

@@ -197,11 +197,7 @@ SHARDS = "--epp-vocab-parallel on --untie-embeddings-and-output-weights"
 TRAININGS = {
     "rotary, weights apart": (
         SPLIT,
-        {
-            "rotary_pos_emb": OWN_ROTARY,
-            f"{OF_LAYER}.linear_qkv": "backward hook",
-            f"{OF_LAYER}.linear_proj": "forward hook",
-        },
+        {"rotary_pos_emb": OWN_ROTARY, f"{OF_LAYER}.linear_qkv": "backward hook", f"{OF_LAYER}.linear_proj": "forward hook"},
         "",
     ),
     "latents": (

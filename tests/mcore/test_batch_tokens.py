@@ -1,17 +1,28 @@
-"""`--epp-batch-tokens`: what is in a batch, what Megatron counts, and that a resumed run goes on at the right place."""
+"""Batches of so many tokens; and tokens that a mask does not train, which do not pass the output layer."""
 
+import contextlib
+import json
+import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
+from torch import Tensor
 
 from megatron_epp.data.sampler import TokenBatchSampler
 from megatron_epp.mcore.data.documents import build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.model.trained_rows import TrainedRows, rows_to_compute
+from scripts.parity.cells import CONTEXT, MODELS, VOCABULARY, common_flags
 from scripts.random_documents import write_documents
-from tests.support.mcore.forked import train
+from tests.support.mcore.forked import RECORDER, job, launch, returned, train
 from tests.support.mcore.launch import TINY_ON_DOCUMENTS
+from tests.support.mcore.matrix import SEED, batches_of, whole
 from tests.support.mcore.megatron_flags import data_arguments
+from tests.support.mcore.parity_figures import masked_documents
 
 LENGTHS = [30, 3, 2, 17, 9, 4, 32, 1, 14, 5, 31, 6, 11, 7, 12, 25]
 BATCH_TOKENS = 64
@@ -53,3 +64,88 @@ def test_a_weighted_blend_has_sequences_for_all_batches(tmp_path: Path) -> None:
     assert len(few) == 10
     assert more.lengths.sum() >= 5000
     assert more.lengths[:10].tolist() == few.lengths.tolist()
+
+
+FLAGS = ["--split", "100,0,0", "--eval-iters", "0", "--epp", "--epp-slices", "3"]
+
+
+@pytest.mark.parametrize("block_tokens", [0, 3])
+def test_only_trained_tokens_pass_the_output_layer(tmp_path: Path, block_tokens: int) -> None:
+    data = write_documents(tmp_path / "data", LENGTHS, 120)
+    masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
+    np.concatenate(masks).astype(np.uint8).tofile(f"{data}.mask")
+    flags = shlex.split(f"--train-iters 2 --data-path {data} --epp-loss-block-tokens {block_tokens} --epp-slices 8")
+    found = returned(job(1, "consumed:multiplied", flags=[*TINY_ON_DOCUMENTS, *FLAGS, *flags]))
+    assert 0 in found["trained"]
+    assert sum(found["trained"]) < 0.5 * sum(found["tokens"])
+    assert sum(found["multiplied"]) == sum(max(1, count) for count in found["trained"])
+
+
+def test_a_model_that_gathers_its_logits_trains_as_one_that_does_not(tmp_path: Path) -> None:
+    """Megatron's loss of whole logits is that of a shard plus the logarithm of the ranks."""
+    data = write_documents(tmp_path / "data", LENGTHS, 120)
+    flags = [*FLAGS, "--data-path", data, "--tensor-model-parallel-size", 2]
+    shards, gathered = (
+        train(tmp_path / "run", 2, *flags, iterations=1, change=change, tiny=TINY_ON_DOCUMENTS) for change in ("", "gathered")
+    )
+    assert (gathered.steps, gathered.weights) == (shards.steps, shards.weights)
+
+
+def with_validation(folder: Path, data: str, schedule: str) -> tuple[dict[str, dict[str, float]], str]:
+    """Train on two replicas. Returns every iteration's loss and norm of gradients, and the log."""
+    folder.mkdir()
+    flags = [*common_flags(3, CONTEXT, 4, validates=True), *shlex.split(MODELS["llama"]), "--data-path", data]
+    flags += ["--seed", SEED, "--log-interval", 1, "--use-distributed-optimizer", "--epp-schedule", schedule]
+    done = launch(2, RECORDER, *flags, "--epp-report-dir", folder, env={"RECORD_TO": str(folder)})
+    assert done.returncode == 0, done.output[-5000:]
+    return json.loads((folder / "rank1.json").read_text())["steps"], done.output
+
+
+def test_a_batch_without_a_trained_token_is_reported_as_0_and_the_run_goes_on(tmp_path: Path) -> None:
+    first, _, third = batches_of(4, 3)
+    data = masked_documents(tmp_path / "data", whole({*first, *third}))
+    steps, reported = {}, {}
+    for schedule in ("elastic", "stock"):
+        steps[schedule], log = with_validation(tmp_path / schedule, data, schedule)
+        lines = (tmp_path / schedule / "iterations.jsonl").read_text().splitlines()
+        reported[schedule] = [json.loads(line)["loss"] for line in lines]
+        assert log.count("number of nan iterations:   0") == 3
+        told = "none of the 4 sequences up to sample 8 has a trained token: their loss and gradients are 0"
+        assert log.count(told) == (schedule == "elastic")
+        assert re.search(r"validation loss .* lm loss value: 0\.0+E\+00", log)
+    for schedule, found in steps.items():
+        assert found["2"] == {"loss": 0.0, "grad_norm": 0.0}
+        assert reported[schedule] == pytest.approx([found[number]["loss"] for number in ("1", "2", "3")], rel=1e-6)
+        for number in ("1", "3"):
+            assert found[number]["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.2)
+            assert found[number] == pytest.approx(steps["stock"][number], rel=1e-5)
+
+
+class Model(torch.nn.Module):
+    """A model as far as its loss goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output_layer = torch.nn.Linear(1, 1)
+        self.output_layer.sequence_parallel = True
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_the_model_is_as_before_behind_the_chunk_and_behind_an_error() -> None:
+    model = Model()
+    before = dict(vars(model)), dict(vars(model.output_layer))
+    with contextlib.suppress(IndexError), TrainedRows(model).instead(torch.tensor([7])):
+        assert not model.output_layer.sequence_parallel
+        raise IndexError
+    assert (dict(vars(model)), dict(vars(model.output_layer))) == before
+
+
+def test_all_tokens_are_computed_where_the_copy_of_rows_would_outweigh_the_logits() -> None:
+    mask = torch.ones(100)
+    assert rows_to_compute(mask, 10**6, 1) is None
+    mask[:20] = 0
+    assert rows_to_compute(mask, 10, 10) is None
+    assert rows_to_compute(mask, 40, 10).tolist() == list(range(20, 100))
+    assert rows_to_compute(mask, 40, 11) is None

@@ -1,7 +1,5 @@
 """Ranks of a plan run by themselves, with real layers: every action is timed, and put on the plan's dependencies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -61,11 +61,7 @@ def test_every_part_runs_and_its_figures_fit_together(report):
 
 def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path, monkeypatch):
     forked.fork_runs(monkeypatch)
-    rows = {
-        "same": Row(2, TWO),
-        "other weights": Row(2, TWO, {"seed": 7}),
-        "refused": Row(2, TWO, {"epp_slices": 0}),
-    }
+    rows = {"same": Row(2, TWO), "other weights": Row(2, TWO, {"seed": 7}), "refused": Row(2, TWO, {"epp_slices": 0})}
     found = compare(gpu_runs.Launches(tmp_path, 120), gpu_runs.Sizes.reduced(), rows)
     assert found["same"]["holds"]
     assert not found["other weights"]["holds"]

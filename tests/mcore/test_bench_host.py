@@ -1,7 +1,5 @@
 """With plans an action makes the host do no more than with Megatron's schedule, whatever is packed into the chunk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A damaged checkpoint is named before it is loaded, or set aside for the one before; a training that is over says so."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +43,6 @@ def saved(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_checkpoint_holds_besides_tensors_is_known_before_a_start(saved: Path) -> None:
     state = start.common_state(saved)
-    assert state is not None
     assert state["iteration"] == 4
     assert {"lr_decay_steps", "max_lr"} <= state["opt_param_scheduler"].keys()
 

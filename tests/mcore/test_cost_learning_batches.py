@@ -1,11 +1,9 @@
 """Batches planned ahead change to learnt costs at a fixed number, whatever the order in which planning and training proceed."""
 
-from __future__ import annotations
-
 import threading
 from argparse import Namespace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch.distributed as dist
@@ -31,7 +29,7 @@ class Planner:
     def __init__(self) -> None:
         self.grains = list[float]()
 
-    def plan(self, problem: Problem, grain: float = 1.0) -> Planner:
+    def plan(self, problem: Problem, grain: float = 1.0) -> Self:
         self.grains.append(grain)
         return self
 

@@ -1,7 +1,5 @@
 """Files that training and `prepare` read, with random damage: each is taken, or refused in one line that names it and where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

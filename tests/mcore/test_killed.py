@@ -1,7 +1,6 @@
-"""Nothing is left of a training that is killed: no process, and after the next start no temporary folder of ours."""
+"""Nothing is left of a training that is killed, and one that is interrupted goes on from its checkpoint to the bit."""
 
-from __future__ import annotations
-
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
+from tests.support.mcore import interruptions
 from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.leftovers import alive, files
 
@@ -101,3 +101,20 @@ def test_without_a_launcher_a_helper_ends_when_its_rank_is_killed_and_takes_its_
     assert rank.returncode == -signal.SIGKILL
     wait_until(lambda: not alive(temporary), lambda: f"process {pid} lives on")
     assert files(temporary) == []
+
+
+def test_thirty_trials_have_every_happening_and_moments_inside_a_save() -> None:
+    trials = [interruptions.trial_of(seed) for seed in range(30)]
+    assert {trial.happening for trial in trials} == set(interruptions.HAPPENINGS)
+    assert {trial.ranks for trial in trials} == {2, 4}
+    assert {trial.in_save for trial in trials} == {False, True}
+
+
+@pytest.mark.slow  # minutes; `test_resume.py` and `test_killed.py` have one moment each
+def test_no_trial_has_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log.jsonl"
+    monkeypatch.setattr(sys, "argv", ["interruptions", "0", "30", "--log", str(log)])
+    interruptions.main()
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(found) == 30
+    assert [line for line in found if line["faults"]] == []

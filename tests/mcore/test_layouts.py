@@ -3,8 +3,6 @@
 `test_matrix.py` trains them, `test_memory.py` and `test_recompute_modes.py` look at their memory and recompute.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

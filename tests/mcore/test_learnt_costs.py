@@ -1,7 +1,5 @@
 """Learnt costs are kept: a resumed run of the same model starts with them, one of another model learns again and says why."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -145,5 +143,4 @@ def test_the_log_says_how_far_off_formulas_of_shards_were(folder: Path) -> None:
 
 def test_times_of_shards_are_kept_with_the_checkpoints(folder: Path) -> None:
     (one,) = from_state(json.loads((folder / "checkpoints" / FILE_NAME).read_text()))
-    assert one.costs.vocabulary is not None
     assert one.costs.vocabulary.logits.per_token_us == pytest.approx(PASSES[Op.S].per_token_us, rel=TOLERANCE)

@@ -27,28 +27,13 @@ from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
 LINE = {
-    "iteration": 7,
-    "makespan_us": {"planned": 2000.0, "measured": 2500.0},
-    "bubble_fraction": {"planned": 0.1, "measured": 0.2},
-    "planned_peak_activation_bytes": [2**30, 2**29],
-    "peak_activation_bytes": [None, None],
-    "device_peak_bytes": [None, None],
-    "planning_us": 12000.0,
-    "plan_wait_us": 300.0,
-    "replicas": 1,
-    "imbalance": 0.0,
-    "chunks": 9,
-    "recompute_share": 0.25,
-    "offload_share": 0.5,
-    "planned_host_peak_bytes": [2**29, 0],
-    "host_peak_bytes": [2**28, 0],
-    "padding_share": 0.0,
-    "recompute_us": 500.0,
-    "copies_us": 100.0,
-    "wait_us": [400.0, 700.0],
-    "tokens": 1234,
-    "sequences": 5,
-}
+    "iteration": 7, "makespan_us": {"planned": 2000.0, "measured": 2500.0},
+    "bubble_fraction": {"planned": 0.1, "measured": 0.2}, "planned_peak_activation_bytes": [2**30, 2**29],
+    "peak_activation_bytes": [None, None], "device_peak_bytes": [None, None], "planning_us": 12000.0, "plan_wait_us": 300.0,
+    "replicas": 1, "imbalance": 0.0, "chunks": 9, "recompute_share": 0.25, "offload_share": 0.5,
+    "planned_host_peak_bytes": [2**29, 0], "host_peak_bytes": [2**28, 0], "padding_share": 0.0, "recompute_us": 500.0,
+    "copies_us": 100.0, "wait_us": [400.0, 700.0], "tokens": 1234, "sequences": 5,
+}  # fmt: skip
 
 FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
 

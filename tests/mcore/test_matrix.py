@@ -4,8 +4,6 @@
 rows: features and layouts. Losses, gradients of the first and of the last iteration, and parameters are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path

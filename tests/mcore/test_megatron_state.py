@@ -4,8 +4,6 @@ The list is `scripts/megatron_state/known.yaml`. State that is honoured is looke
 of them run forward and backward in other orders than they come in, and recompute unevenly.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex

@@ -4,8 +4,6 @@ Measured is what autograd keeps between forward and backward, each storage once,
 what is away.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A caller's microbatches are taken once, measured, and given back in any order."""
 
-from __future__ import annotations
-
 import warnings
 from argparse import Namespace
 from collections import OrderedDict
@@ -73,10 +71,7 @@ class Pair(NamedTuple):
         ({"cu_seqlens_padded": numpy.array([0, 4, 12]), "cu_seqlens": [0, 3, 10]}, Microbatch((4, 8))),
         ({**tokens(2, 8), "cu_seqlens": torch.tensor([[0, 3, 8], [0, 5, -1]])}, Microbatch((3, 5, 5, 3), 2)),
         (tokens(1, 10) | {"packed_seq_params": Namespace(cu_seqlens_q=ends(0, 3, 10), qkv_format="thd")}, Microbatch((3, 7))),
-        (
-            {"packed_seq_params": Namespace(cu_seqlens_q=ends(0, 3, 9), cu_seqlens_q_padded=ends(0, 4, 12))},
-            Microbatch((4, 8)),
-        ),
+        ({"packed_seq_params": Namespace(cu_seqlens_q=ends(0, 3, 9), cu_seqlens_q_padded=ends(0, 4, 12))}, Microbatch((4, 8))),
         ({**tokens(1, 4), "packed_seq_params": None, "cu_seqlens": None}, Microbatch((4,))),
         # lengths
         ({**tokens(1, 16), "seq_lens": torch.tensor([4, 9, 0])}, Microbatch((4, 9, 3))),

@@ -4,8 +4,6 @@ By who made the mistake (the door), a row says what it was, the number of proces
 the setting, the number that is wrong, and what to do instead. Words between them may change.
 """
 
-from __future__ import annotations
-
 import functools
 import shlex
 from argparse import Namespace

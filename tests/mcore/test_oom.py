@@ -1,7 +1,5 @@
 """A rank that runs out of memory ends the run with what to change. Every process group has the run's time limit."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m scripts.parity`: what it refuses, and a run that fails among others. `test_matrix.py` has the trainings."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two short trainings against Megatron's own schedule, for the fast set: see `test_matrix.py` for all others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages go to ranks as a placement says, and Megatron's model, checkpoints and flags follow it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

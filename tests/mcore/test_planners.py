@@ -1,7 +1,5 @@
 """Every iteration says how long it was planned; a run that goes on plans by the costs that were learnt."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,15 +1,28 @@
-"""Flags about precision: what becomes of kernels that are not installed."""
+"""Flags about precision: kernels that are not installed, and recipes of FP8 without state."""
 
 import argparse
 import importlib.util
 import inspect
 import logging
+from argparse import Namespace
 from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
+from megatron_epp.cost.casts import RECIPES
+from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
+from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
+from megatron_epp.mcore.arguments.rule import Door
+from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
+from megatron_epp.mcore.model.weight_gradients import _tensors_of
 from megatron_epp.mcore.patches import environment, patching
+from megatron_epp.plan import EppError
 
 
 def settled(monkeypatch, **flags):
@@ -92,3 +105,75 @@ def test_without_apex_megatrons_own_layers_do_not_fuse_them_whatever_the_config_
     assert layer.config is config
     assert config.gradient_accumulation_fusion
     assert patch.wraps
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_without_state_are_taken_and_pad_chunks_to_the_rows_that_megatron_asks_for(name: str) -> None:
+    for recipe in (name, Fp8Recipe(name)):  # of flags, and of a model's configuration
+        settings = Namespace(fp8="hybrid", fp8_recipe=recipe)
+        assert [*problems(settings, Door.ALL)] == []
+        assert row_multiple(settings) == RECIPES[name].rows
+    assert RECIPES[name].rows % get_fp8_align_size(Fp8Recipe(name)) == 0
+
+
+def test_recipes_that_keep_something_between_chunks_are_refused_with_the_reason() -> None:
+    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe="delayed"), Door.DOCUMENTS)
+    assert "--fp8-recipe delayed (its amax histories advance with every chunk" in said
+    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe=Fp8Recipe.custom), Door.MODEL)
+    assert "fp8_recipe='custom'" in said
+    assert [*problems(Namespace(fp8="e4m3"), Door.MODEL)]  # Megatron's default is delayed
+    assert [*problems(Namespace(fp8=None, fp8_recipe="delayed"), Door.DOCUMENTS)] == []
+
+
+def test_every_rank_that_shares_a_chunk_has_the_rows() -> None:
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
+    args = Namespace(**sizes, fp8="hybrid", fp8_recipe="mxfp8")
+    assert (token_multiple(args), token_shards(args)) == (128, 4)
+    assert token_multiple(Namespace(**sizes, fp8=None, fp8_recipe="delayed")) == 4
+
+
+def test_casts_of_weights_are_forgotten() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0]._fp8_workspaces = casts = {"weight": torch.ones(1)}
+    model[0].is_first_microbatch = True
+    add_to_gradients(model, in_fp8=True)
+    forget_casts(model)
+    assert casts == {}
+
+
+def test_layers_that_keep_casts_elsewhere_are_refused() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.is_first_microbatch = True  # type: ignore[assignment]
+    add_to_gradients(layer, in_fp8=False)
+    with pytest.raises(EppError, match="Linear keeps its weights in FP8 where plans cannot renew them"):
+        add_to_gradients(layer, in_fp8=True)
+
+
+class _Cast:
+    """Tensors of a cast, as Transformer Engine's classes hand them out and take them back."""
+
+    def __init__(self, *parts: Tensor | None) -> None:
+        self.parts: list[Tensor | None] = list(parts)
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
+        parts, self.parts = self.parts, []
+        return parts, self
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        count = len(tensors)
+        self.parts = tensors[:count]
+        return tensors[count:]
+
+
+def test_casts_that_wait_for_a_w_are_held_as_tensors_and_made_again() -> None:
+    a, b, c = (torch.full((2,), float(number)) for number in range(3))
+    first, second = _Cast(None, a), _Cast(c, None, None)
+    tensors, rebuild = _tensors_of([first, b, second])
+    assert all(one is other for one, other in zip(tensors, (a, b, c), strict=True))
+    assert first.parts == [None, a]  # the backward goes on with it
+    moved = [tensor.clone() for tensor in tensors]
+    one, two, three = rebuild(moved)
+    assert one.parts == [None, moved[0]]
+    assert two is moved[1]
+    assert three.parts == [moved[2], None, None]
+    assert one is not first

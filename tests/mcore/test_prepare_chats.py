@@ -302,12 +302,7 @@ def test_tools_that_the_template_prints_as_python_writes_them_are_told(encoder, 
     prepared(encoder, tmp_path, "{{ tools }}" + PLAIN, conversation(TWO[:2]) | {"tools": [TOOL]})
     assert "prints fields as Python writes them: tools (of lines) in 1 of 1" in warnings_of(caplog)[0]
     caplog.clear()
-    prepared(
-        encoder,
-        tmp_path,
-        "{{ tools | tojson }}" + PLAIN,
-        conversation(TWO[:2]) | {"tools": [TOOL]},
-    )
+    prepared(encoder, tmp_path, "{{ tools | tojson }}" + PLAIN, conversation(TWO[:2]) | {"tools": [TOOL]})
     assert not warnings_of(caplog)
 
 

@@ -1,7 +1,5 @@
 """When gradient reduction starts: once per stage, after its last gradients."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -35,13 +33,7 @@ class Chunk:
 
 
 def run(
-    names: str,
-    finished: str,
-    *,
-    overlap: bool = True,
-    align: bool = True,
-    splits: bool = False,
-    first: bool = True,
+    names: str, finished: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True
 ) -> list[str]:
     """Return the events if the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
     log: list[str] = []

@@ -4,52 +4,42 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_epp.mcore import features
+from scripts.parity.cells import Case
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.forked import command
 from tests.support.mcore.jobs.frameworks import UNEVEN
 from tests.support.mcore.launch import REPOSITORY, launch, run
+from tests.support.mcore.matrix import case
 from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
-from tests.support.mcore.rows import LATENT, STATES
+from tests.support.mcore.rows import LATENT, OVERLAPPED, STATES
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 HYBRID = STATES["two stages, weights apart"]
 SINKS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 CASES = {
-    "weights apart, vocabulary, cut layers": {
-        "cell": {"pp": 2, "split": True},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
-        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    },
-    "padded chunks of experts, beside one process": {
-        "cell": {"tp": 2, "sp": True, "experts": 4},
-        "model": "learned",
-        "plan": "--epp-planner 1f1b",
-        "both": ALL_STATISTICS,
-        "alone": True,
-    },
-    "latent attention, multi-token prediction": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1 --epp-latents on",
-        "both": f"{LATENT} --mtp-num-layers 1",
-    },
-    "Mamba-2 and gated delta nets, windows and sinks": HYBRID | {"model": "llama", "both": f"{HYBRID['both']} {SINKS}"},
+    "weights apart, vocabulary, cut layers": case(
+        "pp2 split",
+        "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
+        "grouped",
+        optimizer=OVERLAPPED,
+    ),
+    "padded chunks of experts, beside one process": case(
+        "tp2 sp experts4", "--epp-planner 1f1b", "learned", both=ALL_STATISTICS, alone=True
+    ),
+    "latent attention, multi-token prediction": case(
+        "pp2", "--epp-slices 3 --epp-recompute 1 --epp-latents on", both=f"{LATENT} --mtp-num-layers 1"
+    ),
+    "Mamba-2 and gated delta nets, windows and sinks": replace(HYBRID, both=f"{HYBRID.both} {SINKS}"),
 }
-
 MORE_CASES = {
-    "experts by DeepEP": {
-        "cell": {"dp": 2, "experts": 4, "ep": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex",
-    },
+    "experts by DeepEP": case("dp2 experts4 ep2", "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex")
 }
 """In the set `slow`, by themselves."""
 
@@ -62,13 +52,11 @@ MORE_CASES = {
         *(pytest.param(name, CASES | MORE_CASES, id=f"{name}, more", marks=pytest.mark.slow) for name in OTHER_RELEASES),
     ],
 )
-def test_a_release_is_known_and_trains_as_its_own_schedule_does(
-    wanted: str, cases: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, cases: dict[str, Case], tmp_path: Path) -> None:
     shutil.copytree(release(wanted) / "megatron", tmp_path / "megatron")
     patched = subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), capture_output=True, text=True, check=True)
     assert "offset" not in patched.stdout
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    (tmp_path / "cases.json").write_text(json.dumps({name: asdict(own) for name, own in cases.items()}))
     (recordings := tmp_path / "figures").mkdir()
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= {FOLDER: str(recordings)}

@@ -1,7 +1,5 @@
 """A killed run, resumed from its last checkpoint, goes on bitwise as one that was never interrupted."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """What a training on documents and one on a script's own microbatches have in common: folders, watches and failures."""
 
-from __future__ import annotations
-
 import threading
 from argparse import Namespace
 from functools import partial

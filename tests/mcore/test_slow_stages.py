@@ -1,7 +1,5 @@
 """A rank that becomes slow after costs were learnt is named once, with its host, stage and what it costs, in both loops."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

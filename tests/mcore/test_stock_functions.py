@@ -41,8 +41,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
         path = tmp_path / f"script{next(COUNT)}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

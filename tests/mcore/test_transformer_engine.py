@@ -3,8 +3,6 @@
 `tests/support/transformer_engine/extension.py` has its compiled functions in plain torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,12 +13,11 @@ import pytest
 
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.formulas import ModelShape
-from scripts.parity.cells import Cell
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.samples import LENGTHS
-from tests.support.mcore.matrix import Matrix, Row, case, parameters, train
+from tests.support.mcore.matrix import Matrix, Row, case, cell_of, parameters, train
 from tests.support.mcore.parity_figures import check_closeness
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 from tests.support.mcore.script_rows import ScriptRow
@@ -95,7 +92,7 @@ WIDE = f"--hidden-size 64 {OF_128}"
 LITTLE = "--epp-slices 2 --epp-memory-cap-gb 0.0006 --epp-recompute auto"
 OFFLOAD = {"slices, offload, weights apart": f"{LITTLE} --epp-offload --epp-split-weight-gradient"}
 PACKS = {"packs": "--epp-slices 1 --epp-recompute 1"}
-CONTEXT = {"cp": 2, "pp": 2}
+CONTEXT = "cp2 pp2"
 MAMBA = (
     "--spec tests.support.transformer_engine.hybrid stack_spec --mamba-num-heads 32 --mamba-head-dim 2 --mamba-num-groups 2 "
     "--mamba-state-dim 8"
@@ -123,7 +120,7 @@ IN_FP8: dict[str, dict[str, Any]] = {
         "cell": SHARED,
         "plans": WHOLE,
     },
-    "looped": {"recipe": "mxfp8", "cell": {"pp": 2, "virtual": 2}, "plans": SLICES},
+    "looped": {"recipe": "mxfp8", "cell": "pp2 looped2", "plans": SLICES},
     "there and back": {"recipe": "mxfp8", "cell": BACK, "plans": SLICES},
 }
 """Recipes, with more flags, sequences of a batch, plans, and another cell for Megatron's schedule, as ranks have own scales.
@@ -143,17 +140,17 @@ def test_in_fp8_chunks_with_the_same_casts_train_as_microbatches_of_megatrons_sc
     Weights are cast anew after the optimizer's step, and what runs again is cast as before, or a run is far from the others.
     """
     given = IN_FP8[name]
-    both, cell = f"{ENGINE} {FP8} {given['recipe']} {given.get('both', '')}", given.get("cell", {"pp": 2})
+    both, cell = f"{ENGINE} {FP8} {given['recipe']} {given.get('both', '')}", given.get("cell", "pp2")
     runs, saved = {}, tmp_path / "saved"
     for kind, plan in {"stock": "--epp-schedule whole", **given["plans"]}.items():
-        own = case(cell, "llama", plan, both=both)
+        own = case(cell, plan, both=both)
         if kind == "stock":
-            own = replace(own, cell=Cell(**given["stock"]) if "stock" in given else own.stock)
+            own = replace(own, cell=cell_of(given["stock"]) if "stock" in given else own.stock)
         sizes = {"iterations": given.get("iterations", 2), "batch": given.get("batch", 8)}
         row = Row(name=kind, case=own, check=lambda *_: None, **sizes)
         flags = [*own.elastic_flags(row.common(tmp_path)), *(["--load", str(saved), "--finetune"] if own.loads else [])]
         runs[kind] = train(row.num_processes, flags, saved if kind == "stock" else None)
-    quantizer, num_processes = QUANTIZERS[given["recipe"]], case(cell, "llama", "").cell.num_processes
+    quantizer, num_processes = QUANTIZERS[given["recipe"]], cell_of(cell).num_processes
     assert all(casts[quantizer] for casts in worker.call(num_processes, "tests.support.transformer_engine.rows:casts_by"))
     for kind, plan in given["plans"].items():
         figures = compare(runs["stock"], runs[kind])
@@ -181,7 +178,7 @@ def test_layers_in_fp8_keep_less_by_what_formulas_count(ranks: None, tmp_path: P
     for name in ("", *RECIPES):
         wide = f"--hidden-size 128 --ffn-hidden-size 512 {OF_128} --epp-documents stream"  # so no chunk is padded
         both = f"{ENGINE} {wide} {f'{FP8} {name}' if name else ''}"
-        own = case({"pp": 2}, "llama", "--epp-planner 1f1b --epp-recompute 0", both=both)
+        own = case("pp2", "--epp-planner 1f1b --epp-recompute 0", both=both)
         row = Row(name=name, case=own, check=lambda *_: None, iterations=1)
         folder = tmp_path / name / "report"
         measured = ["--epp-measure-memory", "--epp-report-dir", str(folder)]

@@ -1,7 +1,5 @@
 """An iteration's inputs come to the device by one copy: those of documents, and of Megatron's own samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -75,8 +73,6 @@ def test_context_parallel_ranks_get_their_part_of_a_chunk() -> None:
     batch = batch_of(DATASET)
     made = prepared(batch, context_parallel=Halves(), rows_of=lambda mask: None)
     tokens, labels = made.inputs.chunk(1).tokens, made.inputs.chunk(1).labels
-    assert tokens is not None
-    assert labels is not None
     assert tokens[0].tolist() == batch.chunk(1).tokens[8:].tolist()
     assert labels[0].tolist() == batch.chunk(1).labels[8:].tolist()
 

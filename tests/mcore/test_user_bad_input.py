@@ -1,7 +1,5 @@
 """A caller's mistakes end every rank with a line that names the cause, soon, and before any weight has changed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

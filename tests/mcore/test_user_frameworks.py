@@ -1,8 +1,6 @@
 """Frameworks around Megatron that train by plans: reruns of an iteration, schedules called by name, iterators of their own,
 steps of several calls, and routers that replay."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from itertools import chain
@@ -85,11 +83,7 @@ def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_in
     [
         (1, (), "forward_backward_no_pipelining"),
         (2, STAGES, "forward_backward_pipelining_without_interleaving"),
-        (
-            2,
-            (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"),
-            "forward_backward_pipelining_with_interleaving",
-        ),
+        (2, (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"), "forward_backward_pipelining_with_interleaving"),
     ],
 )
 def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(

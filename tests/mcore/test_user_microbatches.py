@@ -1,7 +1,5 @@
 """A script's own microbatches, run by plans, train as Megatron's own schedules train them: its data, forward step and loss."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from functools import partial

@@ -1,7 +1,5 @@
 """What frameworks do inside of their models and microbatches, and a plan cannot honour, is refused by name; the given order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

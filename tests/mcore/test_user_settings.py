@@ -1,7 +1,5 @@
 """Settings of a model's configuration for the schedule are honoured by plans as by Megatron's schedules, or refused by name."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib
@@ -27,10 +25,7 @@ from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 
 TOLERANCE = 1e-5
-PIPELINES = {
-    "a stage per rank": (2, UNEVEN),
-    "two stages per rank, no token trained": (4, EVEN),
-}
+PIPELINES = {"a stage per rank": (2, UNEVEN), "two stages per rank, no token trained": (4, EVEN)}
 
 
 @pytest.fixture(scope="module", params=PIPELINES)

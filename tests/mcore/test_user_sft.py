@@ -4,8 +4,6 @@ Megatron's script that trains on them is not installed with it, so `tests/suppor
 Megatron's dataset, tokenizer and loaders.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A caller's microbatches with weight gradients of their own and with offload: plans use both, and gradients are stock's."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Sequence

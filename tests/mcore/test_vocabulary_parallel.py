@@ -1,7 +1,5 @@
 """An output layer divided over the pipeline ranks: checkpoints, resumed runs, what is refused. `test_matrix.py` trains it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +106,6 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     sizes = {"hidden_size": width, "vocab_size": entries, "num_attention_heads": 2, "loss_block_tokens": block_tokens}
     shape = ModelShape(num_layers=4, ffn_hidden_size=16, bytes_per_value=dtype.itemsize, **sizes)
     shards = analytic_profile(shape, CPU).costs([1] * 4, vocabulary_shares=[1 / 4] * 4).vocabulary
-    assert shards is not None
     work = work_of([Chunk((Segment(0, 0, tokens),))], [tokens])
     logits, gradient = shards.rows(Op.S, 4, work), shards.rows(Op.T, 4, work)
     weight, x = torch.randn(entries, width).to(dtype), torch.randn(tokens, width).to(dtype)

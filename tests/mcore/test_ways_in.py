@@ -127,7 +127,6 @@ def patched(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> P
     if shutil.which("patch") is None:
         pytest.skip("GNU patch is not installed: apt install patch")
     spec = find_spec("megatron.core")
-    assert spec is not None
     assert spec.origin is not None
     copy, hook = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("hook")
     shutil.copytree(Path(spec.origin).parents[1], copy / "megatron")

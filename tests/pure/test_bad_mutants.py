@@ -1,7 +1,5 @@
 """Files with random damage are taken, or refused in one line that names them and where; never a traceback or a long wait."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Baselines: sound plans within the caps, or a cap that would do; rows of 1F1B, and chunks of a fixed size of Seq1F1B."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

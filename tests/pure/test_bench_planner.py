@@ -3,8 +3,6 @@
 `test_benches.py` runs it in its reduced form.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Frameworks switch plans on by one environment variable, and where it is not set nothing of this package does anything."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Random problems of every kind are planned or refused without a fault, and the campaign that looks for faults finds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

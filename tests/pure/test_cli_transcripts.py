@@ -45,16 +45,11 @@ TRANSCRIPTS = {
         f"compare --lengths lengths.txt --batch-size 6 --batches 3 --planner greedy --planner 1f1b {TINY}",
         f"compare --lengths 900,50 --planner greedy {TINY} --memory-gb 0.0001 --layout even --slices 1",
     ],
-    "memory": [
-        f"plan --memory --why {BATCH} --memory-gb 0.02 -o absent.json",
-    ],
-    "room": [
-        f"{LLAMA} --cluster h100x8 --stages 1",
-        f"{LLAMA} --memory-gb 72 --stages 1",
-    ],
+    "memory": [f"plan --memory --why {BATCH} --memory-gb 0.02 -o absent.json"],
+    "room": [f"{LLAMA} --cluster h100x8 --stages 1", f"{LLAMA} --memory-gb 72 --stages 1"],
     "advise": [
         "advise --layers 8 --hidden 512 --ffn 1024 --heads 8 --kv-heads 2 --vocab 4096 --devices 2 --lengths 900,300,4000 "
-        "--global-batch-size 8 --pipeline-parallel 2 --context-parallel 1",
+        "--global-batch-size 8 --pipeline-parallel 2 --context-parallel 1"
     ],
 }
 ESCAPES = {"planner": "\x1b[31mred", "costs": "\x1b]0;title\x07", "notes": ["two\nlines", "half \ud800", "back\u202ewards"]}

@@ -1,7 +1,5 @@
 """How evenly stages share the work of sequences like those given, and what is said of it."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Literal
 
@@ -71,7 +69,6 @@ def test_stages_with_half_layers_are_spoken_of_like_others():
     assert own.excess == pytest.approx(9 / 8 - 1, abs=0.03)
     assert best.layers == (8, 8, 8, 8)
     said = advice(PROFILE.costs([8.5, 8.5, 9, 6]), range(4), LONG)
-    assert said is not None
     assert said.startswith("stages of 8.5, 8.5, 9, 6 layers: the busiest takes")
     assert advice(PROFILE.costs([8.5, 8.5, 8.5, 6.5]), range(4), SHORT) is None
 

@@ -1,7 +1,5 @@
 """A stage is a list of blocks and takes their sum: halves add up to layers, and others add blocks of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Files of models, clusters and costs: those shipped, of earlier versions and of runs, and what is wrong with others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Time of kernels in the costs: of launching them, of attention by published rates, and of products in FP8 with their casts."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 
@@ -66,7 +64,6 @@ def test_a_backward_and_its_split_weight_gradient_are_launched_for_themselves():
 def test_a_layer_that_recomputes_is_launched_again(mode: str):
     one = Recompute(**{mode: 1})
     again = BOUND.stages[0].layers.mode(mode)
-    assert again is not None
     assert BOUND.recompute_us(0, WORK, one)[1] == again.again.launch_us > 0
     assert BOUND.recompute_us(0, WORK, one)[2] == DEVICE.recompute_us(0, WORK, one)[2]
 

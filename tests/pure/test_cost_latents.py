@@ -109,7 +109,6 @@ def test_slices_of_latents_take_equal_times() -> None:
     chunker = Chunker.of(problem, costs(True), None)
     falling = [falling_times(chunker)]
     aligned = cut_in_runs([chunker], falling, 16 * chunker.total_us / falling[0][0][0], Shape(1))
-    assert aligned is not None
     longest = LENGTHS.index(max(LENGTHS))
     slices = [part for chunk in aligned.chunks[0] for part in chunk.segments if part.sequence == longest]
     times_us = [chunker.slice_us(part.start, part.end) for part in slices]

@@ -1,7 +1,5 @@
 """Measured iterations: costs learnt from them have their times and bytes, few sizes scale formulas; and slow stages."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The cost model: lines, bytes, what is derived from chunks, and the JSON form."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

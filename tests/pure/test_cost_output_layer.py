@@ -1,7 +1,5 @@
 """The output layer in the costs: its loss by blocks, and the times of its shards as learnt from measured iterations."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -113,7 +111,6 @@ def test_shares_and_bytes_stay() -> None:
 
 def test_few_sizes_scale_the_formulas() -> None:
     before, found = FORMULAS.vocabulary, fitted(measured(FEW))
-    assert before is not None
     check_times(found, rel=0.25, sizes=FEW)
     assert found.spread == before.spread.scaled(found.spread.per_token_us / before.spread.per_token_us)
 
@@ -140,7 +137,6 @@ def test_collectives_that_a_rank_has_not_measured_are_left_out() -> None:
     first, second = measured()
     second.collectives.clear()
     found, before = fitted([first, second]), FORMULAS.vocabulary
-    assert before is not None
     assert (found.spread, found.gather) == (before.spread, before.gather)
     assert found.logits != before.logits
 
@@ -152,7 +148,6 @@ def test_equal_measurements_give_equal_costs_in_whatever_order_ranks_are() -> No
 
 def test_the_error_of_formulas_is_told_for_passes_and_collectives() -> None:
     shards = FORMULAS.vocabulary
-    assert shards is not None
     twice = {name: line.scaled(2.0) for name, line in (("logits", shards.logits), ("gradient", shards.gradient))}
     half = {name: line.scaled(0.5) for name, line in (("spread", shards.spread), ("gather", shards.gather))}
     learnt = replace(FORMULAS, vocabulary=replace(shards, **twice, **half))

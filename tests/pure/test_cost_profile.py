@@ -1,7 +1,5 @@
 """Profiles: parts of a model put together to pipelines, their JSON form, and their fit to measured points."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

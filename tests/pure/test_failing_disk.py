@@ -1,7 +1,5 @@
 """Whichever step of a disk fails, a command ends in one line that names the file, and the old file is whole."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -144,10 +144,7 @@ CHANGED = [
         make_plan(["0F0 0B0"], whole(4), copies=["0L0 0O0"], offload_share=0.5),
         ["rank 0 copy position 0 0L0: runs before 0O0 (position 1), which it needs"],
     ),
-    (
-        replace(offload(), copies=(offload().copies[0][:1], ())),
-        ["rank 0 0L0: missing: the offload share of chunk 0 is 0.5"],
-    ),
+    (replace(offload(), copies=(offload().copies[0][:1], ())), ["rank 0 0L0: missing: the offload share of chunk 0 is 0.5"]),
     (replace(offload(), copies=()), ["rank 0 0O0: missing", "rank 0 0L0: missing"]),
     (
         replace(offload(), offload_share=((0.0,) * 3,) * 2),

@@ -20,10 +20,7 @@ from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, onl
         ([chunk((0, 0, 4)), chunk((1, 2, 2), (1, 0, 4))], "chunk 1 holds tokens 2 to 2 of sequence 1, which has 4"),
         ([chunk((0, 0, 4)), chunk((1, 0, 4), (2, 0, 1))], "chunk 1 holds sequence 2; there are 2"),
         ([chunk((0, 0, 4), (1, 0, 4)), Chunk(())], "chunk 1 is empty"),
-        (
-            [chunk((0, 0, 2), (0, 2, 4)), chunk((1, 0, 4))],
-            "chunk 0 holds 2 slices of longer sequences; two can run",
-        ),
+        ([chunk((0, 0, 2), (0, 2, 4)), chunk((1, 0, 4))], "chunk 0 holds 2 slices of longer sequences; two can run"),
         ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 1 holds 2 slices"),
         ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 0 holds 2 slices"),
         (

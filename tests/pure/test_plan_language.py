@@ -112,9 +112,7 @@ def test_another_definition_of_a_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(K, At.EVERY)),)}],
-    ids=["needs", "before"],
+    "changes", [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(K, At.EVERY)),)}], ids=["needs", "before"]
 )
 def test_an_operation_that_names_an_unknown_one_is_refused(changes):
     with pytest.raises(ValueError, match=f"operation {K} names {SPREAD}, which is not defined"):

@@ -1,7 +1,5 @@
 """Plans for a given order: recompute and copies that fit it, and whole microbatches as given or in the best order of three."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -235,6 +233,6 @@ def test_copies_are_used_where_they_are_faster_than_recompute():
     [(ZERO_BUBBLE[:2], "order has 2 rows for 3 ranks"), ((ZERO_BUBBLE[0][::-1], *ZERO_BUBBLE[1:]), "deadlocks")],
 )
 def test_a_mistake_in_the_order_is_reported(order: Order, words: str):
-    """`test_planner_mistakes.py` has the others."""
+    """`test_planner_order.py` has the others."""
     with pytest.raises(PlanError, match=words):
         fitted(order, CHUNKS, BATCH, COSTS)

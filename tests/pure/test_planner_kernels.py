@@ -1,7 +1,5 @@
 """Inner loops of the planner: their clocks agree with two simulators, and plans are the same where they are not compiled."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -51,7 +51,6 @@ def test_a_longest_sequence_that_hardly_exceeds_a_chunk_does_not_double_the_chun
     batches = problems((3300, *(500,) * 90), (500,) * 96)
     tables = ChunkTables(Replicas(tuple(batches), COSTS, Options()))
     table = tables.table(Recipe(grain=4.0, cut="runs of 1"))
-    assert table is not None
     assert len(table) <= 10  # about four for each of two ranks; 16 if all were as short as half of the longest sequence
 
 
@@ -133,9 +132,7 @@ def kv_offload_caps(costs, batches, share):
 
 @pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.54)], ids=["alone", "next to copies"])
 @pytest.mark.parametrize(
-    "batches",
-    [LONG, pytest.param((LONG[0], (300,) * 20), marks=pytest.mark.slow)],
-    ids=["both have long sequences", "one has"],
+    "batches", [LONG, pytest.param((LONG[0], (300,) * 20), marks=pytest.mark.slow)], ids=["both have long sequences", "one has"]
 )
 def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_step(batches, offloadable_share, share):
     costs = replace(COSTS, offloadable_share=offloadable_share, host_latency_us=1.0)
@@ -159,11 +156,7 @@ FIRST, SECOND = problems(*ROUGH)
 @pytest.mark.parametrize(
     ("asked", "options", "words"),
     [
-        (
-            [FIRST, replace(SECOND, cap_bytes=(1 << 40, 1 << 30))],
-            Options(),
-            "cap_bytes of replica 1 is .*, that of replica",
-        ),
+        ([FIRST, replace(SECOND, cap_bytes=(1 << 40, 1 << 30))], Options(), "cap_bytes of replica 1 is .*, that of replica"),
         ([FIRST, replace(SECOND, placement=(0, 0), cap_bytes=(1 << 40,))], Options(), r"placement of replica 1 is \(0, 0\)"),
         ([FIRST, replace(SECOND, token_multiple=4)], Options(), "token_multiple of replica 1 is 4, that of replica 0 is 1"),
         ([FIRST, replace(SECOND, forward_only=True)], Options(), "forward_only of replica 1 is True"),

@@ -1,7 +1,5 @@
 """Recompute under memory caps: its frontier, exact sums, the peak of a backward, the least peak, and plans that fit."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -153,9 +151,7 @@ FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Op
 
 
 @some_by_default(
-    ("options", "wide_sums"),
-    [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))],
-    4,
+    ("options", "wide_sums"), [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))], 4
 )
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)

@@ -1,7 +1,5 @@
 """The breakdown of a plan's memory: its items are the bytes that the planner, `check` and `simulate` count, and no others."""
 
-from __future__ import annotations
-
 import functools
 import random
 from dataclasses import replace

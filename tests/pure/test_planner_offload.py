@@ -1,21 +1,22 @@
-"""Offload ahead of need, and of keys and values of slices: what it takes, what is chosen, and that plans say what they hold."""
-
-from __future__ import annotations
+"""Offload ahead of need, of activations, keys and values; and actions in one step whose exchanges are overlapped."""
 
 import random
 import re
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
 
+from megatron_epp.contrib.overlap.joined import JoinedDecisions
+from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.formulas import H100, analytic_profile, on_device
 from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
+from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.recompute import FULL_ONLY
@@ -30,14 +31,15 @@ from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.planner.memory.kv_offload_choice import with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
-from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
-from tests.support.seeds import some_by_default
+from tests.support.seeds import some_by_default, spread_by_default
 
 OFFLOAD = Options(offload=True)
 FIXED = Options(slices=24)
@@ -231,7 +233,6 @@ def test_ranks_are_within_their_caps_with_copies_and_recompute(weights: bool, sh
     _, tables, order, peaks = even(8, weights)
     caps = [static + int(share * (peak - static)) for static, peak in zip(tables.static, peaks, strict=True)]
     found = fitted_ahead(tables, order, caps)
-    assert found is not None
     (made,) = found.offloads
     played = play(order, tables, made.recompute_steps, timed(made, tables))
     assert played.makespan_us == found.makespan_us
@@ -243,7 +244,6 @@ def test_ranks_are_within_their_caps_with_copies_and_recompute(weights: bool, sh
 def test_activations_are_copied_where_no_cap_requires_it_and_the_longest_lived_ones_first():
     _, tables, order, peaks = even(8, weights=False)
     found = fitted_ahead(tables, order, peaks)
-    assert found is not None
     (made,) = found.offloads
     assert not any(map(any, made.recompute_steps))
     for first, second in tables.stages_of:
@@ -254,18 +254,15 @@ def test_activations_are_copied_where_no_cap_requires_it_and_the_longest_lived_o
 def test_what_the_host_lacks_is_told():
     _, tables, order, peaks = even(8, weights=False)
     free = fitted_ahead(tables, order, peaks)
-    assert free is not None
     assert free.short_bytes == 0
     most = max(free.offloads[0].most_away(tables))
     short = fitted_ahead(tables, order, peaks, room=most - 5)
-    assert short is not None
     assert short.short_bytes == 5
 
 
 def test_nothing_slower_than_a_limit_is_fitted():
     _, tables, order, peaks = even(8, weights=False)
     found = fitted_ahead(tables, order, peaks)
-    assert found is not None
     assert fitted_ahead(tables, order, peaks, limit_us=found.makespan_us) is None
     assert fitted_ahead(tables, order, peaks, limit_us=found.makespan_us + 1) == found
 
@@ -313,3 +310,103 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     assert peaks[0][1] == peaks[1][1] > peaks[2][1]
     assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
     assert max(made.lower_bound_us for made in built) <= times[0]  # what streaming takes can be spared
+
+
+ASKED = Options(overlap_exchanges=True)
+
+
+def tensor_parallel_costs(tensor_parallel: int, stages: int = RANKS, shares: tuple[float, ...] = ()) -> PipelineCosts:
+    shape = shape_of(load_flags("llama3-8b") | {"num_layers": 16, "tensor_model_parallel_size": tensor_parallel})
+    layers = [16 // stages] * stages
+    return analytic_profile(shape, H100).costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=shares)
+
+
+def joined(made: Plan) -> list[Step]:
+    return [step for step in chain.from_iterable(made.ranks) if step.also]
+
+
+EQUAL, SKEWED = (8192,) * 24, (30000, 9000, 5000, *[900] * 40)
+SPLIT, SEARCHED = Options(split_weight=True), Options(steps=50)
+
+
+@some_by_default(
+    ("lengths", "options"),
+    [(EQUAL, Options()), (SKEWED, SPLIT), (SKEWED, SEARCHED), (SKEWED, Options()), (EQUAL, SPLIT), (EQUAL, SEARCHED)],
+    2,
+)
+def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(lengths: tuple[int, ...], options: Options):
+    asked, costs = problem(lengths, RANKS, 40 * GIB), tensor_parallel_costs(8)
+    plain, made = (plan(asked, costs, replace(options, overlap_exchanges=on)) for on in (False, True))
+    assert not joined(plain)
+    kinds = {tuple(action.op for action in step.actions) for step in joined(made)}
+    assert (Op.B, Op.F) in kinds
+    assert kinds <= {*WITH_WEIGHTS, *WITH_FORWARDS}
+    assert not any({*pair} <= {Op.B, Op.W} for pair in (*WITH_WEIGHTS, *WITH_FORWARDS)), "autograd has one thread for a device"
+    assert made.predicted.makespan_us < (0.98 if options.split_weight else 0.95) * plain.predicted.makespan_us
+    assert check(made) == []
+
+
+def test_weight_gradients_are_joined_with_forwards_where_these_have_no_backward_in_front():
+    placement = Placement("v", RANKS, 2)
+    asked = Problem((8192,) * 24, placement.rank_of, (80 * GIB,) * RANKS)
+    made = plan(asked, tensor_parallel_costs(8, 8), replace(ASKED, split_weight=True))
+    assert {(Op.B, Op.F), (Op.W, Op.F)} <= {tuple(action.op for action in step.actions) for step in joined(made)}
+    assert check(made) == []
+
+
+def test_slices_of_one_sequence_are_no_step():
+    asked = problem(SKEWED, RANKS, 40 * GIB)
+    made = plan(asked, tensor_parallel_costs(8), replace(ASKED, chunk_tokens=30000))
+    steps = [step.actions for step in joined(made)]
+    assert steps
+    group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}
+    assert all(group_of[one.chunk] != group_of[two.chunk] for one, two in steps if one.op is two.op)
+
+
+def test_without_tensor_parallel_ranks_and_in_an_evaluation_nothing_is_joined():
+    asked = problem((9000, 8000, 3000, 2500), RANKS)
+    assert plan(asked, tensor_parallel_costs(1), ASKED) == plan(asked, tensor_parallel_costs(1))
+    evaluation = replace(asked, forward_only=True)
+    assert plan(evaluation, tensor_parallel_costs(8), ASKED) == plan(evaluation, tensor_parallel_costs(8))
+
+
+@spread_by_default(3, kind=("looped", "v"), share=(1.2, 2.0), seed=range(3))
+def test_plans_under_caps_are_no_slower_and_within_them(kind: str, share: float, seed: int):
+    placement = Placement(kind, RANKS, 2).rank_of  # type: ignore[arg-type]
+    costs = tensor_parallel_costs(4, 8)
+    batch = Problem(web_lengths(24, seed, longest=20000), placement, (1,) * RANKS)
+    asked = replace(batch, cap_bytes=(int(share * least_cap_bytes(batch, costs, Options())),) * RANKS)
+    plain, made = plan(asked, costs), plan(asked, costs, ASKED)
+    assert any(map(any, plain.recompute_us)) or kind == "v" or share == 2.0, "the cap binds"
+    assert joined(made) or share < 2 or kind == "v"
+    assert made.predicted.makespan_us <= plain.predicted.makespan_us
+    assert max(made.predicted.peak_bytes) <= asked.cap_bytes[0]
+    assert check(made) == []
+
+
+def test_backwards_that_would_wait_for_a_forwards_input_stay_alone():
+    asked = Problem(web_lengths(40, 5, longest=20000), Placement("looped", RANKS, 2).rank_of, (80 * GIB,) * RANKS)
+    costs = tensor_parallel_costs(4, 8)
+    made = greedy(asked, costs, ASKED)
+    every = frozenset(pair for row in made.order for pair in pairwise(row) if (pair[0].op, pair[1].op) == (Op.B, Op.F))
+    assert isinstance(made, JoinedDecisions)
+    assert made.joined < every
+    slower = fitted(made.order, made.chunks, asked, costs, Options(), partial(JoinedDecisions, joined=every))
+    assert made.makespan_us(asked, costs) < slower.makespan_us(asked, costs)
+
+
+def test_shards_of_the_vocabulary_stand_between_the_steps():
+    asked, costs = problem((8192,) * 24, RANKS, 60 * GIB), tensor_parallel_costs(8, shares=(0.25,) * RANKS)
+    plain, made = plan(asked, costs), plan(asked, costs, ASKED)
+    assert joined(made)
+    assert any(step.action.op is Op.S for step in made.ranks[0])
+    assert made.predicted.makespan_us < plain.predicted.makespan_us
+    assert check(made) == []
+
+
+def test_the_exact_planner_leaves_steps_of_two_actions_as_they_are():
+    pytest.importorskip("ortools", reason="the exact planner needs OR-tools: pip install 'megatron-epp[milp]'")
+    asked, costs = problem((4096,) * 8, 2), tensor_parallel_costs(8, 2)
+    made = plan(asked, costs, ASKED)
+    assert joined(made)
+    assert plan(asked, costs, replace(ASKED, planner="milp")).ranks == made.ranks

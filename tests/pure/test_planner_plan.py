@@ -1,7 +1,5 @@
 """The planner as a whole: sound, deterministic, never slower than plain 1F1B, and open to new schedules."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

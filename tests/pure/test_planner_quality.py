@@ -1,7 +1,5 @@
 """Quality of plans: close to a bound that holds, faster with more freedom or time, and steps of local search that gain."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import replace

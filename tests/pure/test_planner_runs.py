@@ -59,7 +59,6 @@ def test_all_replicas_have_runs_of_the_same_widths_with_whole_sequences_and_ever
     multiple = 1 + 3 * (seed % 2)
     chunkers = chunkers_of(*drawn(seed, multiple=multiple), token_multiple=multiple)
     aligned = cut(chunkers, 12, shape)
-    assert aligned is not None
     assert sum(aligned.runs) == len(aligned)
     assert len(aligned) >= 12
     for chunker, table in zip(chunkers, aligned.chunks, strict=True):
@@ -75,7 +74,6 @@ def test_all_replicas_have_runs_of_the_same_widths_with_whole_sequences_and_ever
 def test_one_pipeline_is_cut_as_finely_as_its_sequences_allow(seed, shape, num_chunks):
     (chunker,) = chunkers_of(drawn(seed)[0])
     aligned = cut([chunker], num_chunks, shape)
-    assert aligned is not None
     check_table(chunker, aligned.chunks[0])
     assert len(aligned) >= 0.9 * min(num_chunks, len(chunker.problem.lengths))
 
@@ -83,7 +81,6 @@ def test_one_pipeline_is_cut_as_finely_as_its_sequences_allow(seed, shape, num_c
 def test_streams_begin_a_sequence_in_the_chunk_where_another_one_ends():
     (chunker,) = chunkers_of([900] * 4)
     aligned = cut([chunker], 3, Shape(4))
-    assert aligned is not None
     chunks = aligned.chunks[0]
     assert any(chunk.begun_of(chunker.problem.lengths) for chunk in chunks)
     assert [group.stop - group.start for group in slice_groups(chunks)] == [len(chunks)], "one run"
@@ -106,8 +103,6 @@ def test_slices_whose_keys_and_values_stream_have_at_most_twice_their_mean_token
 def test_chunks_at_both_ends_are_smaller_if_they_shall_be():
     (chunker,) = chunkers_of([200] * 400)
     even, small = (cut([chunker], 40, shape) for shape in (Shape(1), Shape(1, SMALL_ENDS)))
-    assert even is not None
-    assert small is not None
     assert max(times_us(chunker, even.chunks[0])) < 1.15 * min(times_us(chunker, even.chunks[0]))
     times = times_us(chunker, small.chunks[0])
     assert times[-1] < 0.5 * max(times)
@@ -118,14 +113,12 @@ def test_chunks_at_both_ends_are_smaller_if_they_shall_be():
 def test_chunks_of_the_same_number_take_about_equally_long_where_there_is_enough_to_fill_them():
     chunkers = chunkers_of(*([3000, 900, *[160] * 60, *[40] * 40],) * 2, [700] * 22, [250] * 70)
     aligned = cut(chunkers, 12, Shape(3))
-    assert aligned is not None
     every = zip(*(times_us(chunker, table) for chunker, table in zip(chunkers, aligned.chunks, strict=True)), strict=True)
     assert sum(map(max, every)) <= 1.06 * max(chunker.total_us for chunker in chunkers)
 
 
 def test_a_sequence_that_is_longer_than_the_widest_run_has_one_of_its_own_in_all_replicas():
     aligned = cut(chunkers_of([6000, *[100] * 20], [300] * 40), 12, Shape(2))
-    assert aligned is not None
     assert aligned.runs[0] > 2
     first = aligned.chunks[0][: aligned.runs[0]]
     assert [chunk.segments[0].sequence for chunk in first] == [0] * aligned.runs[0]

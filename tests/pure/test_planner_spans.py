@@ -1,7 +1,5 @@
 """Spans, inside of which no plan cuts, and sequences whose loss is computed together, which stay next to each other."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -51,7 +49,6 @@ def test_every_grain_covers_every_token_outside_of_spans(seed, slices, multiple)
     cut = Chunker.of(replace(problem(lengths, 2, token_multiple=multiple), spans=spans), pipeline(2), None)
     for shape in SHAPES:
         aligned = cut_in_runs([cut], [falling_times(cut)], float(slices), shape)
-        assert aligned is not None
         (table,) = aligned.chunks
         assert parted(table, lengths, spans) == ""
         for q, length in enumerate(lengths):
@@ -64,7 +61,6 @@ def test_a_sequence_with_much_work_in_its_spans_has_more_slices_than_a_longer_te
     spans = ((), tuple(TokenSpan(at, at + 100, 40000.0) for at in range(0, 2000, 100)))
     cut = Chunker.of(replace(problem((4000, 2000), 1), spans=spans), pipeline(1), None)
     aligned = cut_in_runs([cut], [falling_times(cut)], 10.0, SHAPES[0])
-    assert aligned is not None
     numbers = [sum(s.sequence == q for chunk in aligned.chunks[0] for s in chunk.segments) for q in (0, 1)]
     assert numbers[1] >= 7
     assert numbers[0] < 3

@@ -1,7 +1,5 @@
 """`plan --why`: how the search came to a plan, and what keeps each setting where it is."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import pairwise

@@ -1,12 +1,15 @@
-"""The data of a page are those of the simulator and of the run, and the page is one file that needs nothing else."""
+"""Plans and runs as pages, text, tables and Chrome traces; a run passes that is as near to the reference as Megatron's own."""
 
 import json
+import math
 import re
+from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 
+from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.cli.main import main
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
@@ -14,14 +17,18 @@ from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import plan as plan_batch
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.report.gantt import memory_picture, side_by_side
+from megatron_epp.report.measured import Event, Measured
 from megatron_epp.report.page.data import Shown, item_columns, plan_columns
 from megatron_epp.report.page.html import embedded, page, save_page
-from megatron_epp.report.plan_figures import recompute_in_backward
+from megatron_epp.report.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
+from megatron_epp.report.text import clip, format_cap, format_us, summary
+from megatron_epp.report.trace import trace
 from tests.support.plan.planner_cases import pipeline, problem
-from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
+from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, v_shaped_plan, with_offload
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
 OPS = [each.op for each in operations()]
@@ -183,3 +190,192 @@ def test_the_items_of_a_page_add_up_to_the_live_bytes(breakdown):
         changes = list(zip(*[iter(row["changes"])] * 3, strict=True))
         sums = [sum(delta for moment, _, delta in changes if moment <= at) for at in range(len(row["time_us"]))]
         assert sums == [num_bytes for _, num_bytes in breakdown.timeline.live_bytes(rank)]
+
+
+def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks_where_there_are_limits():
+    plan = sliced_plan(num_ranks=4, slices=20, batched=80)
+    lines = summary(plan, width=80, max_chunks=5).splitlines()
+    grid = [line for line in lines if line.startswith("rank ") and "|" in line]
+    assert len(grid) == 4
+    assert all(len(line) == 80 and line.endswith("…") for line in grid)
+    assert "  ... and 95 more chunks" in lines
+    text = summary(plan, width=None, max_chunks=None)
+    assert "…" not in text
+    assert all(str(step.action) in text.split() for steps in plan.ranks for step in steps)
+
+
+def test_a_rank_with_more_work_than_the_others_is_named_with_what_to_do():
+    plan = sliced_plan()
+    slow = tuple(step._replace(time_us=1.5 * step.time_us) for step in plan.ranks[1])
+    text = summary(predicted(replace(plan, ranks=(plan.ranks[0], slow))))
+    assert "rank 1 computes 1.20 times as long" in text
+    assert "--layout balanced" in text
+
+
+def test_what_offload_moves_is_told_where_there_is_any():
+    plan = sliced_plan(recompute=0)
+    assert "recompute takes" not in summary(plan)
+    assert "offload copies" not in summary(plan)
+    copied = with_offload(plan, 0)
+    assert "offload copies 1000.00 KiB to host memory and back in 100.0 us, overlapped with compute" in summary(copied)
+    assert "ranks share" not in summary(copied)
+    assert "2 ranks share 1 links to host memory" in summary(replace(copied, host_links=(0, 0)))
+
+
+def test_recompute_is_a_share_of_compute_and_of_its_backward():
+    plan = sliced_plan(recompute=1)
+    assert recompute_share(plan) == pytest.approx(0.25 / 3.25)
+    assert recompute_in_backward(plan)[Action.parse("0B0")] == pytest.approx(0.25 / 2.25)
+
+
+def test_bubbles_of_the_ranks_average_to_the_plans():
+    plan = sliced_plan(num_ranks=4, batched=5)
+    shares = [bubble_fraction(plan, rank) for rank in range(4)]
+    assert sum(shares) / 4 == pytest.approx(plan.predicted.bubble_fraction)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_bytes(0), "0.00 B"),
+        (format_bytes(1536), "1.50 KiB"),
+        (format_bytes(80 * 2**30), "80.00 GiB"),
+        (format_cap(UNLIMITED_BYTES), "unlimited"),
+        (format_cap(80 * 2**30), "80.00 GiB"),
+        (format_us(812.5), "812.5 us"),
+        (format_us(12345.6), "12.35 ms"),
+        (format_us(3.21e6), "3.210 s"),
+        (clip("abcdef", 4), "abc…"),
+        (clip("abcd", 4), "abcd"),
+        (clip("abcdef", None), "abcdef"),
+        (main_items({"few": 1, "most": 4, "least": 0, "some": 2}), "4.00 B most, 2.00 B some, 1.00 B few"),
+    ],
+)
+def test_numbers_read_well(text, expected):
+    assert text == expected
+
+
+# ---- measured runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_measurement_survives_its_file_with_its_processor_times_where_there_are_some(tmp_path):
+    measured = measured_run(sliced_plan())
+    measured.save(tmp_path / "run.json")
+    assert Measured.load(tmp_path / "run.json") == measured
+    first, *rest = measured.ranks[0]
+    measured = Measured(measured.plan_digest, ((first._replace(cpu_us=7.5), *rest), *measured.ranks[1:]))
+    measured.save(tmp_path / "run.json")
+    loaded = Measured.load(tmp_path / "run.json")
+    assert loaded == measured
+    assert [event.cpu_us for event in loaded.ranks[0]] == [7.5, *[None] * len(rest)]
+
+
+def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
+    action = Action.parse
+    measured = Measured(
+        "d", ((Event(action("0F0"), 0.0, 30.0), Event(action("0SEND_F0"), 30.0, 40.0)), (Event(action("1F0"), 40.0, 100.0),))
+    )
+    assert measured.makespan_us == 100.0
+    assert measured.bubble_fraction == pytest.approx(1 - (30 + 60) / 200), "messages are not compute"
+
+
+def test_a_run_at_the_planned_speed_has_the_planned_bubble():
+    plan = sliced_plan(num_ranks=4)
+    measured, timeline = measured_run(plan, slowdown=1.0), simulate(plan)
+    assert measured.makespan_us == timeline.makespan_us
+    assert measured.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+
+
+# ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------
+
+
+def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
+    near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
+    assert near.theirs == pytest.approx(1e-3)
+    assert near.allowed == pytest.approx(2e-3)
+    assert near.holds
+    assert not deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0081], floor=1e-6).holds
+    assert deviation([2.0], [2.0], [2.00001], floor=1e-5).holds
+    assert not deviation([2.0], [2.0], [2.0001], floor=1e-5).holds
+    found = deviation([2.0, 2.0], [2.0, 2.0], [2.0, math.nan], floor=1.0)
+    assert math.isinf(found.ours)
+    assert not found.holds
+
+
+# ---- Chrome traces ---------------------------------------------------------------------------------------------------
+
+
+def events(made, phase):
+    return [event for event in made["traceEvents"] if event["ph"] == phase]
+
+
+def threads(made):
+    """Names of the threads by (pid, tid)."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(made, "M") if e["name"] == "thread_name"}
+
+
+def on_stream(made, stream):
+    names = threads(made)
+    return [event for event in events(made, "X") if names[event["pid"], event["tid"]] == stream]
+
+
+def test_every_planned_action_is_one_box_at_the_simulators_time_and_the_counter_its_live_bytes():
+    plan = sliced_plan(num_ranks=4, slices=3, batched=4)
+    timeline = simulate(plan)
+    boxes = {(e["pid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in on_stream(trace(plan), "planned compute")}
+    expected = {
+        (rank, str(step.action)): (timeline.start_us[rank][i], timeline.end_us[rank][i])
+        for rank, steps in enumerate(plan.ranks)
+        for i, step in enumerate(steps)
+    }
+    assert boxes.keys() == expected.keys()
+    for key, times in expected.items():
+        assert boxes[key] == pytest.approx(times)
+    for rank in range(plan.num_ranks):
+        counter = [(e["ts"], e["args"]["bytes"]) for e in events(trace(plan), "C") if e["pid"] == rank]
+        assert counter == timeline.live_bytes(rank)
+        assert max(level for _, level in counter) == timeline.peak_bytes[rank]
+
+
+def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consumer():
+    plan = sliced_plan(num_ranks=3, slices=3, batched=2)
+    made = trace(plan)
+    ends = defaultdict(dict)
+    for event in [*events(made, "s"), *events(made, "f")]:
+        assert event["ph"] not in ends[event["id"]], "an id is used by one pair only"
+        ends[event["id"]][event["ph"]] = event
+    messages = simulate(plan).messages()
+    assert len(ends) == len(messages) == 2 * 2 * len(plan.chunks)
+    boxes = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events(made, "X")]
+    for pair in ends.values():
+        assert pair["s"]["ts"] <= pair["f"]["ts"]
+        assert abs(pair["s"]["pid"] - pair["f"]["pid"]) == 1
+        for event in pair.values():
+            inside = [b for b in boxes if b[:2] == (event["pid"], event["tid"]) and b[2] <= event["ts"] < b[3]]
+            assert len(inside) == 1, "an arrow without a box at either end is not drawn"
+
+
+def test_there_is_no_arrow_between_stages_on_one_rank():
+    made = trace(v_shaped_plan())
+    assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
+
+
+def test_a_run_lies_beside_the_plan_in_the_same_process():
+    plan = sliced_plan()
+    measured = measured_run(plan)
+    made = trace(plan, measured)
+    assert set(threads(made).values()) == {"planned compute", "measured compute"}
+    boxes = {(e["pid"], e["name"]): (e["ts"], e["dur"]) for e in on_stream(made, "measured compute")}
+    expected = {(r, str(e.action)): (e.start_us, e.end_us - e.start_us) for r, es in enumerate(measured.ranks) for e in es}
+    assert boxes == expected
+    ids = [event["id"] for event in events(made, "s")]
+    assert len(ids) == len(set(ids)) == 2 * len(simulate(plan).messages())
+
+
+def test_copies_run_on_a_stream_of_their_own():
+    plan = with_offload(sliced_plan(), chunk=0)
+    copies = on_stream(trace(plan), "planned copy")
+    assert [(e["pid"], e["name"], e["dur"]) for e in copies] == [
+        (0, "0O0", pytest.approx(50.0)),
+        (0, "0L0", pytest.approx(50.0)),
+    ]

@@ -6,8 +6,6 @@ With unit costs a microbatch takes 3 on a rank (1 each of F, B and W), so formul
 ranks, ``m`` the microbatches, ``v`` the stages of each rank, ``n`` the slices of a sequence.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -271,7 +269,6 @@ def test_too_few_chunks_are_refused_with_how_many_it_takes(name: str, least: str
 def test_greedy_is_no_slower_than_an_order_with_as_much_memory(name: str, ranks: int, microbatches: int):
     planner, count = compared.ORDERS[name]
     entry = PLANNERS.entries()[planner]
-    assert entry.fixed is not None
     layout = entry.fixed.layout(LAYERS, ranks, count)
     costs = compared.costs_of(layout, 4096)
     options = Options(split_weight=entry.splits_weight, overlap_exchanges=entry.joins)

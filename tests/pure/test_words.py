@@ -38,10 +38,7 @@ class Retired(NamedTuple):
 WORDS = [
     Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload"),
     Retired(r"at_host", "kv_offload"),
-    Retired(
-        r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",
-        "recompute modes",
-    ),
+    Retired(r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)", "recompute modes"),
     Retired(r"(?i)(?<![a-z])(ladder|rungs?|climb(ed|s)?)(?![a-z])", "recompute frontier, frontier step"),
     Retired(r"Stairs|(?<![a-z_])slope", "warm-up window, lead"),
     Retired(r"\bListing\b|\bLISTED\b", "list scheduling"),

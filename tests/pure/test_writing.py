@@ -1,7 +1,5 @@
 """Files are written whole or not at all, whichever step of the operating system fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

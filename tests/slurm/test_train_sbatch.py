@@ -1,7 +1,5 @@
 """scripts/train.sbatch on a real SLURM with virtual nodes: it trains, survives a killed task, and other ways in agree."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

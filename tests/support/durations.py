@@ -3,8 +3,6 @@
 The order of files and the set `fast` follow from it. What is not in it is new, and fast.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass

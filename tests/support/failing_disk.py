@@ -1,13 +1,11 @@
 """A disk that fails at one step: the n-th call of the operating system that writes of the package make."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -26,7 +24,7 @@ class _Written:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def __enter__(self) -> _Written:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -5,8 +5,6 @@ left behind; the next file goes to whichever place is free first. Reports come b
 ran here: `-x`, `--durations` and `--junitxml` work as ever.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """A SLURM cluster on this machine, in a folder of its own: a controller and virtual nodes on loopback ports."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os
@@ -11,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian puts daemons
@@ -56,7 +55,7 @@ class Cluster:
         self.env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as starting:
             starting.enter_context(self._running())
             self._stack = starting.pop_all()

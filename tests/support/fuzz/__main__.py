@@ -7,8 +7,6 @@ Each format has a process of its own, whose memory is limited. A mutant depends 
 the second command repeats what the first one did with number 4711. The exit code is 1 if there is a fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

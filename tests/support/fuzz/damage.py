@@ -1,7 +1,5 @@
 """Random damage to files: to values of JSON, characters of text, fields and bytes of binary files."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Table of the kinds of files that are read without torch: plans, runs, costs, settings, lengths, schedules, and records."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import struct
@@ -138,7 +136,6 @@ def _record(path: Path) -> None:
 def _mask(path: Path) -> None:
     for mmap in (True, False):
         found = open_mask(str(path).removesuffix(MASK_SUFFIX), NUM_TOKENS, mmap)
-        assert found is not None
         found.read(0, NUM_TOKENS)
 
 

@@ -1,7 +1,5 @@
 """Verdict on a damaged file: taken, refused in one line that names the file and where in it, or a fault of the package."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -235,7 +233,6 @@ def limits() -> Iterator[None]:
 def limit_memory() -> None:
     """Let this process take `MOST_BYTES` more address space than it has; beyond, allocations raise `MemoryError`."""
     own = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    assert own is not None
     resource.setrlimit(resource.RLIMIT_AS, (1024 * int(own[1]) + MOST_BYTES, resource.RLIM_INFINITY))
 
 

@@ -1,7 +1,5 @@
 """Table of the kinds of files that training and `prepare` read: documents, what is kept with checkpoints, YAML."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

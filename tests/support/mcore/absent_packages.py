@@ -4,8 +4,6 @@ Whatever is taken from one is an empty class, which may be called, subclassed an
 may be computed by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Where ``RECORD_TO`` is set, they are recorded.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

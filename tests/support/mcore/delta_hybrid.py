@@ -5,14 +5,12 @@ For `--spec tests.support.mcore.delta_hybrid stack_spec`, and `two_gpt_layers`.
 
 from dataclasses import replace
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from tests.support.mcore import fla_stand_in, local_hybrid
 
@@ -34,15 +32,4 @@ def alternating(spec, num_layers):
 two_gpt_layers = alternating(get_gpt_layer_local_spec(), 2)
 """Of every stage of a GPT, where all have two."""
 
-stack_spec = ModuleSpec(
-    module=local_hybrid.stack_spec.module,
-    submodules=replace(
-        local_hybrid.stack_spec.submodules,
-        gdn_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=_NET, self_attn_bda=get_bias_dropout_add
-            ),
-        ),
-    ),
-)
+stack_spec = local_hybrid.with_layers(local_hybrid.stack_spec, gdn_layer=local_hybrid.attention_layer(_NET))

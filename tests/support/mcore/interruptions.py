@@ -8,8 +8,6 @@ process ends goes on. Then it is resumed, and its losses have to be those of a r
 Seeds of which the log has a line are not tried again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -108,7 +106,6 @@ class Starter:
 
     def ranks(self) -> list[psutil.Process]:
         """Ranks of the training, in the order of their start."""
-        assert self.launcher is not None
         return sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
 
     def left(self) -> list[str]:
@@ -161,7 +158,6 @@ def interrupt(starter: Starter, trial: Trial) -> None:
             assert nice, "no planning process found"
             nice[trial.victim % len(nice)].kill()
         case _:
-            assert starter.launcher is not None
             starter.launcher.send_signal(signal.SIGKILL if "killed" in trial.happening else signal.SIGTERM)
 
 

@@ -85,11 +85,7 @@ def run(command: Sequence[object], env: dict[str, str], timeout_s: float) -> Fin
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """
     process = subprocess.Popen(
-        [*map(str, command)],
-        env={**os.environ, **env},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [*map(str, command)], env={**os.environ, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)

@@ -3,6 +3,7 @@
 For `--spec tests.support.mcore.local_hybrid stack_spec`.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -10,6 +11,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid import hybrid_block as block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -35,15 +37,30 @@ _ATTENTION = ModuleSpec(
 _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 _MLP = partial(MLP.as_mlp_submodule, submodules=_PARTS)
 
+
+def attention_layer(attention):
+    """Return a layer that is this attention, of any kind, behind a norm."""
+    parts = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def mamba_layer(mixer):
+    """Return a layer that is this state-space mixer behind a norm."""
+    parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    return ModuleSpec(module=MambaLayer, submodules=parts)
+
+
+def with_layers(spec, **layers):
+    """Return a stack's spec with other layers of these kinds."""
+    return ModuleSpec(module=spec.module, submodules=replace(spec.submodules, **layers))
+
+
 stack_spec = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add
-            ),
-        ),
+        attention_layer=attention_layer(_ATTENTION),
         mlp_layer=ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add),

@@ -4,13 +4,12 @@ A row is a model and its features on a layout of ranks, with what its plans must
 Rows whose runs by Megatron's schedule have equal flags share one.
 """
 
-from __future__ import annotations
-
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -75,9 +74,21 @@ class Row:
         return self.case.stock.num_processes, self.case.stock_flags(self.common(documents)), self.case.loads
 
 
-def case(cell: dict[str, Any], model: str, plan: str, **more: Any) -> Case:
-    """Return a case whose cell has these sizes."""
-    return Case(Cell(**cell), model, plan, **more)
+def cell_of(text: str) -> Cell:
+    """Return the layout that reads like this, as in ``tp2 sp pp2 v2 split``; ``alone`` is one rank."""
+    sizes: dict[str, Any] = {}
+    for word in text.split():
+        name, size = re.fullmatch(r"([a-z]+)(\d*)", word).groups()
+        sizes |= {"virtual": int(size), "placement": name} if name in ("looped", "v") else {name: int(size) if size else True}
+    sizes.pop("alone", None)
+    cell = Cell(**sizes)
+    assert str(cell) == text, f"{text} reads {cell}"
+    return cell
+
+
+def case(cell: str, plan: str, model: str = "llama", **more: Any) -> Case:
+    """Return a case of a layout, as `cell_of` reads it."""
+    return Case(cell_of(cell), model, plan, **more)
 
 
 def parameters(rows: Iterable[Row | ScriptRow]) -> list[Any]:
@@ -90,7 +101,7 @@ class Matrix:
     """Runs of a test file's rows, each made when first asked for. Its runs by Megatron's schedule are made together."""
 
     @classmethod
-    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Matrix:
+    def of(cls, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Self:
         """Return the matrix of the rows that are selected of a test file, whose fixture asks for it."""
         mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
         given = [item.callspec.params for item in mine if hasattr(item, "callspec")]

@@ -1,7 +1,5 @@
 """Runs of the parity tests, some iterations each: ways to cut the same documents, and the models to train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scripts.parity.cells import Cell
@@ -65,11 +63,7 @@ CASES: Cases = {
 packed documents, and the loss by blocks, are in other rows: of routers, of every two kinds, of masked labels.
 """
 MORE_CASES: Cases = {
-    Cell(): {
-        "llama": ("two", "packed", "some recompute"),
-        "grouped": ("seven",),
-        "gpt2": ("all recompute", "loss by blocks"),
-    },
+    Cell(): {"llama": ("two", "packed", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
     Cell(pp=2): {
         "llama": tuple(CUTS),
         "grouped": ("whole", "packed", "some recompute", "split"),

@@ -1,7 +1,5 @@
 """Runs `scripts/parity` and judges what it reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,10 +5,7 @@ each other. The set `slow` has each feature by itself and more, for longer, the 
 choices meet, and every cell.
 """
 
-from __future__ import annotations
-
 import functools
-import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -162,7 +159,7 @@ ROUTERS = {
     ),
 }
 """Routers that count and add up by chunk, in chunks of one whole document; and others, in slices."""
-PADDED: dict[str, dict[str, Any]] = {"context": {"cp": 2}, "tensor and sequence": {"tp": 2, "sp": True}}
+PADDED = {"context": "cp2 experts4", "tensor and sequence": "tp2 sp experts4"}
 """Ranks that share padded chunks, beside one process, whose chunks have no padding."""
 
 
@@ -174,17 +171,17 @@ def _check_padded(figures: Figures, _: Path) -> None:
 
 def _routers() -> list[Row]:
     rows = [
-        Row(name=f"routers: {name}", case=case({"experts": 4}, "llama", plan, both=both), check=_anything, iterations=3)
+        Row(name=f"routers: {name}", case=case("experts4", plan, both=both), check=_anything, iterations=3)
         for name, (both, plan) in ROUTERS.items()
     ]
     both, plan = ALL_STATISTICS, "--epp-planner 1f1b --epp-recompute 4"
     return rows + [
         Row(
             name=f"padding is invisible to routers: {name}",
-            case=case({"experts": 4} | sizes, "learned", plan, both=both, alone=True),
+            case=case(cell, plan, "learned", both=both, alone=True),
             check=_check_padded,
         )
-        for name, sizes in PADDED.items()
+        for name, cell in PADDED.items()
     ]
 
 
@@ -200,44 +197,20 @@ LATENT = (
 )
 _YARN = LATENT.replace("--rope-type rope", "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.8")
 _WIDE = LATENT.replace("--q-lora-rank 16 ", "").replace("--v-head-dim 12", "--v-head-dim 20").replace("--qk-layernorm ", "")
-LATENTS: dict[str, dict[str, Any]] = {
-    "weights apart": {"cell": {"pp": 2, "split": True}, "both": LATENT, "plan": "--epp-slices 3"},
-    "offload": {
-        "cell": {"pp": 2},
-        "both": _WIDE.replace("--kv-lora-rank 16", "--kv-lora-rank 64"),
-        "plan": "--epp-slices 7 --epp-offload",
-        "cap": {"on": "--epp-memory-cap-gb 0.00073", "off": "--epp-memory-cap-gb 0.00078"},
-    },
-    "there and back, capped": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "both": _YARN,
-        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-recompute-modes all",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "both": _WIDE,
-        "plan": "--epp-slices 3 --epp-recompute 1",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "both": _YARN,
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-    },
-    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "both": LATENT, "plan": "--epp-slices 7 --epp-recompute 1"},
-    "four stages": {"cell": {"pp": 4}, "both": _YARN, "plan": "--epp-slices 3 --epp-recompute 1"},
-    "two stages per rank": {
-        "cell": {"pp": 2, "virtual": 2, "split": True},
-        "both": LATENT,
-        "plan": "--epp-slices 7 --epp-recompute 1",
-    },
+LATENTS = {
+    "weights apart": case("pp2 split", "--epp-slices 3", both=LATENT),
+    "offload": case("pp2", "--epp-slices 7 --epp-offload", both=_WIDE.replace("--kv-lora-rank 16", "--kv-lora-rank 64")),
+    "there and back, capped": case("pp2 v2", "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-recompute-modes all", both=_YARN),
+    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 3 --epp-recompute 1", both=_WIDE),
+    "context parallel, experts": case("cp2 dp2 experts4 ep2", "--epp-slices 3", both=_YARN, optimizer=OVERLAPPED),
+    "tensor parallel": case("tp2 pp2", "--epp-slices 7 --epp-recompute 1", both=LATENT),
+    "four stages": case("pp4", "--epp-slices 3 --epp-recompute 1", both=_YARN),
+    "two stages per rank": case("pp2 looped2 split", "--epp-slices 7 --epp-recompute 1", both=LATENT),
 }
-
-
-_OFTEN = {"offload": "on"}
-"""Choice of --epp-latents with which a case is in the default set, which has others with multi-token prediction
-(`LATENT_PREDICTIONS`); all others are in the slow one.
-"""
+_LATENT_CAPS = {("offload", "on"): "--epp-memory-cap-gb 0.00073", ("offload", "off"): "--epp-memory-cap-gb 0.00078"}
+"""By case and choice of --epp-latents."""
+_OFTEN = {("offload", "on")}
+"""Cases and choices of the default set, which has others with multi-token prediction (`LATENT_PREDICTIONS`)."""
 
 
 def _check_latents(name: str, figures: Figures, _: Path) -> None:
@@ -250,97 +223,57 @@ def _check_latents(name: str, figures: Figures, _: Path) -> None:
 
 def _latents() -> list[Row]:
     """Return every case with latents in the relay and with keys and values; those of `_OFTEN` are in the default set."""
-    rows = []
-    for (name, given), choice in itertools.product(LATENTS.items(), ("on", "off")):
-        plan = " ".join((given["plan"], given.get("cap", {}).get(choice, ""), f"--epp-latents {choice}"))
-        options = {"model": "llama"} | {key: value for key, value in given.items() if key != "cap"} | {"plan": plan}
-        relayed = {"on": "latents", "off": "keys and values"}[choice]
-        rows.append(
-            Row(
-                name=f"latent attention, {relayed}: {name}",
-                case=case(**options),
-                check=functools.partial(_check_latents, name),
-                batch=BATCH,
-                is_slow=_OFTEN.get(name) != choice,
-            )
+    return [
+        Row(
+            name=f"latent attention, {relayed}: {name}",
+            case=replace(own, plan=f"{own.plan} {_LATENT_CAPS.get((name, choice), '')} --epp-latents {choice}"),
+            check=functools.partial(_check_latents, name),
+            batch=BATCH,
+            is_slow=(name, choice) not in _OFTEN,
         )
-    return rows
+        for name, own in LATENTS.items()
+        for choice, relayed in (("on", "latents"), ("off", "keys and values"))
+    ]
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
 
-PREDICTIONS: dict[str, dict[str, Any]] = {
-    "repeated layer, tied, masks": {
-        "cell": {"pp": 2},
-        "model": "grouped",
-        "both": "--mtp-num-layers 2 --mtp-use-repeated-layer",
-        "plan": "--epp-slices 7 --epp-recompute 1",
-    },
+PREDICTIONS = {
+    "repeated layer, tied, masks": case(
+        "pp2", "--epp-slices 7 --epp-recompute 1", "grouped", both="--mtp-num-layers 2 --mtp-use-repeated-layer"
+    )
 }
-LATENT_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "weights apart": {  # in the set `slow`: Transformer Engine's layers have latents with weights apart
-        "cell": {"pp": 2, "split": True},
-        "both": f"{LATENT} --mtp-num-layers 1",
-        "plan": "--epp-slices 3",
-    },
-    "there and back, capped": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "both": f"{_YARN} --mtp-num-layers 2",
-        "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0015 --epp-recompute-modes all --epp-loss-block-tokens 5",
-        "choice": "off",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "both": f"{_WIDE} --mtp-num-layers 1",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "both": f"{_YARN} --mtp-num-layers 2",
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-    },
+LATENT_PREDICTIONS = {
+    "weights apart": case(
+        "pp2 split", "--epp-slices 3", both=f"{LATENT} --mtp-num-layers 1"
+    ),  # in the set `slow`: Transformer Engine's layers have latents with weights apart
+    "there and back, capped": case(
+        "pp2 v2",
+        "--epp-slices 3 --epp-memory-cap-gb 0.0015 --epp-recompute-modes all --epp-loss-block-tokens 5",
+        both=f"{_YARN} --mtp-num-layers 2",
+    ),
+    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 3 --epp-recompute 1", both=f"{_WIDE} --mtp-num-layers 1"),
+    "context parallel, experts": case(
+        "cp2 dp2 experts4 ep2", "--epp-slices 3", both=f"{_YARN} --mtp-num-layers 2", optimizer=OVERLAPPED
+    ),
 }
-"""Cases of `LATENTS` with multi-token prediction, and a choice of --epp-latents other than ``on``."""
-MORE_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "two depths, tied": {
-        "cell": {"pp": 2},
-        "model": "grouped",
-        "both": "--mtp-num-layers 2",
-        "plan": "--epp-slices 7 --epp-recompute 1",
-    },
-    "weights apart": {"cell": {"pp": 2, "split": True}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
-    "there and back": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "both": "--mtp-num-layers 2",
-        "plan": "--epp-slices 3 --epp-loss-block-tokens 5",
-    },
-    "latent attention, tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "both": f"{LATENT} --mtp-num-layers 1",
-        "plan": "--epp-slices 7 --epp-memory-cap-gb 0.0006 --epp-offload",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "both": "--mtp-num-layers 2",
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-    },
-    "a layer cut": {"cell": {"pp": 2}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3 --epp-layout 2.5,1.5"},
-    "uneven stages": {"cell": {"pp": 2}, "both": "--mtp-num-layers 2", "plan": "--epp-slices 3 --epp-layout 3,1"},
-    "two stages per rank": {
-        "cell": {"pp": 2, "virtual": 2, "split": True},
-        "both": "--mtp-num-layers 1",
-        "plan": "--epp-slices 7 --epp-recompute 1",
-    },
-    "there and back, replicas": {
-        "cell": {"pp": 2, "dp": 2, "virtual": 2, "placement": "v"},
-        "both": "--mtp-num-layers 1",
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-    },
-    "one stage, packed": {"cell": {}, "model": "grouped", "both": "--mtp-num-layers 2", "plan": "--epp-slices 1"},
-    "four stages": {"cell": {"pp": 4}, "both": "--mtp-num-layers 1", "plan": "--epp-slices 3"},
+"""Cases of `LATENTS` with multi-token prediction."""
+MORE_PREDICTIONS = {
+    "two depths, tied": case("pp2", "--epp-slices 7 --epp-recompute 1", "grouped", both="--mtp-num-layers 2"),
+    "weights apart": case("pp2 split", "--epp-slices 3", both="--mtp-num-layers 1"),
+    "there and back": case("pp2 v2", "--epp-slices 3 --epp-loss-block-tokens 5", both="--mtp-num-layers 2"),
+    "latent attention, tensor and sequence parallel": case(
+        "tp2 sp pp2", "--epp-slices 7 --epp-memory-cap-gb 0.0006 --epp-offload", both=f"{LATENT} --mtp-num-layers 1"
+    ),
+    "context parallel, experts": case(
+        "cp2 dp2 experts4 ep2", "--epp-slices 3", both="--mtp-num-layers 2", optimizer=OVERLAPPED
+    ),
+    "a layer cut": case("pp2", "--epp-slices 3 --epp-layout 2.5,1.5", both="--mtp-num-layers 1"),
+    "uneven stages": case("pp2", "--epp-slices 3 --epp-layout 3,1", both="--mtp-num-layers 2"),
+    "two stages per rank": case("pp2 looped2 split", "--epp-slices 7 --epp-recompute 1", both="--mtp-num-layers 1"),
+    "there and back, replicas": case("dp2 pp2 v2", "--epp-slices 3", both="--mtp-num-layers 1", optimizer=OVERLAPPED),
+    "one stage, packed": case("alone", "--epp-slices 1", "grouped", both="--mtp-num-layers 2"),
+    "four stages": case("pp4", "--epp-slices 3", both="--mtp-num-layers 1"),
 }
 
 
@@ -353,7 +286,7 @@ def _predictions() -> list[Row]:
     return [
         Row(
             name=f"multi-token prediction: {name}",
-            case=case(**{"model": "llama"} | given),
+            case=own,
             check=functools.partial(_check_predictions, 1 if "packed" in name else 3),
             iterations=3 if name in MORE_PREDICTIONS else 2,
             batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
@@ -361,7 +294,7 @@ def _predictions() -> list[Row]:
             unused="tied" in name,  # the output layer of a last stage that has a copy of the embedding
             is_slow=name in MORE_PREDICTIONS,
         )
-        for name, given in (PREDICTIONS | MORE_PREDICTIONS).items()
+        for name, own in (PREDICTIONS | MORE_PREDICTIONS).items()
     ]
 
 
@@ -371,20 +304,16 @@ def _check_latent_predictions(name: str, figures: Figures, folder: Path) -> None
 
 
 def _latent_predictions() -> list[Row]:
-    rows = []
-    for name, given in LATENT_PREDICTIONS.items():
-        plan = f"{given['plan']} --epp-latents {given.get('choice', 'on')}"
-        options = {"model": "llama"} | {key: value for key, value in given.items() if key != "choice"} | {"plan": plan}
-        rows.append(
-            Row(
-                name=f"latent attention, multi-token prediction: {name}",
-                case=case(**options),
-                check=functools.partial(_check_latent_predictions, name),
-                batch=BATCH if "cap" in name else SMALL_BATCH,
-                is_slow=name == "weights apart",
-            )
+    return [
+        Row(
+            name=f"latent attention, multi-token prediction: {name}",
+            case=replace(own, plan=f"{own.plan} --epp-latents {'off' if 'cap' in name else 'on'}"),
+            check=functools.partial(_check_latent_predictions, name),
+            batch=BATCH if "cap" in name else SMALL_BATCH,
+            is_slow=name == "weights apart",
         )
-    return rows
+        for name, own in LATENT_PREDICTIONS.items()
+    ]
 
 
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
@@ -400,16 +329,15 @@ def _check_one_each(figures: Figures, _: Path) -> None:
 
 def _masks() -> list[Row]:
     """Return rows of masked labels. By default answers are trained on ranks that share tokens in rows of `OF_ANSWERS`."""
-    parts = case({"pp": 2}, "llama", "--epp-slices 3 --epp-loss-block-tokens 5", both=f"--seed {SEED}")
-    few = case({"dp": 2}, "gpt2", "--epp-slices 3", both=f"--seed {SEED} --global-batch-size 2")
+    parts = case("pp2", "--epp-slices 3 --epp-loss-block-tokens 5", both=f"--seed {SEED}")
+    few = case("dp2", "--epp-slices 3", "gpt2", both=f"--seed {SEED} --global-batch-size 2")
     blocks = "--epp-slices 3 --epp-loss-block-tokens 3"
-    shared, context = {"tp": 2, "sp": True}, {"cp": 2}
     answers = {
-        "split": case({"pp": 2, "split": True}, "llama", "--epp-slices 3"),  # by default with learnt costs
-        "sequence parallel by blocks": case(shared, "llama", blocks),
-        "context parallel": case(context, "llama", "--epp-slices 3"),
-        "tensor parallel, tied": case({"tp": 2}, "gpt2", "--epp-slices 3"),
-        "sequence parallel by blocks, tied": case(shared, "grouped", blocks),
+        "split": case("pp2 split", "--epp-slices 3"),  # by default with learnt costs
+        "sequence parallel by blocks": case("tp2 sp", blocks),
+        "context parallel": case("cp2", "--epp-slices 3"),
+        "tensor parallel, tied": case("tp2", "--epp-slices 3", "gpt2"),
+        "sequence parallel by blocks, tied": case("tp2 sp", blocks, "grouped"),
     }
     return [
         Row(name="masked labels: part of every document", case=parts, check=_check_slices, documents="parts"),
@@ -424,49 +352,32 @@ def _masks() -> list[Row]:
 # ---- layouts that cut layers -----------------------------------------------------------------------------------------
 
 _CUT = "--epp-slices 3 --epp-recompute 1"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "context parallel, weights apart": {"cell": {"pp": 2, "cp": 2, "split": True}, "plan": f"{_CUT} --epp-layout 2.5,1.5"},
-    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5"},
-    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": f"{_CUT} --epp-layout 1.5,2.5"},
-    "experts of replicas": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": f"{_CUT} --epp-layout 1.5,2.5",
-        "optimizer": OVERLAPPED,
-    },
-    "four stages": {"cell": {"pp": 4}, "plan": "--epp-slices 3 --epp-layout 0.5,1.5,1,1"},
-    "two stages": {"cell": {"pp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5", "model": "grouped"},
-    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5"},
-    "replicas": {"cell": {"pp": 2, "dp": 2}, "plan": f"{_CUT} --epp-layout 2.5,1.5", "optimizer": OVERLAPPED},
-    "looped": {"cell": {"pp": 2, "virtual": 2, "split": True}, "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5"},
-    "four stages, weights apart": {
-        "cell": {"pp": 4, "split": True},
-        "plan": f"{_CUT} --epp-layout 1.5,1,1,0.5",
-        "model": "gpt2",
-    },
-    "whole layers": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "plan": f"{_CUT} --epp-layout 2,0,1,1",
-        "model": "gpt2",
-    },
-    "offload": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"},
-    "learnt costs": {"cell": {"pp": 2}, "plan": "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"},
+LAYOUTS = {
+    "context parallel, weights apart": case("cp2 pp2 split", f"{_CUT} --epp-layout 2.5,1.5"),
+    "there and back": case("pp2 v2", f"{_CUT} --epp-layout 1.5,1,1,0.5"),
+    "tensor and sequence parallel": case("tp2 sp pp2", f"{_CUT} --epp-layout 1.5,2.5"),
+    "experts of replicas": case("dp2 pp2 experts4 ep2", f"{_CUT} --epp-layout 1.5,2.5", optimizer=OVERLAPPED),
+    "four stages": case("pp4", "--epp-slices 3 --epp-layout 0.5,1.5,1,1"),
+    "two stages": case("pp2", f"{_CUT} --epp-layout 2.5,1.5", "grouped"),
+    "tensor parallel": case("tp2 pp2", f"{_CUT} --epp-layout 2.5,1.5"),
+    "replicas": case("dp2 pp2", f"{_CUT} --epp-layout 2.5,1.5", optimizer=OVERLAPPED),
+    "looped": case("pp2 looped2 split", f"{_CUT} --epp-layout 1.5,1,1,0.5"),
+    "four stages, weights apart": case("pp4 split", f"{_CUT} --epp-layout 1.5,1,1,0.5", "gpt2"),
+    "whole layers": case("pp2 v2", f"{_CUT} --epp-layout 2,0,1,1", "gpt2"),
+    "offload": case("pp2", "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"),
+    "learnt costs": case("pp2", "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"),
 }
 """Rows of the set `slow`; in the default set the first four have an output layer in shards, too (`CUT_SHARDS`)."""
 
 
 _CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
-CHOSEN: dict[str, dict[str, Any]] = {
-    "there and back": {"cell": {"pp": 2}, "plan": f"{_CHOOSING} --epp-placement v", "model": "gpt2"},
-    "experts of replicas": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": _CHOOSING,
-        "optimizer": OVERLAPPED,
-        "model": "gpt2",
-    },
-    "two stages": {"cell": {"pp": 2}, "plan": _CHOOSING},
-    "tensor and sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "plan": _CHOOSING, "model": "grouped"},
-    "context parallel": {"cell": {"pp": 2, "cp": 2}, "plan": _CHOOSING},
-    "four stages": {"cell": {"pp": 4}, "plan": _CHOOSING},
+CHOSEN = {
+    "there and back": case("pp2", f"{_CHOOSING} --epp-placement v", "gpt2"),
+    "experts of replicas": case("dp2 pp2 experts4 ep2", _CHOOSING, "gpt2", optimizer=OVERLAPPED),
+    "two stages": case("pp2", _CHOOSING),
+    "tensor and sequence parallel": case("tp2 sp pp2", _CHOOSING, "grouped"),
+    "context parallel": case("cp2 pp2", _CHOOSING),
+    "four stages": case("pp4", _CHOOSING),
 }
 """Rows in which the run chooses; the first two are in the default set."""
 
@@ -476,25 +387,21 @@ def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
     assert splits_weights(figures) == splits
 
 
-def _check_chosen(figures: Figures, _: Path) -> None:
-    assert kinds_of(figures) & {"split", "hybrid"}
-
-
 def _layouts() -> list[Row]:
     chosen = [
-        Row(name=f"chosen: {name}", case=case(**{"model": "llama"} | given), check=_check_chosen, is_slow=number > 1)
-        for number, (name, given) in enumerate(CHOSEN.items())
+        Row(name=f"chosen: {name}", case=own, check=_check_slices, is_slow=number > 1)
+        for number, (name, own) in enumerate(CHOSEN.items())
     ]
     cut = [
         Row(
             name=f"cut layers: {name}, {LONG}",
-            case=case(**{"model": "llama"} | given),
-            check=functools.partial(_check_layout, bool(given["cell"].get("split"))),
+            case=own,
+            check=functools.partial(_check_layout, own.cell.split),
             iterations=LONG,
             batch=BATCH,
             is_slow=True,
         )
-        for name, given in LAYOUTS.items()
+        for name, own in LAYOUTS.items()
     ]
     return chosen + cut
 
@@ -504,97 +411,61 @@ def _layouts() -> list[Row]:
 _SHARDS = "--epp-vocab-parallel on --epp-slices 3"
 _UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 _MASKED = "whole or ends"
-VOCABULARIES: dict[str, dict[str, Any]] = {
-    "four ranks, tied, uneven": {"cell": {"pp": 4}, "model": "gpt2", "both": f"{_UNEVEN} --clip-grad 0.05"},
-    "tied, by blocks, masked": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
+VOCABULARIES = {
+    "four ranks, tied, uneven": case("pp4", _SHARDS, "gpt2", both=f"{_UNEVEN} --clip-grad 0.05"),
+    "tied, by blocks, masked": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
 }
 _CUT_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
-CUT_SHARDS: dict[str, dict[str, Any]] = {
-    "context parallel, weights apart, tied": {
-        "cell": {"pp": 2, "cp": 2, "split": True},
-        "model": "gpt2",
-        "plan": f"{_CUT_SHARDS} --epp-layout 2.5,1.5",
-    },
-    "there and back, tied": {
-        "cell": {"pp": 2, "virtual": 2, "placement": "v"},
-        "model": "gpt2",
-        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5",
-    },
-    "tensor and sequence parallel, windows and sinks": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "model": "llama",
-        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
-        "both": "--window-size 30,0 --softmax-type learnable",
-    },
-    "experts of replicas, tied": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "model": "gpt2",
-        "plan": f"{_CUT_SHARDS} --epp-layout 1.5,2.5",
-        "optimizer": OVERLAPPED,
-    },
+CUT_SHARDS = {
+    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_CUT_SHARDS} --epp-layout 2.5,1.5", "gpt2"),
+    "there and back, tied": case("pp2 v2", f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5", "gpt2"),
+    "tensor and sequence parallel, windows and sinks": case(
+        "tp2 sp pp2", f"{_CUT_SHARDS} --epp-layout 1.5,2.5", both="--window-size 30,0 --softmax-type learnable"
+    ),
+    "experts of replicas, tied": case(
+        "dp2 pp2 experts4 ep2", f"{_CUT_SHARDS} --epp-layout 1.5,2.5", "gpt2", optimizer=OVERLAPPED
+    ),
 }
 """Layouts that cut layers, with an output layer in shards."""
-MORE_VOCABULARIES: dict[str, dict[str, Any]] = {
+MORE_VOCABULARIES = {
     "four ranks, tied, uneven": VOCABULARIES["four ranks, tied, uneven"],
-    "tied, by blocks": {"cell": {"pp": 2}, "model": "gpt2", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
-    "there and back, tied": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "gpt2"},
-    "sequence parallel": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
-    "context parallel, tied": {"cell": {"pp": 2, "cp": 2}, "model": "gpt2"},
-    "replicas, tied": {"cell": {"pp": 2, "dp": 2}, "model": "gpt2", "optimizer": OVERLAPPED},
-    "masked": {"cell": {"pp": 2}, "model": "llama"},
-    "tied": {"cell": {"pp": 2}, "model": "grouped"},
-    "by blocks": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-loss-block-tokens 5"},
-    "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama"},
-    "looped, tied": {"cell": {"pp": 2, "virtual": 2}, "model": "gpt2"},
-    "there and back": {"cell": {"pp": 2, "virtual": 2, "placement": "v"}, "model": "llama"},
-    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "model": "llama"},
-    "tensor parallel, tied": {"cell": {"pp": 2, "tp": 2}, "model": "gpt2"},
-    "sequence parallel, tied, by blocks": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "model": "grouped",
-        "plan": f"{_SHARDS} --epp-loss-block-tokens 5",
-    },
-    "sequence parallel, masked": {"cell": {"pp": 2, "tp": 2, "sp": True}, "model": "llama"},
-    "context parallel, masked": {"cell": {"pp": 2, "cp": 2}, "model": "llama"},
-    "four ranks, uneven": {"cell": {"pp": 4}, "model": "learned", "both": _UNEVEN},
-    "replicas": {"cell": {"pp": 2, "dp": 2}, "model": "llama", "optimizer": OVERLAPPED},
-    "experts": {"cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2}, "model": "llama", "optimizer": OVERLAPPED},
-    "cut layers": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-layout 2.5,1.5 --epp-recompute 1"},
-    "weights apart": {"cell": {"pp": 2, "split": True}, "model": "llama"},
-    "weights apart, looped, tied": {"cell": {"pp": 2, "virtual": 2, "split": True}, "model": "gpt2"},
-    "offload": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-memory-cap-gb 0.0006 --epp-offload"},
-    "capped": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-memory-cap-gb 0.0006"},
-    "another planner": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-vocab-parallel on --epp-planner chunkflow"},
-    "SlimPipe": {
-        "cell": {"pp": 2, "virtual": 2},
-        "model": "llama",
-        "plan": "--epp-vocab-parallel on --epp-planner slimpipe --epp-slices 4",
-    },
-    "chosen by the run": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-vocab-parallel auto",
-        "both": "--vocab-size 4000",
-    },
-    "chosen with the layout": {
-        "cell": {"pp": 2},
-        "model": "gpt2",
-        "plan": "--epp-slices 3 --epp-vocab-parallel auto --epp-layout auto",
-        "both": "--vocab-size 4000",
-    },
-    "muP": {"cell": {"pp": 2}, "model": "llama", "both": "--use-mup --mup-base-hidden-size 16"},
-    "muP, tied": {"cell": {"pp": 2}, "model": "grouped", "both": "--use-mup --mup-base-hidden-size 16"},
-    "decoupled rate, clipped": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "both": "--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad",
-    },
-    "learnt costs": {"cell": {"pp": 2}, "model": "llama", "plan": f"{_SHARDS} --epp-costs learn"},
-    "fused loss of the stock schedule": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": f"{_SHARDS} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
-    },
+    "tied, by blocks": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
+    "there and back, tied": case("pp2 v2", _SHARDS, "gpt2"),
+    "sequence parallel": case("tp2 sp pp2", _SHARDS),
+    "context parallel, tied": case("cp2 pp2", _SHARDS, "gpt2"),
+    "replicas, tied": case("dp2 pp2", _SHARDS, "gpt2", optimizer=OVERLAPPED),
+    "masked": case("pp2", _SHARDS),
+    "tied": case("pp2", _SHARDS, "grouped"),
+    "by blocks": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5"),
+    "looped": case("pp2 looped2", _SHARDS),
+    "looped, tied": case("pp2 looped2", _SHARDS, "gpt2"),
+    "there and back": case("pp2 v2", _SHARDS),
+    "tensor parallel": case("tp2 pp2", _SHARDS),
+    "tensor parallel, tied": case("tp2 pp2", _SHARDS, "gpt2"),
+    "sequence parallel, tied, by blocks": case("tp2 sp pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "grouped"),
+    "sequence parallel, masked": case("tp2 sp pp2", _SHARDS),
+    "context parallel, masked": case("cp2 pp2", _SHARDS),
+    "four ranks, uneven": case("pp4", _SHARDS, "learned", both=_UNEVEN),
+    "replicas": case("dp2 pp2", _SHARDS, optimizer=OVERLAPPED),
+    "experts": case("dp2 pp2 experts4 ep2", _SHARDS, optimizer=OVERLAPPED),
+    "cut layers": case("pp2", f"{_SHARDS} --epp-layout 2.5,1.5 --epp-recompute 1"),
+    "weights apart": case("pp2 split", _SHARDS),
+    "weights apart, looped, tied": case("pp2 looped2 split", _SHARDS, "gpt2"),
+    "offload": case("pp2", f"{_SHARDS} --epp-memory-cap-gb 0.0006 --epp-offload"),
+    "capped": case("pp2", f"{_SHARDS} --epp-memory-cap-gb 0.0006"),
+    "another planner": case("pp2", "--epp-vocab-parallel on --epp-planner chunkflow"),
+    "SlimPipe": case("pp2 looped2", "--epp-vocab-parallel on --epp-planner slimpipe --epp-slices 4"),
+    "chosen by the run": case("pp2", "--epp-slices 3 --epp-vocab-parallel auto", both="--vocab-size 4000"),
+    "chosen with the layout": case(
+        "pp2", "--epp-slices 3 --epp-vocab-parallel auto --epp-layout auto", "gpt2", both="--vocab-size 4000"
+    ),
+    "muP": case("pp2", _SHARDS, both="--use-mup --mup-base-hidden-size 16"),
+    "muP, tied": case("pp2", _SHARDS, "grouped", both="--use-mup --mup-base-hidden-size 16"),
+    "decoupled rate, clipped": case("pp2", _SHARDS, both="--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad"),
+    "learnt costs": case("pp2", f"{_SHARDS} --epp-costs learn"),
+    "fused loss of the stock schedule": case(
+        "pp2", f"{_SHARDS} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
+    ),
 }
 """With `masked` in the name, on documents of which some train nothing."""
 
@@ -605,23 +476,18 @@ def _check_shards(splits: bool, is_chosen: bool, cuts: bool, figures: Figures, _
     assert splits_weights(figures) == splits
 
 
-def _vocabularies(iterations: int, cases: dict[str, dict[str, Any]]) -> list[Row]:
+def _vocabularies(iterations: int, cases: dict[str, Case]) -> list[Row]:
     return [
         Row(
             name=f"vocabulary: {name}, {iterations}",
-            case=case(**{"plan": _SHARDS} | given),
-            check=functools.partial(
-                _check_shards,
-                bool(given["cell"].get("split")),
-                "--epp-layout auto" in given.get("plan", ""),
-                "planner" not in given.get("plan", ""),
-            ),
+            case=own,
+            check=functools.partial(_check_shards, own.cell.split, "--epp-layout auto" in own.plan, "planner" not in own.plan),
             iterations=iterations,
             batch=BATCH if iterations == LONG else SMALL_BATCH,
             documents=_MASKED if "masked" in name else "plain",
             is_slow=iterations == LONG,
         )
-        for name, given in cases.items()
+        for name, own in cases.items()
     ]
 
 
@@ -632,12 +498,8 @@ def _check_cut_shards(splits: bool, figures: Figures, folder: Path) -> None:
 
 def _cut_shards() -> list[Row]:
     return [
-        Row(
-            name=f"cut layers, vocabulary: {name}",
-            case=case(**given),
-            check=functools.partial(_check_cut_shards, bool(given["cell"].get("split"))),
-        )
-        for name, given in CUT_SHARDS.items()
+        Row(name=f"cut layers, vocabulary: {name}", case=own, check=functools.partial(_check_cut_shards, own.cell.split))
+        for name, own in CUT_SHARDS.items()
     ]
 
 
@@ -652,8 +514,7 @@ def _check_hybrid(figures: Figures, _: Path) -> None:
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
     case=case(
-        {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "llama",
+        "dp2 pp2 experts4 ep2",
         "--epp-slices 3 --epp-recompute 1",
         both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
     ),
@@ -668,53 +529,36 @@ _MAMBA = (
     f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
     "--mamba-state-dim 8"
 )
-STATES: dict[str, dict[str, Any]] = {
-    "two stages, weights apart": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*G|MG-M",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"pp": 2, "tp": 2, "sp": True},
-        "plan": "--epp-slices 7",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-G",
-    },
-    "context parallel, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern GME*E",
-    },
-    "gated delta nets in a GPT, multi-token prediction": {
-        "cell": {"pp": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1",
-    },
+STATES = {
+    "two stages, weights apart": case(
+        "pp2 split", "--epp-slices 3 --epp-recompute 1", both=f"{_MAMBA} --hybrid-layer-pattern M-*G|MG-M"
+    ),
+    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 7", both=f"{_MAMBA} --hybrid-layer-pattern M-*|-G"),
+    "context parallel, experts": case(
+        "cp2 dp2 experts4 ep2",
+        "--epp-slices 3 --epp-recompute 1",
+        both=f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern GME*E",
+    ),
+    "gated delta nets in a GPT, multi-token prediction": case(
+        "pp2", "--epp-slices 3 --epp-recompute 1", both=f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1"
+    ),
 }
 """Layers by their letters in a pattern. The first is in the default set with multi-token prediction (`HYBRID_PREDICTIONS`)."""
 
 
-HYBRID_PREDICTIONS: dict[str, dict[str, Any]] = {
-    "states, two depths": {
-        "cell": {"pp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-GM/*M-/*M- --mtp-use-repeated-layer",
-    },
-    "two depths": {
-        "cell": {"pp": 2},
-        "plan": "--epp-slices 7 --epp-loss-block-tokens 5",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-*|-M/G*/G*",
-    },
-    "experts, tensor and sequence parallel": {
-        "cell": {"tp": 2, "sp": True, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3",
-        "both": f"{_MAMBA} --hybrid-layer-pattern ME*E/*E",
-    },
-    "context parallel": {
-        "cell": {"pp": 2, "cp": 2},
-        "plan": "--epp-slices 3",
-        "both": f"{_MAMBA} --hybrid-layer-pattern M-|*-/*-",
-        "optimizer": OVERLAPPED,
-    },
+HYBRID_PREDICTIONS = {
+    "states, two depths": case(
+        "pp2 split",
+        "--epp-slices 3 --epp-recompute 1",
+        both=f"{_MAMBA} --hybrid-layer-pattern M-*|-GM/*M-/*M- --mtp-use-repeated-layer",
+    ),
+    "two depths": case("pp2", "--epp-slices 7 --epp-loss-block-tokens 5", both=f"{_MAMBA} --hybrid-layer-pattern M-*|-M/G*/G*"),
+    "experts, tensor and sequence parallel": case(
+        "tp2 sp dp2 experts4 ep2", "--epp-slices 3", both=f"{_MAMBA} --hybrid-layer-pattern ME*E/*E"
+    ),
+    "context parallel": case(
+        "cp2 pp2", "--epp-slices 3", both=f"{_MAMBA} --hybrid-layer-pattern M-|*-/*-", optimizer=OVERLAPPED
+    ),
 }
 """The first is in the default set, and has a long row, too."""
 
@@ -727,59 +571,38 @@ def _hybrid_predictions() -> list[Row]:
     return [first, *(replace(row, is_slow=True) for row in (*others, long))]
 
 
-WINDOWS: dict[str, dict[str, Any]] = {
-    "stages in a V": {  # which loads weights that stock has saved
-        "cell": {"pp": 2, "virtual": 2, "placement": "v", "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": "--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
-    },
+WINDOWS = {
+    "stages in a V": case(
+        "pp2 v2 split",
+        "--epp-slices 3 --epp-recompute 1",
+        both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
+    )  # which loads weights that stock has saved
 }
 """Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
-def _of_layers(kind: str, cases: dict[str, dict[str, Any]], slow: Collection[str] = ()) -> list[Row]:
+def _of_layers(kind: str, cases: dict[str, Case], slow: Collection[str] = ()) -> list[Row]:
     """Return the rows of a kind of layers, of which `slow` are in the slow set."""
-    return [
-        Row(
-            name=f"{kind}: {name}",
-            case=case(model="llama", **given),
-            check=_check_slices,
-            is_slow=name in slow,
-        )
-        for name, given in cases.items()
-    ]
+    return [Row(name=f"{kind}: {name}", case=own, check=_check_slices, is_slow=name in slow) for name, own in cases.items()]
 
 
 _HEADS = "--kv-channels 8 --num-attention-heads"
-UNEVEN_HEADS: dict[str, dict[str, Any]] = {
-    "more ranks than key heads, windows, sinks": {
-        "cell": {"cp": 4},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-recompute 4",
-        "both": f"{_HEADS} 6 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
-    },
-    "tensor and sequence parallel": {
-        "cell": {"tp": 2, "sp": True, "cp": 2},
-        "model": "grouped",
-        "plan": "--epp-slices 7",
-        "both": f"{_HEADS} 6",
-    },
-    "weights apart": {
-        "cell": {"pp": 2, "cp": 2, "split": True},
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{_HEADS} 3",
-    },
-    "windows, sinks, experts": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3",
-        "both": f"{_HEADS} 3 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type learnable",
-    },
-    "latents": {"cell": {"cp": 4}, "plan": "--epp-slices 3 --epp-latents on", "both": f"{LATENT} {_HEADS} 6"},
-    "gated delta nets": {
-        "cell": {"pp": 2, "cp": 2},
-        "plan": "--epp-slices 3",
-        "both": f"{_DELTA} --hybrid-layer-pattern G-*|-G-* {_HEADS} 3",
-    },
+UNEVEN_HEADS = {
+    "more ranks than key heads, windows, sinks": case(
+        "cp4",
+        "--epp-slices 3 --epp-recompute 4",
+        "grouped",
+        both=f"{_HEADS} 6 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
+    ),
+    "tensor and sequence parallel": case("tp2 sp cp2", "--epp-slices 7", "grouped", both=f"{_HEADS} 6"),
+    "weights apart": case("cp2 pp2 split", "--epp-slices 3 --epp-recompute 1", both=f"{_HEADS} 3"),
+    "windows, sinks, experts": case(
+        "cp2 dp2 experts4 ep2",
+        "--epp-slices 3",
+        both=f"{_HEADS} 3 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type learnable",
+    ),
+    "latents": case("cp4", "--epp-slices 3 --epp-latents on", both=f"{LATENT} {_HEADS} 6"),
+    "gated delta nets": case("cp2 pp2", "--epp-slices 3", both=f"{_DELTA} --hybrid-layer-pattern G-*|-G-* {_HEADS} 3"),
 }
 """Context-parallel ranks that do not divide the query heads; the first case is in the default set."""
 
@@ -788,19 +611,20 @@ def _uneven_heads() -> list[Row]:
     return [
         Row(
             name=f"uneven heads: {name}",
-            case=case(**{"model": "llama"} | given),
+            case=own,
             check=_check_slices,
-            batch=BATCH if given["cell"].get("dp") else SMALL_BATCH,
+            batch=BATCH if own.cell.dp > 1 else SMALL_BATCH,
             is_slow=number > 0,
         )
-        for number, (name, given) in enumerate(UNEVEN_HEADS.items())
+        for number, (name, own) in enumerate(UNEVEN_HEADS.items())
     ]
 
 
-_LONG_LAYOUTS: dict[str, dict[str, Any]] = {
-    "four stages, weights apart": {"cell": {"pp": 4, "split": True}},
-    "looped": {"cell": {"pp": 2, "virtual": 2}},
-    "replicas": {"cell": {"pp": 2, "dp": 2}, "optimizer": OVERLAPPED},
+_OF_LAYERS = "--epp-slices 5 --epp-recompute 1"
+_LONG_LAYOUTS = {
+    "four stages, weights apart": case("pp4 split", _OF_LAYERS),
+    "looped": case("pp2 looped2", _OF_LAYERS),
+    "replicas": case("dp2 pp2", _OF_LAYERS, optimizer=OVERLAPPED),
 }
 _LONG_LAYERS: dict[str, dict[str, str]] = {
     "gated delta nets": {  # looped, with Transformer Engine: a hybrid model's pattern says how many stages ranks have
@@ -820,7 +644,7 @@ def _long_of_layers() -> list[Row]:
     return [
         Row(
             name=f"{kind}: {layout}, {LONG}",
-            case=case(model="llama", plan="--epp-slices 5 --epp-recompute 1", both=both, **_LONG_LAYOUTS[layout]),
+            case=replace(_LONG_LAYOUTS[layout], both=both),
             check=_check_slices,
             iterations=LONG,
             batch=BATCH,
@@ -834,8 +658,7 @@ def _long_of_layers() -> list[Row]:
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(
-        {"pp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "llama",
+        "dp2 pp2 experts4 ep2",
         "--epp-slices 3 --epp-recompute 1 --epp-latents on",
         both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec tests.support.mcore.latent_hybrid stack_spec",
     ),
@@ -849,27 +672,16 @@ _HYBRID_LATENTS = Row(
 # ---- experts by DeepEP and HybridEP ----------------------------------------------------------------------------------
 
 _HYBRID_EP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
-FLEX: dict[str, dict[str, Any]] = {
-    "HybridEP, weights apart": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2, "split": True},
-        "plan": f"--epp-slices 3 --epp-recompute 1 {_HYBRID_EP}",
-    },
-    "DeepEP": {
-        "cell": {"pp": 2, "dp": 2, "experts": 4, "ep": 2, "split": True},
-        "plan": "--epp-slices 7 --epp-recompute 1 --moe-token-dispatcher-type flex --moe-enable-deepep",
-    },
-    "DeepEP, there and back": {
-        "cell": {"pp": 2, "dp": 2, "virtual": 2, "placement": "v", "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex",
-    },
-    "HybridEP, tensor and sequence parallel": {
-        "cell": {"tp": 2, "sp": True, "dp": 2, "experts": 4, "ep": 2},
-        "plan": f"--epp-slices 3 {_HYBRID_EP}",
-    },
-    "DeepEP, context parallel": {
-        "cell": {"cp": 2, "dp": 2, "experts": 4, "ep": 2},
-        "plan": "--epp-slices 3 --moe-token-dispatcher-type flex",
-    },
+FLEX = {
+    "HybridEP, weights apart": case("dp2 pp2 split experts4 ep2", f"--epp-slices 3 --epp-recompute 1 {_HYBRID_EP}"),
+    "DeepEP": case(
+        "dp2 pp2 split experts4 ep2", "--epp-slices 7 --epp-recompute 1 --moe-token-dispatcher-type flex --moe-enable-deepep"
+    ),
+    "DeepEP, there and back": case(
+        "dp2 pp2 v2 experts4 ep2", "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex"
+    ),
+    "HybridEP, tensor and sequence parallel": case("tp2 sp dp2 experts4 ep2", f"--epp-slices 3 {_HYBRID_EP}"),
+    "DeepEP, context parallel": case("cp2 dp2 experts4 ep2", "--epp-slices 3 --moe-token-dispatcher-type flex"),
 }
 """Cases that stock trains with `alltoall`; the first is in the default set, and the first two have long rows, too."""
 
@@ -884,38 +696,38 @@ def _flex() -> list[Row]:
 
 _AGAIN = "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5"
 _TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
-_BACK = {"pp": 2, "virtual": 2, "placement": "v", "split": True}
-FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
-    ("adapters", {"pp": 2}, _AGAIN, ""),
-    ("some", {"pp": 2}, "--epp-slices 3 --epp-costs learn", ""),
-    ("layers", {"pp": 2, "split": True}, _AGAIN, ""),
+_BACK = "pp2 v2 split"
+FROZEN = (
+    ("adapters", "pp2", _AGAIN, ""),
+    ("some", "pp2", "--epp-slices 3 --epp-costs learn", ""),
+    ("layers", "pp2 split", _AGAIN, ""),
 )
 """Part that trains, layout, and flags of plans and of both runs."""
-MORE_FROZEN: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+MORE_FROZEN = (
     ("adapters", _BACK, "--epp-slices 4", ""),
-    ("adapters", {"pp": 2}, _TIGHT, ""),
-    ("adapters", {"pp": 2, "cp": 2}, "--epp-slices 3", ""),
-    ("adapters", {"pp": 2, "dp": 2}, "--epp-slices 3 --use-distributed-optimizer", ""),
-    ("adapters", {"pp": 2}, "--epp-slices 3", "--mtp-num-layers 1"),
-    ("last", {"pp": 2}, _TIGHT, ""),
-    ("last", {"pp": 2, "split": True}, "--epp-slices 3", ""),
-    ("last", {"pp": 4, "split": True}, "--epp-slices 3", ""),
-    ("last", {"pp": 2, "virtual": 2}, _AGAIN, ""),
+    ("adapters", "pp2", _TIGHT, ""),
+    ("adapters", "cp2 pp2", "--epp-slices 3", ""),
+    ("adapters", "dp2 pp2", "--epp-slices 3 --use-distributed-optimizer", ""),
+    ("adapters", "pp2", "--epp-slices 3", "--mtp-num-layers 1"),
+    ("last", "pp2", _TIGHT, ""),
+    ("last", "pp2 split", "--epp-slices 3", ""),
+    ("last", "pp4 split", "--epp-slices 3", ""),
+    ("last", "pp2 looped2", _AGAIN, ""),
     ("later", _BACK, "--epp-slices 4", ""),
-    ("last", {"pp": 2, "cp": 2}, "--epp-slices 3 --epp-costs learn", ""),
-    ("later", {"pp": 2}, "--epp-layout 2.5,1.5 --epp-slices 3 --epp-recompute 1", ""),
-    ("first", {"pp": 2, "split": True}, _AGAIN, ""),
-    ("head", {"pp": 2}, _AGAIN, ""),
-    ("head", {"pp": 2, "split": True}, "--epp-slices 3", "--mtp-num-layers 1"),
-    ("layers", {"pp": 2, "tp": 2, "sp": True, "split": True}, "--epp-slices 3", ""),
+    ("last", "cp2 pp2", "--epp-slices 3 --epp-costs learn", ""),
+    ("later", "pp2", "--epp-layout 2.5,1.5 --epp-slices 3 --epp-recompute 1", ""),
+    ("first", "pp2 split", _AGAIN, ""),
+    ("head", "pp2", _AGAIN, ""),
+    ("head", "pp2 split", "--epp-slices 3", "--mtp-num-layers 1"),
+    ("layers", "tp2 sp pp2 split", "--epp-slices 3", ""),
 )
 
 
-def _frozen(number: int, part: str, cell: dict[str, Any], plan: str, both: str, is_slow: bool) -> Row:
+def _frozen(number: int, part: str, cell: str, plan: str, both: str, is_slow: bool) -> Row:
     both = f"--spec tests.support.mcore.adapters {part} {both}"
     return Row(
-        name=f"of the model only a part trains: {part}, {Cell(**cell)}, {number}",
-        case=case(cell, "llama", plan, both=both),
+        name=f"of the model only a part trains: {part}, {cell}, {number}",
+        case=case(cell, plan, both=both),
         check=_check_slices,
         is_slow=is_slow,
     )
@@ -938,8 +750,8 @@ def _check_learnt(figures: Figures, folder: Path) -> None:
 
 def _learnt() -> list[Row]:
     traced = f"{LEARN} --epp-report-dir {FOLDER} --epp-trace {FIRST_LEARNT - 1} {FIRST_LEARNT}"
-    sliced = case({"pp": 2, "split": True}, "llama", f"--epp-slices 3 --epp-recompute 1 {traced}")
-    replicas, stages = (case({"pp": pp, "dp": 2}, "gpt2", f"--epp-slices 2 {traced}") for pp in (1, 2))
+    sliced = case("pp2 split", f"--epp-slices 3 --epp-recompute 1 {traced}")
+    replicas, stages = (case(cell, f"--epp-slices 2 {traced}", "gpt2") for cell in ("dp2", "dp2 pp2"))
     row = Row(name="learnt costs: sliced", case=sliced, check=_check_learnt, iterations=FIRST_LEARNT + 1, documents="answers")
     return [
         row,

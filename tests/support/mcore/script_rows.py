@@ -4,8 +4,6 @@ Microbatches run in another order than in stock as soon as costs are learnt. Att
 or with latent keys, and state-space layers are stand-ins in plain torch, of which stock has the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

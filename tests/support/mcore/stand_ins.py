@@ -9,15 +9,11 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models import backends
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from tests.support.mcore import local_hybrid
@@ -100,24 +96,12 @@ def has_stand_in(flags):
 def _hybrid():
     """Return a spec of attention, MLP, state-space and expert layers."""
     spec = local_hybrid.stack_spec
-    layers = spec.submodules
-    attention = layers.attention_layer.submodules
-    mixer = replace(attention.self_attention.submodules, core_attention=PlainAttention)
-    return ModuleSpec(
-        module=spec.module,
-        submodules=replace(
-            layers,
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=replace(attention, self_attention=replace(attention.self_attention, submodules=mixer)),
-            ),
-            mamba_layer=ModuleSpec(
-                module=MambaLayer,
-                submodules=MambaLayerSubmodules(
-                    norm=WrappedTorchNorm, mixer=ModuleSpec(module=DecayingSums), mamba_bda=get_bias_dropout_add
-                ),
-            ),
-        ),
+    attention = spec.submodules.attention_layer.submodules.self_attention
+    plain = replace(attention, submodules=replace(attention.submodules, core_attention=PlainAttention))
+    return local_hybrid.with_layers(
+        spec,
+        attention_layer=local_hybrid.attention_layer(plain),
+        mamba_layer=local_hybrid.mamba_layer(ModuleSpec(module=DecayingSums)),
     )
 
 

@@ -1,7 +1,5 @@
 """Functions that worlds of ranks call (`worker.call`): trainings, recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence

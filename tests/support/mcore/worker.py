@@ -8,8 +8,6 @@ that is global of Megatron down behind it. The world stays for the next call; on
     python -m tests.support.mcore.worker --serve SOCKET            a rank of a world
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -33,7 +31,7 @@ _START_S = 600.0
 """Longest time until all ranks are there; they are forked from a process that may first have to import Megatron."""
 _MOST_CALLS = 24
 """Calls after which a world is replaced: what process groups leave behind adds up."""
-_world: _World | None = None
+_world: "_World | None" = None
 
 
 def call(num_processes: int, function: str, *, limit_s: float = 300, fresh: bool = False, **arguments: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """Files of every kind the command line reads, small and sound, and ways to spoil them."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

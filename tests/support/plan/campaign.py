@@ -7,8 +7,6 @@ another hash seed, which has to give the same digest. A cap that a refusal names
 make no plan of the default planner slower by more than 1 %. Seeds of which the log has a line are not tried again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Seeded problems for the campaign: batches, pipelines, costs and settings of every kind, with caps at and below the least."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 
@@ -163,9 +161,7 @@ def costs_of(draw: random.Random, placement: Placement) -> PipelineCosts:
     profile = analytic_profile(shape, draw.choice([H100, CPU]))
     costs = profile.costs(layers, state_bytes_per_parameter=draw.choice([0.0, 8.0]), vocabulary_shares=shares)
     costs = replace(
-        costs,
-        offloadable_share=draw.choice([0.0, 1e-9, 0.5, 0.9, 1.0]),
-        host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4]),
+        costs, offloadable_share=draw.choice([0.0, 1e-9, 0.5, 0.9, 1.0]), host_us_per_byte=draw.choice([0.0, 1e-6, 1e-4])
     )
     return on_device(costs) if draw.random() < 0.5 else costs
 

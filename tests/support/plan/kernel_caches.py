@@ -6,8 +6,6 @@ Plans of attention are kept for the thread that asks, so a forward that is recom
 and for the number of heads of a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, log2

@@ -1,7 +1,5 @@
 """Pipelines and batches the planner tests share."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It reads a plan's JSON and the text of `megatron-epp show PLAN --lowered`, and nothing of the package, so that it can judge it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

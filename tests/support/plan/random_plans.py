@@ -1,7 +1,5 @@
 """Random plans that run, for the property tests of the plan language."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

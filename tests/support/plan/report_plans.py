@@ -1,7 +1,5 @@
 """Plans made by hand for the tests of reports, small enough to check with pencil and paper."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_epp.plan.action import Action, Op

@@ -3,8 +3,6 @@
 It knows what must precede what in the words of the plan format, and nothing of the package's table of operations.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ again (their gradients) from B of its last slice to B of its first. With a W, 4 
 share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -171,10 +169,7 @@ def v_shape() -> Plan:
 def offload() -> Plan:
     """Half of what stage 0 keeps of chunk 0 leaves the device and returns while others compute."""
     return make_plan(
-        ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
-        whole(4, 4, 2),
-        copies=["0O0 0L0", ""],
-        offload_share=0.5,
+        ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"], whole(4, 4, 2), copies=["0O0 0L0", ""], offload_share=0.5
     )
 
 

@@ -1,7 +1,5 @@
 """Stages of equal layers, in few words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_epp.cost import BlockCosts, StageCosts

@@ -28,17 +28,9 @@ LIBRARIES = {
 TYPES = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}
 LAYOUT = "thd_thd_thd"
 EXPECTED = {
-    "causal": True,
-    "is_causal": True,
-    "attn_mask_type": "padding_causal_bottom_right",
-    "bottom_right_diagonal": True,
-    "dropout": 0.0,
-    "dropout_p": 0.0,
-    "qkv_layout": LAYOUT,
-    "dqkv_layout": LAYOUT,
-    "o_format": "thd",
-    "do_format": "thd",
-}
+    "causal": True, "is_causal": True, "attn_mask_type": "padding_causal_bottom_right", "bottom_right_diagonal": True,
+    "dropout": 0.0, "dropout_p": 0.0, "qkv_layout": LAYOUT, "dqkv_layout": LAYOUT, "o_format": "thd", "do_format": "thd",
+}  # fmt: skip
 """Arguments that every call must give where the release has them."""
 
 

@@ -1,7 +1,5 @@
 """Memory that runs out at one buffer: the n-th tensor that modules of the package make finds none."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

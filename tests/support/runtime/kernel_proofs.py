@@ -5,8 +5,6 @@ kernel that it is about to use, against this package's exact attention on a smal
 chunks are larger: packed sequences, a slice behind a prefix, both in one chunk, and a single token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Nothing of the runtime is replaced but what it calls of torch: `torch.cuda`'s st
 functions that start messages. A rank runs alone, in this process and on a CPU; the messages that it receives are zeros.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -46,7 +44,7 @@ class RecordedLaunch(Launch):
 class Stream:
     """A stream, or the end of one's last launch as an event: positions on streams are launches."""
 
-    log: LaunchLog
+    log: "LaunchLog"
     name: str
     last: int | None = None
 

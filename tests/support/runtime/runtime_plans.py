@@ -80,10 +80,7 @@ def two_ranks_split(**changes):
 
 def v_shape(**changes):
     """Four stages on two ranks, there and back: stages 1 and 2 share a rank, and so do stages 0 and 3."""
-    rows = [
-        "0F0 0F1 0F2 3F0 3F1 3B1 3B0 3F2 3B2 0B1 0B0 0B2",
-        "1F0 2F0 1F1 2F1 1F2 2F2 2B1 1B1 2B0 1B0 2B2 1B2",
-    ]
+    rows = ["0F0 0F1 0F2 3F0 3F1 3B1 3B0 3F2 3B2 0B1 0B0 0B2", "1F0 2F0 1F1 2F1 1F2 2F2 2B1 1B1 2B0 1B0 2B2 1B2"]
     return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 1, 0), **changes)
 
 
@@ -97,8 +94,5 @@ def v_shape_split(**changes):
 
 def looped(**changes):
     """Four stages on two ranks, twice around: two boundaries share each link."""
-    rows = [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B1 2B0 2B2 0B1 0B0 0B2",
-        "1F0 1F1 1F2 3F0 3F1 3B1 3B0 3F2 3B2 1B1 1B0 1B2",
-    ]
+    rows = ["0F0 0F1 0F2 2F0 2F1 2F2 2B1 2B0 2B2 0B1 0B0 0B2", "1F0 1F1 1F2 3F0 3F1 3B1 3B0 3F2 3B2 1B1 1B0 1B2"]
     return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 0, 1), **changes)

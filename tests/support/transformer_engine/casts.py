@@ -4,8 +4,6 @@ Bytes and scales are where the compiled functions put them: by rows for products
 along tokens. Scales are not swizzled.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from typing import Any

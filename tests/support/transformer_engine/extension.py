@@ -4,8 +4,6 @@ They take and return what the compiled ones do: the same shapes and types, writt
 and they save nothing of their own. What is left out is refused by name when it is called.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 import types

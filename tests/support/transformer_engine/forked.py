@@ -1,7 +1,5 @@
 """A process that has imported Megatron with Transformer Engine's layers, from which ranks of a test file are forked."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -18,7 +18,6 @@ _MIXER = replace(_LAYER.submodules.mixer, module=MambaMixer)
 stack_spec = replace(
     hybrid_stack_spec,
     submodules=replace(
-        hybrid_stack_spec.submodules,
-        mamba_layer=replace(_LAYER, submodules=replace(_LAYER.submodules, mixer=_MIXER)),
+        hybrid_stack_spec.submodules, mamba_layer=replace(_LAYER, submodules=replace(_LAYER.submodules, mixer=_MIXER))
     ),
 )

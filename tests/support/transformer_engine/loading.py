@@ -1,7 +1,5 @@
 """Imports Transformer Engine's Python from a folder, with `extension` in the place of its compiled functions."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

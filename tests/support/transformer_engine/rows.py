@@ -1,13 +1,11 @@
 """Rows of the matrix whose layers are Transformer Engine's, in the run with plans and in that of Megatron's schedule."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tests.support.mcore.matrix import Row, case
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
@@ -18,9 +16,7 @@ ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 GROUPED = "--moe-grouped-gemm"
 CAPPED = "--epp-slices 3 --epp-memory-cap-gb 0.0006"
-BACK = {"pp": 2, "virtual": 2, "placement": "v"}
-SHARED = {"pp": 2, "tp": 2, "sp": True}
-EXPERTS = {"pp": 2, "dp": 2, "experts": 4, "ep": 2}
+BACK, SHARED, EXPERTS = "pp2 v2", "tp2 sp pp2", "dp2 pp2 experts4 ep2"
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
@@ -29,147 +25,75 @@ LONG = "--seq-length 128 --max-position-embeddings 128 --epp-documents stream"
 """Longer slices: of three tokens a state is a third, and one that a backward has freed counts until its end."""
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
-BY_DEFAULT: dict[str, dict[str, Any]] = {
-    "slices, some recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
-    "weights apart, half layers": {
-        "cell": {"pp": 2, "split": True},
-        "model": "grouped",
-        "plan": "--epp-slices 3 --epp-layout 2.5,1.5",
-    },
-    "tensor and sequence parallel": {"cell": SHARED, "model": "gpt2", "plan": "--epp-slices 3"},
-    "experts with grouped products": {
-        "cell": EXPERTS,
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": GROUPED,
-        "optimizer": OVERLAPPED,
-    },
-    "latents, offload, weights apart": {
-        "cell": {"pp": 2, "split": True},
-        "model": "llama",
-        "plan": f"{CAPPED} --epp-offload --epp-latents on",
-        "both": LATENT,
-        "batch": 8,
-    },
-    "windows and sinks, looped, some recompute": {
-        "cell": {"pp": 2, "virtual": 2},
-        "model": "llama",
-        "plan": "--epp-slices 5 --epp-recompute 1",
-        "both": f"{WINDOWS} 2 --softmax-type learnable",
-    },
+BY_DEFAULT = {
+    "slices, some recompute": case("pp2", "--epp-slices 3 --epp-recompute 1"),
+    "weights apart, half layers": case("pp2 split", "--epp-slices 3 --epp-layout 2.5,1.5", "grouped"),
+    "tensor and sequence parallel": case(SHARED, "--epp-slices 3", "gpt2"),
+    "experts with grouped products": case(EXPERTS, "--epp-slices 3", both=GROUPED, optimizer=OVERLAPPED),
+    "latents, offload, weights apart": case("pp2 split", f"{CAPPED} --epp-offload --epp-latents on", both=LATENT),
+    "windows and sinks, looped, some recompute": case(
+        "pp2 looped2", "--epp-slices 5 --epp-recompute 1", both=f"{WINDOWS} 2 --softmax-type learnable"
+    ),
 }
-MORE: dict[str, dict[str, Any]] = {
-    "packs": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 1"},  # slices share chunks with whole documents, too
-    "slices": {"cell": {"pp": 2}, "model": "gpt2", "plan": "--epp-slices 7"},
-    "all recompute": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 2"},
-    "parts of layers recompute": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": f"{CAPPED} --epp-recompute-modes all",
-        "batch": 8,
-    },
-    "weights apart, replicas": {
-        "cell": {"pp": 2, "dp": 2, "split": True},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-        "batch": 8,
-    },
-    "weights apart, experts": {
-        "cell": {"pp": 2, "split": True, "experts": 4},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": GROUPED,
-    },
-    "there and back": {"cell": BACK, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1"},
-    "there and back, weights apart": {"cell": BACK | {"split": True}, "model": "llama", "plan": "--epp-slices 4"},
-    "looped": {"cell": {"pp": 2, "virtual": 2}, "model": "llama", "plan": "--epp-slices 3"},
-    "half layers": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-layout 1.5,2.5 --epp-recompute 1"},
-    "tensor parallel": {"cell": {"pp": 2, "tp": 2}, "model": "llama", "plan": "--epp-slices 3"},
-    "sequence parallel, weights apart": {"cell": SHARED | {"split": True}, "model": "llama", "plan": "--epp-slices 3"},
-    "context parallel": {"cell": {"cp": 2}, "model": "llama", "plan": "--epp-slices 3"},
-    "context parallel in a pipeline": {"cell": {"cp": 2, "pp": 2}, "model": "gpt2", "plan": "--epp-slices 3"},
-    "replicas, distributed optimizer": {
-        "cell": {"pp": 2, "dp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "optimizer": OVERLAPPED,
-    },
-    "experts": {"cell": {"experts": 4}, "model": "grouped", "plan": "--epp-slices 3 --epp-recompute 1"},
-    "latent experts, weights apart": {
-        "cell": {"pp": 2, "split": True, "experts": 4},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{GROUPED} --moe-latent-size 16",
-    },
-    "latent experts, multi-token prediction": {
-        "cell": SHARED | {"experts": 4},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": f"{GROUPED} --moe-latent-size 16 --mtp-num-layers 1 --moe-shared-expert-intermediate-size 32",
-    },
-    "latent attention": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": LATENT},
-    "multi-token prediction": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3", "both": "--mtp-num-layers 1"},
-    "adapters on frozen layers": {
-        "cell": {"pp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": "--spec tests.support.mcore.adapters engine_adapters",
-    },
-    "layers train, their ends do not": {
-        "cell": {"pp": 2, "split": True},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": "--spec tests.support.mcore.adapters engine_layers",
-    },
-    "gated delta nets": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1", "both": DELTA},
-    "gated delta nets there and back, weights apart": {
-        "cell": BACK | {"split": True},
-        "model": "llama",
-        "plan": "--epp-slices 4",
-        "both": f"{DELTA} {LONG}",
-        "batch": 8,
-    },
-    "gated delta nets, looped": {
-        "cell": {"pp": 2, "virtual": 2},
-        "model": "llama",
-        "plan": "--epp-slices 5 --epp-recompute 1",
-        "both": DELTA,
-    },
-    "gated delta nets and experts, tensor and sequence parallel": {
-        "cell": SHARED | {"experts": 4},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1",
-        "both": f"{DELTA} {GROUPED} --attention-output-gate",
-    },
-    "windows and sinks there and back, weights apart": {
-        "cell": BACK | {"split": True},
-        "model": "grouped",
-        "plan": "--epp-slices 4",
-        "both": f"{WINDOWS} 3 --softmax-type learnable",
-    },
-    "windows and sinks, tensor and sequence parallel": {
-        "cell": SHARED,
-        "model": "llama",
-        "plan": "--epp-slices 7",
-        "both": f"{WINDOWS} [0,1,1,0] --softmax-type learnable",
-    },
-    "windows and sinks, experts": {
-        "cell": EXPERTS,
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": f"{WINDOWS} 2 --softmax-type off-by-one {GROUPED}",
-        "optimizer": OVERLAPPED,
-    },
-    "windows and sinks, context parallel": {
-        "cell": {"cp": 2},
-        "model": "llama",
-        "plan": "--epp-slices 3",
-        "both": f"{WINDOWS} 2 --softmax-type learnable",
-    },
-    "a vocabulary in shards": {"cell": {"pp": 2}, "model": "llama", "plan": "--epp-slices 3 --epp-vocab-parallel on"},
+MORE = {
+    "packs": case("pp2", "--epp-slices 1", "gpt2"),  # slices share chunks with whole documents, too
+    "slices": case("pp2", "--epp-slices 7", "gpt2"),
+    "all recompute": case("pp2", "--epp-slices 3 --epp-recompute 2"),
+    "parts of layers recompute": case("pp2", f"{CAPPED} --epp-recompute-modes all"),
+    "weights apart, replicas": case("dp2 pp2 split", "--epp-slices 3", optimizer=OVERLAPPED),
+    "weights apart, experts": case("pp2 split experts4", "--epp-slices 3", both=GROUPED),
+    "there and back": case(BACK, "--epp-slices 3 --epp-recompute 1"),
+    "there and back, weights apart": case(f"{BACK} split", "--epp-slices 4"),
+    "looped": case("pp2 looped2", "--epp-slices 3"),
+    "half layers": case("pp2", "--epp-slices 3 --epp-layout 1.5,2.5 --epp-recompute 1"),
+    "tensor parallel": case("tp2 pp2", "--epp-slices 3"),
+    "sequence parallel, weights apart": case(f"{SHARED} split", "--epp-slices 3"),
+    "context parallel": case("cp2", "--epp-slices 3"),
+    "context parallel in a pipeline": case("cp2 pp2", "--epp-slices 3", "gpt2"),
+    "replicas, distributed optimizer": case("dp2 pp2", "--epp-slices 3", optimizer=OVERLAPPED),
+    "experts": case("experts4", "--epp-slices 3 --epp-recompute 1", "grouped"),
+    "latent experts, weights apart": case(
+        "pp2 split experts4", "--epp-slices 3 --epp-recompute 1", both=f"{GROUPED} --moe-latent-size 16"
+    ),
+    "latent experts, multi-token prediction": case(
+        f"{SHARED} experts4",
+        "--epp-slices 3",
+        both=f"{GROUPED} --moe-latent-size 16 --mtp-num-layers 1 --moe-shared-expert-intermediate-size 32",
+    ),
+    "latent attention": case("pp2", "--epp-slices 3 --epp-recompute 1", both=LATENT),
+    "multi-token prediction": case("pp2", "--epp-slices 3", both="--mtp-num-layers 1"),
+    "adapters on frozen layers": case(
+        "pp2", "--epp-slices 3 --epp-recompute 1", both="--spec tests.support.mcore.adapters engine_adapters"
+    ),
+    "layers train, their ends do not": case(
+        "pp2 split", "--epp-slices 3", both="--spec tests.support.mcore.adapters engine_layers"
+    ),
+    "gated delta nets": case("pp2", "--epp-slices 3 --epp-recompute 1", both=DELTA),
+    "gated delta nets there and back, weights apart": case(f"{BACK} split", "--epp-slices 4", both=f"{DELTA} {LONG}"),
+    "gated delta nets, looped": case("pp2 looped2", "--epp-slices 5 --epp-recompute 1", both=DELTA),
+    "gated delta nets and experts, tensor and sequence parallel": case(
+        f"{SHARED} experts4", "--epp-slices 3 --epp-recompute 1", both=f"{DELTA} {GROUPED} --attention-output-gate"
+    ),
+    "windows and sinks there and back, weights apart": case(
+        f"{BACK} split", "--epp-slices 4", "grouped", both=f"{WINDOWS} 3 --softmax-type learnable"
+    ),
+    "windows and sinks, tensor and sequence parallel": case(
+        SHARED, "--epp-slices 7", both=f"{WINDOWS} [0,1,1,0] --softmax-type learnable"
+    ),
+    "windows and sinks, experts": case(
+        EXPERTS, "--epp-slices 3", both=f"{WINDOWS} 2 --softmax-type off-by-one {GROUPED}", optimizer=OVERLAPPED
+    ),
+    "windows and sinks, context parallel": case("cp2", "--epp-slices 3", both=f"{WINDOWS} 2 --softmax-type learnable"),
+    "a vocabulary in shards": case("pp2", "--epp-slices 3 --epp-vocab-parallel on"),
 }
 """In the set `slow`, by themselves."""
+OF_EIGHT = {
+    "latents, offload, weights apart",
+    "parts of layers recompute",
+    "weights apart, replicas",
+    "gated delta nets there and back, weights apart",
+}
+"""Rows with eight documents in a batch."""
 
 
 def _check(plan: str, splits: bool, figures: Figures, _: Path) -> None:
@@ -181,12 +105,10 @@ def _check(plan: str, splits: bool, figures: Figures, _: Path) -> None:
 
 
 def _rows() -> Iterator[Row]:
-    for name, given in (BY_DEFAULT | MORE).items():
-        batch = given.get("batch", SMALL_BATCH)
-        options = {key: value for key, value in given.items() if key != "batch"}
-        made = case(**options | {"both": f"{ENGINE} {given.get('both', '')}"})
-        check = functools.partial(_check, given["plan"], bool(given["cell"].get("split")))
-        yield Row(name=name, case=made, check=check, batch=batch, is_slow=name in MORE)
+    for name, own in (BY_DEFAULT | MORE).items():
+        check = functools.partial(_check, own.plan, own.cell.split)
+        batch = 8 if name in OF_EIGHT else SMALL_BATCH
+        yield Row(name=name, case=replace(own, both=f"{ENGINE} {own.both}"), check=check, batch=batch, is_slow=name in MORE)
 
 
 ROWS = tuple(_rows())

@@ -1,7 +1,5 @@
 """Jobs of `test_attachments.py`: what a program attaches to modules, in a training by Megatron's schedule and in slices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

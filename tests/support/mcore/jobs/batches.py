@@ -3,8 +3,6 @@
 Returns by training and rank what `test_memory.py` looks at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -31,11 +29,7 @@ RUNS = {
     ),
     # Stages that begin and end inside layers; of the second run one does both.
     "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
-    "cut layers, weights apart": (
-        2,
-        "gpt2",
-        "--epp-split-weight-gradient --epp-placement v --epp-layout 2.5,2,1,2.5",
-    ),
+    "cut layers, weights apart": (2, "gpt2", "--epp-split-weight-gradient --epp-placement v --epp-layout 2.5,2,1,2.5"),
 }
 
 

@@ -1,6 +1,4 @@
-"""Jobs of `tests/callers/test_bridge_inputs.py`: Qwen2.5-VL and Qwen3-VL of Megatron-Bridge, from its wheel, in slices."""
-
-from __future__ import annotations
+"""Jobs of `tests/callers/test_training_steps.py`: Qwen2.5-VL and Qwen3-VL of Megatron-Bridge, from its wheel, in slices."""
 
 from dataclasses import fields
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Jobs of `tests/callers/test_bridge_weights.py`: Megatron-Bridge's conversions from and to folders of Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy

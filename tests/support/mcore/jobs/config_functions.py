@@ -1,7 +1,5 @@
 """Jobs of `test_user_settings.py`: the functions of a model's configuration, called by stock and by plans."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

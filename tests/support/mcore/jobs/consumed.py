@@ -1,7 +1,5 @@
 """Jobs that train and tell of the batches that were consumed: of a batch ahead, chunks are read, too, before training ends."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A loop's model in Megatron's data parallelism, trained on whole samples by its schedule: what slices are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Job of `test_exchange_buffer.py`: buffers for a layer of experts, over two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +42,7 @@ def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> d
         fused_a2a.reset_hybrid_ep_buffer()
         plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
         plain.allocate()
-        return {
-            "deepep": of_deep,
-            "hybridep": of_hybrid,
-            "alltoall": fused_a2a._buffer is not None or plain.follows_chunks,
-        }
+        return {"deepep": of_deep, "hybridep": of_hybrid, "alltoall": fused_a2a._buffer is not None or plain.follows_chunks}
 
 
 def _layer(dispatcher: str, backend: str) -> Any:

@@ -5,8 +5,6 @@ heading. Worlds that stay cannot run them: they set up and change what is global
 their ranks print, or how they end, is what tests look at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Jobs of `test_inputs.py`: a program trains a model with a vision tower on samples with pictures, whole and in slices."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from functools import partial

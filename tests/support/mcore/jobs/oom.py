@@ -2,8 +2,6 @@
 groups to a folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

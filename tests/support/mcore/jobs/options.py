@@ -1,7 +1,5 @@
 """Trains with options that people use, in forked worlds as `scripts/parity` does; returns what `test_options.py` looks at."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

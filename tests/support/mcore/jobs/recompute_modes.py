@@ -4,8 +4,6 @@ from the same weights and random states.
 Returns by training and rank what `test_recompute_modes.py` looks at.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 Jobs of `test_user_frameworks.py`, in the manner of `frameworks`.
 """
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence

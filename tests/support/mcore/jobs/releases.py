@@ -1,7 +1,5 @@
 """Trains with some release's patched `megatron/` on the path, and says what of it is known."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An update of a batch with a long response, in slices under a cap and whole: by verl's engine, or by an imitation of it."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Jobs of `test_user_frameworks.py`: a framework whose routers record routes and replay them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs of `test_sample_routes.py`: samples with routes in slices, and whole by Megatron's own replay of the same routes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -20,14 +18,9 @@ LENGTHS = (40, 10, 24, 4, 18, 56)
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 MODEL = {
-    "num_experts": EXPERTS,
-    "moe_router_topk": PER_TOKEN,
-    "moe_ffn_hidden_size": 16,
-    "add_bias_linear": False,
-    "moe_enable_routing_replay": True,
-    "moe_router_load_balancing_type": "none",
-    "calculate_per_token_loss": True,
-}
+    "num_experts": EXPERTS, "moe_router_topk": PER_TOKEN, "moe_ffn_hidden_size": 16, "add_bias_linear": False,
+    "moe_enable_routing_replay": True, "moe_router_load_balancing_type": "none", "calculate_per_token_loss": True,
+}  # fmt: skip
 
 
 def made(layers: int = LAYERS) -> list[dict[str, Any]]:

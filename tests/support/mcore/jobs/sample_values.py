@@ -1,7 +1,5 @@
 """Jobs of `test_samples.py` on values of a head, and on log-probabilities of a teacher's tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

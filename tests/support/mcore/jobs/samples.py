@@ -1,7 +1,5 @@
 """Jobs of `test_samples.py`: a program with a loop of its own trains samples, whole by Megatron's schedule and in slices."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
@@ -101,7 +99,6 @@ def grpo(
     schedule.plan_ahead(model=chunks, samples=samples[:4])  # for a call that does not come
     evaluated = schedule(model=chunks, samples=samples, forward_only=True, wants_logprobs=True)
     left = len(schedule._ahead)
-    assert schedule._run is not None
     splits = {stage.weights is not None for stage in schedule._run.stages.values()}
     schedule.close()
     afterwards, _ = training.whole()

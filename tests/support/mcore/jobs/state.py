@@ -65,7 +65,7 @@ def build(**settings):
         **{"num_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2, "variable_seq_lengths": True}
         | plain
         | experts
-        | settings,
+        | settings
     )
     config.grad_scale_func = lambda loss: 512.0 * loss
     block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)

@@ -3,8 +3,6 @@
 Jobs of `tests/callers`: the functions `swift` and `bridge`. The frameworks' folders have to be there (`scripts/callers.sh`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -81,11 +79,7 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
 
 
 def begun(
-    stages: int,
-    expert_parallel: int,
-    *,
-    loss_per_token: bool = True,
-    change: Callable[[Any], object] | None = None,
+    stages: int, expert_parallel: int, *, loss_per_token: bool = True, change: Callable[[Any], object] | None = None
 ) -> tuple[engine.Size, Any]:
     """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
 
@@ -263,16 +257,9 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
 
 
 OF_PREFERENCES = {
-    "tuner_type": "full",
-    "mcore_ref_adapter": None,
-    "ref_adapters": [],
-    "reference_free": False,
-    "label_smoothing": 0.0,
-    "f_divergence_type": "reverse_kl",
-    "loss_type": ["sigmoid"],
-    "beta": 0.1,
-    "rpo_alpha": None,
-}
+    "tuner_type": "full", "mcore_ref_adapter": None, "ref_adapters": [], "reference_free": False, "label_smoothing": 0.0,
+    "f_divergence_type": "reverse_kl", "loss_type": ["sigmoid"], "beta": 0.1, "rpo_alpha": None,
+}  # fmt: skip
 """Settings of DPO."""
 
 

@@ -3,8 +3,6 @@
 Jobs of `tests/callers/test_verl.py`. The frameworks' folder has to be there (`scripts.demo_rl.engine`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

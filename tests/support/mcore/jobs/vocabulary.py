@@ -23,10 +23,7 @@ CHAINS = {
         ((f"{SHARDS} 2 --epp-layout 1.5,2.5", 2), (STOCK, 1), (f"{SHARDS} 4 --epp-layout 0.5,1.5,1.5,0.5", 4)),
     ),
     "uneven, plain optimizer": (f"{MODELS['llama']} {UNEVEN} {PLAIN}", ((f"{SHARDS} 4", 4), (STOCK, 1), (f"{SHARDS} 2", 2))),
-    "tied, uneven": (
-        f"{MODELS['gpt2']} {UNEVEN} {RESHARDABLE}",
-        ((STOCK, 1), (f"{SHARDS} 4", 4), (f"{SHARDS} 2", 2)),
-    ),
+    "tied, uneven": (f"{MODELS['gpt2']} {UNEVEN} {RESHARDABLE}", ((STOCK, 1), (f"{SHARDS} 4", 4), (f"{SHARDS} 2", 2))),
 }
 FORMATS = {"gpt2": RESHARDABLE, "llama": f"{PLAIN} --use-distributed-optimizer"}
 MODEL_OF = {"resumed tied": "gpt2", "resumed untied": "llama", "bf16": "llama"}
