@@ -136,14 +136,12 @@ class Configuration:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
             flags["expert_tensor_parallel_size"] = self.expert_tensor
+        whole, is_whole = [*map(int, self.layers)], not any(count % 1 for count in self.layers)
         if pattern := whole_pattern(model):  # says which stage has which layers
-            flags["hybrid_layer_pattern"] = staged_pattern(pattern, [*map(int, self.layers)])
-            return flags | {"use_distributed_optimizer": True}
-        if any(count % 1 for count in self.layers):
-            return flags | {"use_distributed_optimizer": True}  # `--epp-layout` says it
-        if len(set(self.layers)) > 1:
-            flags["pipeline_model_parallel_layout"] = layout_flag([*map(int, self.layers)], model.get("mtp_num_layers") or 0)
-        elif self.virtual > 1:
+            flags["hybrid_layer_pattern"] = staged_pattern(pattern, whole)
+        elif is_whole and len(set(whole)) > 1:  # `--epp-layout` says half layers
+            flags["pipeline_model_parallel_layout"] = layout_flag(whole, model.get("mtp_num_layers") or 0)
+        elif is_whole and self.virtual > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
         return flags | {"use_distributed_optimizer": True}
 
@@ -271,17 +269,14 @@ class Question:
         It is the slowest rank's, without overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(config), config.context * config.data
-        layers = [0.0] * config.pipeline
-        for rank, count in zip(config.rank_of, config.layers, strict=True):
-            layers[rank] += count
+        rank_of, sharing = config.rank_of, config.expert * config.expert_tensor
         layer, slowest_us = analytic_profile(shape, self.rates).mean_layer, 0.0
         experts, others = layer.expert_parameters, layer.parameters - layer.expert_parameters
-        for rank, count in enumerate(layers):
-            last = 1 / config.pipeline if config.shards_vocabulary else rank == config.rank_of[-1]
-            ends = (rank == config.rank_of[0]) + last
-            dense = count * others + ends * shape.vocabulary_parameters / config.tensor
+        for rank in range(config.pipeline):
+            count = sum(layers for on, layers in zip(rank_of, config.layers, strict=True) if on == rank)
+            last = 1 / config.pipeline if config.shards_vocabulary else rank == rank_of[-1]
+            dense = count * others + ((rank == rank_of[0]) + last) * shape.vocabulary_parameters / config.tensor
             dense_us = self._ring_us(dense, holders, config.tensor)
-            sharing = config.expert * config.expert_tensor
             expert_us = self._ring_us(count * experts, max(1, holders * config.tensor // sharing), sharing)
             slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us

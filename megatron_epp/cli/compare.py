@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -170,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         say(json.dumps([_row(batch, entry, gain) | common for batch, gain in paired for entry in batch.entries], indent=1))
         return 0
     texts = [_text(batch, gain, titled=len(batches) > 1) for batch, gain in paired]
-    say("\n\n".join([*texts, *["\n".join(lines) for lines in [chosen.lines()] if lines and plans]]))
+    say("\n\n".join([*texts, *["\n".join(lines) for lines in [chosen.lines(args)] if lines and plans]]))
     return 0
 
 
@@ -193,21 +192,14 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
     entry = PLANNERS.entry(name)
     if args.chunk_tokens is not None or args.slices is not None or entry is None or entry.has_own_size:
         return []
+    powers = [size for size in (1 << power for power in range(64)) if size % multiple == 0]
     if name in _IN_ROWS:
         whole, most = round_up(longest, multiple), args.context or sum(lengths)
-        sizes = sorted({whole, *(size for size in _powers(whole, most) if size % multiple == 0)})[:_MOST_SIZES]
+        sizes = sorted({whole, *(size for size in powers if whole <= size <= most)})[:_MOST_SIZES]
     else:
-        sizes = [size for size in _powers(max(multiple, 1), longest // 2) if size % multiple == 0][: -_MOST_SIZES - 1 : -1]
+        sizes = [size for size in powers if size <= longest // 2][: -_MOST_SIZES - 1 : -1]
     actions = accumulate((len(lengths) + sum(lengths) // size) * num_ranks for size in sizes)
     return sorted(size for size, so_far in zip(sizes, actions, strict=True) if so_far <= _MOST_ACTIONS)
-
-
-def _powers(least: int, most: int) -> Iterator[int]:
-    """Yield the powers of two from one number to another, both included."""
-    power = 1 << (least - 1).bit_length()
-    while power <= most:
-        yield power
-        power *= 2
 
 
 def _entry(batch: Batch, name: str, size: int | None) -> Entry:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 from megatron_epp.cli.planning_flags import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import PROGRAM, progress, tell
@@ -35,44 +35,37 @@ _STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The layout of a command, the search that found it (None if there was none), the model's depths of multi-token prediction,
-    its layers if it is a hybrid one, the kind of the layout (even, balanced) if it is of one, and whether weight gradients are
-    split off and the logits of a chunk are there at once with it.
-    """
+    """The layout of a command, the search that found it (None if there was none), and its kind if it is even or balanced."""
 
     layout: Layout
     choice: LayoutChoice | None = None
-    predictions: int = 0
-    pattern: str = ""
     kind: str = ""
-    splits_weight: bool = False
-    has_whole_logits: bool = False
 
-    def lines(self) -> list[str]:
-        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
-        layout, placement = self.layout, self.layout.placement
-        is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks)
-        if is_even and self.choice is None and self.kind != BALANCED:
+    def lines(self, args: argparse.Namespace) -> list[str]:
+        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for.
+
+        Args:
+            args: parsed flags, settled by `chosen_layout`.
+        """
+        layout, placement, choice, flags = self.layout, self.layout.placement, self.choice, flags_of(args)
+        is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks) and choice is None
+        if is_even and self.kind != BALANCED:
             return []
-        lines = [f"layout: {f'{self.kind}, ' * bool(self.kind)}{layout.text()}"]
-        if is_even and self.choice is None:
-            return lines
-        if self.choice is not None:
-            choice = self.choice
-            lines[0] += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
-            lines[0] += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
-        if self.pattern:
-            stages = staged_pattern(self.pattern, [count // 2 for count in layout.halves])
-            flags = f"--hybrid-layer-pattern '{stages}'" + " --epp-placement v" * (not placement.is_looped)
-        elif (megatron := layout.to_megatron(self.predictions)) is not None:
-            flags = f"--pipeline-model-parallel-layout '{megatron}'"
+        line = f"layout: {f'{self.kind}, ' * bool(self.kind)}{layout.text()}"
+        if is_even:
+            return [line]
+        if choice is not None:
+            line += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
+            line += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
+        in_a_v = " --epp-placement v" * (not placement.is_looped)
+        if pattern := whole_pattern(flags):
+            own = f"--hybrid-layer-pattern '{staged_pattern(pattern, [count // 2 for count in layout.halves])}'" + in_a_v
+        elif (megatron := layout.to_megatron(flags.get("mtp_num_layers") or 0)) is not None:
+            own = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
-            words = layers_text(layout.halves).replace(" ", "")
-            flags = f"--epp-layout {words}" + " --epp-placement v" * (not placement.is_looped)
-        flags += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * self.splits_weight
-        flags += " --epp-loss-block-tokens 0" * self.has_whole_logits
-        lines.append(f"in training: {flags}")
-        return lines
+            own = f"--epp-layout {layers_text(layout.halves).replace(' ', '')}" + in_a_v
+        own += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * args.split_weight
+        return [line, f"in training: {own}" + " --epp-loss-block-tokens 0" * (args.loss_block_tokens == 0)]
 
 
 def even(num_layers: int, num_ranks: int) -> Layout:
@@ -135,13 +128,12 @@ def chosen_layout(
     Raises:
         EppError: the layout is not of this model or of these ranks, or a file cannot be read.
     """
-    longest, has_whole_logits = max(chain.from_iterable(batches), default=0), False
+    longest = max(chain.from_iterable(batches), default=0)
     source, num_layers = costs_source(args, longest)
-    text, ranks, flags = args.layout, pipeline_ranks(args), flags_of(args)
-    of_model = Chosen(even(num_layers, 1), predictions=flags.get("mtp_num_layers") or 0, pattern=whole_pattern(flags))
+    text, flags = args.layout, flags_of(args)
     if isinstance(source, PipelineCosts):
         args.split_weight = args.split_weight in (True, "on")
-        return replace(of_model, layout=_of_stages(args, source, ranks))
+        return Chosen(_of_stages(args, source, pipeline_ranks(args)))
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
         sample = _sample(args, source, num_layers, batches, planners or [args.planner])
         lengths = tuple(chain.from_iterable(batches))
@@ -150,11 +142,10 @@ def chosen_layout(
         is_greedy = all(map(begins_with_greedy, planners or [args.planner]))
         searches = text == AUTO or (text is None and is_greedy)
         opens_weights = args.split_weight == AUTO and (searches or is_greedy)
-        try:
-            with progress("choosing about weight gradients" if not searches and len(layouts) == 1 else "choosing the layout"):
-                if not searches and not opens_weights and len(layouts) == 1:
-                    choice, layout, splits = None, layouts[0], False
-                else:
+        layout, choice, splits, several = layouts[0], None, False, searches or len(layouts) > 1
+        if several or opens_weights:
+            try:
+                with progress("choosing the layout" if several else "choosing about weight gradients"):
                     settled = settle(
                         sample,
                         tensor_ranks=flags.get("tensor_model_parallel_size") or 1,
@@ -162,25 +153,13 @@ def chosen_layout(
                         layouts=() if searches else layouts,
                         logits=_whole_logits(args, source, longest) if searches else None,
                     )
-                    has_whole_logits = settled.has_whole_logits
-                    layout, splits = settled.layout, settled.splits_weight
-                    choice = settled.choice if searches or len(layouts) > 1 else None
-                if args.split_weight == AUTO:
-                    args.split_weight = splits
-                args.loss_block_tokens = 0 if has_whole_logits else args.loss_block_tokens
-        except InfeasibleError:
-            if text == AUTO:
-                raise
-            # Its plan says what is missing.
-            choice, layout, args.split_weight = None, layouts[0], args.split_weight in (True, "on")
-    return replace(
-        of_model,
-        layout=layout,
-        choice=choice,
-        kind="" if choice and text is None else kind,
-        splits_weight=args.split_weight in (True, "on"),
-        has_whole_logits=has_whole_logits,
-    )
+                layout, splits, choice = settled.layout, settled.splits_weight, settled.choice if several else None
+                args.loss_block_tokens = 0 if settled.has_whole_logits else args.loss_block_tokens
+            except InfeasibleError:
+                if text == AUTO:  # otherwise its plan says what is missing
+                    raise
+    args.split_weight = splits if args.split_weight == AUTO else args.split_weight in (True, "on")
+    return Chosen(layout, choice, "" if choice and text is None else kind)
 
 
 def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> WholeLogits | None:
@@ -225,60 +204,50 @@ def _sample(
     batches: Sequence[tuple[int, ...]],
     planners: Sequence[str],
 ) -> Sample:
-    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed."""
+    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed.
+
+    Raises:
+        EppError: the vocabulary is to be divided over one rank.
+    """
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
-    planner = planners[0] if len(planners) == 1 else "greedy"
-    may_search = all(map(begins_with_greedy, planners))
-    divides = "off" if args.vocab_parallel == AUTO and not may_search else args.vocab_parallel
+    may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1
+    if args.vocab_parallel == "on" and is_one:
+        raise EppError("--vocab-parallel on divides the vocabulary over pipeline ranks, and --stages is 1: leave it out")
+    either = (False, True) if may_search and not is_one else (False,)
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
-        options=options_from(args, planner=planner),
+        options=options_from(args, planner=planners[0] if len(planners) == 1 else "greedy"),
         placements=() if may_search else (own.placement,),
-        vocabulary=_vocabulary(divides, own.placement.num_ranks),
+        vocabulary={"off": (False,), "on": (True,), AUTO: either}[args.vocab_parallel],
         halves=not pattern_of(flags_of(args)),
     )
 
 
-def _vocabulary(setting: str, num_ranks: int) -> tuple[bool, ...]:
-    """Return whether the vocabulary may be on the last stage, over all ranks, or either. Raises `EppError` for one rank."""
-    if setting == "on" and num_ranks == 1:
-        raise EppError("--vocab-parallel on divides the vocabulary over pipeline ranks, and --stages is 1: leave it out")
-    either = (False, True) if num_ranks > 1 else (False,)
-    return {"off": (False,), "on": (True,), "auto": either}[setting]
-
-
 def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     """Return the layout of a list of layers or of a file, which must be of the model and of the ranks that flags name."""
-    kind, colon, words = args.layout.rpartition(":")
-    text, halves = args.layout, parse_layers(words if kind in KINDS else args.layout)
-    if halves is not None and colon:
+    text, (kind, _, words) = args.layout, args.layout.rpartition(":")
+    if kind in KINDS and (halves := parse_layers(words)) is not None:
         layout = Layout(halves, _several(kind, len(halves), pipeline_ranks(args)))
         layout.check(num_layers, pipeline_ranks(args))
         return layout
-    if halves is not None:
+    if (halves := parse_layers(text)) is not None:
         ranks = args.stages or len(halves)
         if len(halves) != ranks or sum(halves) != 2 * num_layers:
             raise EppError(
                 f"--layout {brief(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
             )
         return Layout(halves, Placement("looped", ranks, 1))
-    try:
-        is_file = Path(text).is_file()
-    except (OSError, ValueError):
-        is_file = False
-    if not is_file:
+    if not os.path.isfile(text):
         wanted = _wanted(pipeline_ranks(args), num_layers)
         raise EppError(f"--layout {brief(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
     with naming_file(f"--layout {text}"):
-        layout = Layout.from_json(read_text(text))
-        if args.stages is not None and args.stages != layout.placement.num_ranks:
-            raise EppError(
-                f"a layout for {layout.placement.num_ranks} pipeline ranks, and --stages is {args.stages}: leave --stages out, "
-                "or give another layout"
-            )
-        layout.check(num_layers, layout.placement.num_ranks)
+        layout, ranks = Layout.from_json(read_text(text)), args.stages
+        its_own = layout.placement.num_ranks
+        if ranks not in (None, its_own):
+            raise EppError(f"a layout for {its_own} pipeline ranks, and --stages is {ranks}: leave --stages out")
+        layout.check(num_layers, its_own)
     return layout
 
 

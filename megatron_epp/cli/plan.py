@@ -132,7 +132,7 @@ def _plan(args: argparse.Namespace) -> int:
     _tell_too_large(best)
     if lines_why:
         say("\n" + "\n".join(lines_why))
-    if lines := chosen.lines():
+    if lines := chosen.lines(args):
         say("\n" + "\n".join(lines))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
     if hint and args.layout not in (None, BALANCED, AUTO) and not has_costs_of_stages(args):

@@ -50,7 +50,7 @@ class Config:
 
     def layers(self, *names: str) -> list[str]:
         """Return the kind of every layer, none by default, but as many as the config says."""
-        kinds = self._read(names, [], lambda value: _of_kind(list, value, "not a list of names"))
+        kinds: list[Any] = self._read(names, [], lambda value: _of_kind(list, value, "not a list of names"))
         count = self.get("num_hidden_layers")
         if kinds and count not in (None, len(kinds)):
             raise EppError(

@@ -17,13 +17,13 @@ PACKAGE = REPOSITORY / "megatron_epp"
 PROGRAMS = {
     "training": (
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
-        31_930,
+        31_830,
     ),
-    "planner": (("planner.search", "planner.service.answers"), 19_410),
+    "planner": (("planner.search", "planner.service.answers"), 17_300),
     "command line": (("cli.main",), 6_380),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 66_580, "megatron_epp/contrib": 6_130, "tests": 57_380, "scripts": 9_940}
+FOLDERS = {"megatron_epp": 65_700, "megatron_epp/contrib": 6_130, "tests": 57_380, "scripts": 9_940}
 
 
 def file_of(module: str) -> Path | None:
