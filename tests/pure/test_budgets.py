@@ -23,7 +23,7 @@ PROGRAMS = {
     "command line": (("cli.main",), 6_380),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 66_580, "megatron_epp/contrib": 6_130, "tests": 57_380, "scripts": 9_940}
+FOLDERS = {"megatron_epp": 66_580, "megatron_epp/contrib": 6_130, "tests": 56_200, "scripts": 9_940}
 
 
 def file_of(module: str) -> Path | None:
