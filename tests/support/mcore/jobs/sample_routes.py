@@ -12,11 +12,9 @@ from torch import Tensor
 
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
+from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS
 
-LENGTHS = (40, 10, 24, 4, 18, 56)
-"""Positions of the samples; two replicas have three each."""
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
-SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 MODEL = {
     "num_experts": EXPERTS, "moe_router_topk": PER_TOKEN, "moe_ffn_hidden_size": 16, "add_bias_linear": False,
     "moe_enable_routing_replay": True, "moe_router_load_balancing_type": "none", "calculate_per_token_loss": True,
