@@ -17,13 +17,13 @@ PACKAGE = REPOSITORY / "megatron_epp"
 PROGRAMS = {
     "training": (
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
-        31_830,
+        29_370,
     ),
-    "planner": (("planner.search", "planner.service.answers"), 17_300),
-    "command line": (("cli.main",), 6_380),
+    "planner": (("planner.search", "planner.service.answers"), 17_320),
+    "command line": (("cli.main",), 6_390),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 65_700, "megatron_epp/contrib": 6_130, "tests": 57_380, "scripts": 9_940}
+FOLDERS = {"megatron_epp": 65_940, "megatron_epp/contrib": 6_130, "tests": 56_210, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:
