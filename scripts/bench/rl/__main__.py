@@ -35,8 +35,9 @@ from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.estimate import about_us
-from megatron_epp.planner.microbatches import Lengths, plan_as_given, plan_microbatches
+from megatron_epp.planner.microbatches import plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
+from megatron_epp.port.packed import MicrobatchLengths
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.rl.rules import RULES, balanced, verl
 from scripts.tables import table
@@ -149,7 +150,7 @@ class Ways:
         )
         return choices.steps()[-1]
 
-    def _planned(self, rows: Sequence[Lengths], options: Options) -> Figures:
+    def _planned(self, rows: Sequence[MicrobatchLengths], options: Options) -> Figures:
         try:
             return slowest([plan_microbatches(row, self.problem, self.costs, options).plan for row in rows])
         except InfeasibleError as error:
@@ -164,7 +165,7 @@ class Ways:
         return slowest([plan(batch.part(share), costs, options) for share in shares])
 
 
-def _microbatches(rows: Sequence[Sequence[int]]) -> Lengths:
+def _microbatches(rows: Sequence[Sequence[int]]) -> MicrobatchLengths:
     return tuple(map(tuple, rows))
 
 
