@@ -69,7 +69,9 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
     options: Options, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
-    early = BackgroundPlanner(pipeline(2), Options(), process=PlanningProcess(options))
+    process = PlanningProcess()
+    process.prepare(options)
+    early = BackgroundPlanner(pipeline(2), Options(), process=process)
     assert plans(early) == made
     assert "it is started again" not in caplog.text
     early.process.close()
@@ -93,7 +95,8 @@ def test_slices_that_the_user_chose_stay():
 
 
 def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):
-    process = PlanningProcess(Options())
+    process = PlanningProcess()
+    process.prepare(Options())
     process._worker.close()
     early = BackgroundPlanner(pipeline(2), Options(), process=process)
     assert plans(early) == made
