@@ -19,7 +19,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import problems_of
+from megatron_epp.mcore.arguments.refusals import RULES, problems_of
 from megatron_epp.mcore.arguments.rule import Door
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
 from scripts.megatron_state.state import State, states
@@ -109,7 +109,7 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
             "expert_tensor_parallel_num_weight_shards=2 on 1 tensor-parallel ranks",
         ),
     ):
-        problems = [*problems_of(argparse.Namespace(tensor_model_parallel_size=2, **settings), Door.MODEL)]
+        problems = [*problems_of(argparse.Namespace(tensor_model_parallel_size=2, **settings), Door.MODEL, RULES)]
         assert len(problems) == bool(refused)
         assert refused in "".join(problems)
 
