@@ -40,7 +40,7 @@ from megatron_epp.plan.reading import (
 )
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
 
-RATES = dict(zip(MACHINES, (CPU, H100_NODE), strict=True))
+RATES = dict(zip(MACHINES, (H100_NODE, CPU), strict=True))
 """Rates by name, from which a cluster file starts."""
 
 _VOCABULARY_MULTIPLE = 128

@@ -9,7 +9,7 @@ FLASH_2, CUDNN, FLASH_3 = KERNELS = ("flash-attention-2", "cudnn", "flash-attent
 """Kernels of attention whose rates are published."""
 ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")
 """How tokens reach their experts: a copy for each, or, with the others, one for all experts of a node, and of a rank."""
-MACHINES = ("cpu", "h100")
+MACHINES = ("h100", "cpu")
 """Machines whose rates formulas know."""
 GATED_DELTA_NET = "gated_delta_net"
 """Value of `experimental_attention_variant` of a model whose layers are not all of attention."""

@@ -156,8 +156,8 @@ def test_the_planner_gets_them_with_the_lengths():
     class AskedError(Exception):
         pass
 
-    def make(*given):
-        asked.append(given)
+    def make(batch):
+        asked.append(batch)
         raise AskedError
 
     for masks in ({}, {1: labels_of(1, [2])}):

@@ -89,7 +89,7 @@ def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, m
     upload = uploader(audit, monkeypatch)
     plan = plan_of([5, 4], [[(0, 0, 5)], [(1, 0, 4)]])
 
-    def make(lengths, trained, loss_groups, spans):
+    def make(batch):
         return (PackedPlan.of(plan, 1.0, (0, 1)),)
 
     def ready(batch, actions):

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.mcore.arguments.table import names_in_loop
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS
 from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
 from megatron_epp.plan import EppError, Op
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.planner.microbatches import plan_as_given
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, microbatches
+from megatron_epp.port.run_facts import RunFacts
 from tests.mcore.test_refusals import arguments
+from tests.support.mcore.asking import ask_here
 from tests.support.plan.planner_cases import pipeline as costs_of
 from tests.support.runtime.agreement_runs import SHAPES
 
@@ -76,12 +78,21 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
     monkeypatch.setattr(microbatch_run, "from_each_of_job", lambda mine: [mine])
     by_formula = costs_of(2, 2)
     held = tuple(replace(stage, static=Static(weights=1000, optimizer=3000)) for stage in by_formula.stages)
+    monkeypatch.setattr(microbatch_run, "made_by_first", lambda make, *_: make())
+    facts = RunFacts(vars(arguments(padded_vocab_size=1024)), OptimizerBytes.of_flags({"bf16": True}), 0, "")
+
+    def packed(rule: str, *asked: Any) -> tuple[Any, tuple[int, ...]]:
+        plan, order = getattr(microbatches, rule)(*asked)
+        return SimpleNamespace(plan=lambda: plan), order
+
     pipeline: Any = SimpleNamespace(
         args=arguments(padded_vocab_size=1024),
+        _ask=lambda name, *asked: ask_here(f"{FORMULAS}:{name}", facts, *asked),
+        _process=SimpleNamespace(plan_microbatches=packed),
         problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
         placement=SimpleNamespace(stages=lambda rank: [rank]),
         learning=SimpleNamespace(learner=SimpleNamespace(learnt=SimpleNamespace(peak_bytes=1 << 40))),
-        links=None,
+        links=SimpleNamespace(control=None),
         _on_gpu=True,
         _measured=AgreedShapes(SHAPES, (500, 700)),
         _options=Options(),
@@ -94,7 +105,7 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
 
     def peak_bytes(costs: PipelineCosts, factor: int = 1) -> tuple[int, ...]:
         longer = tuple(tuple(factor * length for length in own) for own in lengths)
-        return plan_as_given(longer, pipeline.problem, costs, Options()).plan.predicted.peak_bytes
+        return microbatches.plan_as_given(longer, pipeline.problem, costs, Options()).plan.predicted.peak_bytes
 
     assert peak_bytes(costs) == (1 << 40,) * 2
     bare = tuple(stage.changed(working_bytes_per_token=0.0) for stage in costs.stages)
@@ -116,7 +127,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         learning=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
         _options=Options(),
-        _planner=SimpleNamespace(plan=lambda make, *asked: make(*asked)),
+        _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
         names=names_in_loop(["memory_cap_gb"]),
     )
     plan, order = MicrobatchRun._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)

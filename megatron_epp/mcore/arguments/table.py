@@ -335,7 +335,7 @@ _COSTS = (
     Flag("attention_kernel", "", "--attention-kernel", choices=KERNELS).described(
         "Attention kernel whose published rates on an H100 plans take (default: the cluster's)."
     ),
-    Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=MACHINES),
+    Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(MACHINES))),
     Flag("trained_parameters", "--epp-trained-parameters", "--trained-parameters", Number(1, 10**14), metavar="N").described(
         "Parameters that train, where others are frozen, as next to adapters; they alone have gradients and optimizer states. "
         "A training needs it for layers that it chooses before there is a model, and else counts by itself (default: all)."
