@@ -23,7 +23,7 @@ PROGRAMS = {
     "command line": (("cli.main",), 6_390),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 65_940, "megatron_epp/contrib": 6_130, "tests": 56_210, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 65_940, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:
