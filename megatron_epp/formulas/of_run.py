@@ -79,9 +79,8 @@ def prior(
 
     costs = {share: of(share or 0.0) for share in {*trained, 1.0}}
     stages = (costs[share].stages[number] for number, share in enumerate(trained))
-    last = profile.costs(layers, replicas=replicas, vocabulary_shares=vocabulary_shares).stages[-1]
     own = (stage.without_backward() if share is None else stage for stage, share in zip(stages, trained, strict=True))
-    return replace(costs[1.0], stages=tuple(own)), last.line_of_ends("weight")
+    return replace(costs[1.0], stages=tuple(own)), costs[1.0].stages[-1].line_of_ends("weight")
 
 
 def _profile(facts: RunFacts, file: CostsFile | None, shape: ModelShape | None = None) -> Profile:

@@ -90,6 +90,7 @@ class BackgroundPlanner:
         lockstep_group: index in `lockstep_groups` of the group to plan for.
         lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
         process: that plans; it may plan for others, too.
+        tells_peak: the first plan that runs says what its peak is made of.
     """
 
     costs: Costs
@@ -97,7 +98,7 @@ class BackgroundPlanner:
     lockstep_group: int = 0
     lockstep_groups: LockstepGroups = ((0,),)
     process: PlanningProcess = field(default_factory=PlanningProcess)
-    _tells_peak: bool = True
+    tells_peak: bool = True
 
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
@@ -107,8 +108,8 @@ class BackgroundPlanner:
                 slices and a plan with these fits.
             is_run: False to only know whether there is a plan.
         """
-        tells_peak = self._tells_peak and is_run and not problem.forward_only
-        self._tells_peak &= not tells_peak
+        tells_peak = self.tells_peak and is_run and not problem.forward_only
+        self.tells_peak &= not tells_peak
         groups = self.lockstep_group, self.lockstep_groups
         name = f"{_ANSWERS}:plans_of_batch"
         plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain, tells_peak)

@@ -82,13 +82,11 @@ def one_rank(first, monkeypatch):
     for name, stand_in in played.items():
         monkeypatch.setattr(costs_of_runs, name, stand_in)
 
-    def ask(name: str, *asked: Any) -> Any:
+    def ask(name: str, shape: Any, *asked: Any) -> Any:
         """Answer by formulas of a shape, in the place of facts of a run."""
-        if name.endswith(":attention_sizes"):
-            return AttentionSizes(*(getattr(asked[0], name) for name in AttentionSizes._fields))
-        answers = {"prior": lambda: (HERE, LinearTime()), "with_device_memory": lambda: asked[1]}
-        function = name.partition(":")[2]
-        return answers[function]() if function in answers else ask_here(name, *asked)
+        sizes = AttentionSizes(*(getattr(shape, field, None) for field in AttentionSizes._fields))
+        answers = {"attention_sizes": sizes, "prior": (HERE, LinearTime()), "with_device_memory": next(iter(asked), None)}
+        return answers.get(name.partition(":")[2]) or ask_here(name, shape, *asked)
 
     def learn(args: Namespace) -> PipelineCosts:
         message = lambda tokens: (None, None, "cpu")  # noqa: E731

@@ -3,8 +3,6 @@
 Trainings with ``--epp`` are rows of the matrix (`rows.FROZEN`).
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

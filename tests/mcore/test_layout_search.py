@@ -1,7 +1,5 @@
 """The layout that a run finds at its start: it trains with it, keeps it with its checkpoints, and a resumed run has it too."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

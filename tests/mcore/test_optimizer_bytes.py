@@ -2,8 +2,6 @@
 what the commands say before it.
 """
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Small parts of training on one rank: what runs on which device, what comes back, what costs and losses are of."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from argparse import Namespace

@@ -1,7 +1,6 @@
 """Work in a process of its own: results in order, errors come back, and the planner of a training run outlives its process."""
 
-from __future__ import annotations
-
+import gc
 import logging
 import os
 import subprocess
@@ -10,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
+from functools import lru_cache
 
 import psutil
 import pytest
@@ -88,6 +89,17 @@ def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlan
     assert fine == 2 * fastest
 
 
+def test_the_peak_is_told_of_the_first_plan_that_a_training_runs():
+    planner = BackgroundPlanner(pipeline(2), Options())
+    with closing(planner.process):
+        planner.plan(ASKED, is_run=False)
+        planner.plan(replace(ASKED, forward_only=True))
+        told_of, *others = (planner.plan(ASKED)[0] for _ in range(3))
+    assert told_of.peak_items is not None
+    assert sum(told_of.peak_items.values()) == max(told_of.plan().predicted.peak_bytes)
+    assert [packed.peak_items for packed in others] == [None, None]
+
+
 def test_slices_that_the_user_chose_stay():
     planner = BackgroundPlanner(pipeline(2), Options(slices=3))
     with closing(planner.process):
@@ -120,9 +132,22 @@ def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
     assert not caplog.text
 
 
-def test_a_process_keeps_few_plans_of_batches():
-    for known in (answers._plans, answers._division):
+def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch: pytest.MonkeyPatch):
+    for name in ("_plans", "_division"):
+        known = getattr(answers, name)
         assert known.cache_info().maxsize == answers.CACHED_PLANS
+        monkeypatch.setattr(answers, name, lru_cache(2)(known.__wrapped__))
+    costs = pipeline(2)
+    batches, counts = [problem((300 + 7 * i, 44), 2) for i in range(3)], []
+    gc.freeze()  # what other tests hold is neither searched nor counted
+    for _ in range(5):
+        for batch in batches:
+            answers.plans_of_batch(batch, costs, Options(), 0, ((0,), (1,)), 1.0, False)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    gc.unfreeze()
+    planned_since = len(batches) * len(counts[3:])
+    assert counts[-1] - counts[2] < planned_since / 2, counts
 
 
 @given(sound_plans())

@@ -482,7 +482,7 @@ START: Rules = (
     Rule("--lr-decay-style", _lacks_decay, "needs --lr-wsd-decay-iters", "add it", _LOOP),
     Rule("--seed", lambda a: a.seed <= 0, "must be 1 or more", "raise it", _LOOP, ()),
 )
-"""What Megatron asks for only after it has started, for flags of a run that starts; one that is only described does without.
+"""Requirements that Megatron tells only after it has started. A run that is only described does without.
 
 A script with its own microbatches may run another loop than Megatron's.
 """

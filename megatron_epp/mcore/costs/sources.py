@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -76,7 +77,8 @@ def pipeline_costs(
     note("reading costs")
     source = stored_costs.named(args, ask)
     token_bytes = message_bytes(next(iter(stages.values())))
-    sizes: AttentionSizes = made_by_first(lambda: ask(f"{FORMULAS}:attention_sizes", run_facts(args, ask)))
+    facts = cache(partial(run_facts, args, ask))  # asked for on the first rank alone
+    sizes: AttentionSizes = made_by_first(lambda: ask(f"{FORMULAS}:attention_sizes", facts()))
     if source is not None:
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         stored_costs.check_costs(args, source, num_stages, token_bytes)
@@ -87,9 +89,7 @@ def pipeline_costs(
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     _tell_frozen(args, trained)
     shares = vocabulary_shares(args)
-    by_formula, product = made_by_first(
-        lambda: ask(f"{FORMULAS}:prior", run_facts(args, ask), costs_file(args), layers, trained, shares)
-    )
+    by_formula, product = made_by_first(lambda: ask(f"{FORMULAS}:prior", facts(), costs_file(args), layers, trained, shares))
     base = _with_bytes(by_formula, token_bytes, names_of(args))
     with _undisturbed(stages.values()):
         note("measuring bytes")
@@ -110,7 +110,7 @@ def pipeline_costs(
             if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
                 costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
     note("exchanging costs")
-    return made_by_first(lambda: ask(f"{FORMULAS}:with_device_memory", run_facts(args, ask), costs))
+    return made_by_first(lambda: ask(f"{FORMULAS}:with_device_memory", facts(), costs))
 
 
 def _tell_frozen(args: argparse.Namespace, trained: Sequence[float | None]) -> None:

@@ -100,7 +100,7 @@ class Run:
     plan_wait_us = 0.0
     """Time spent waiting for the last plan, in microseconds."""
     peak_text = ""
-    """What the first plan's peaks are made of, until it is logged."""
+    """Line with the peaks of the first plan and the parts of the highest, until it is logged."""
     report_folder: ReportFolder | None = None
     """Files of --epp-report-dir, on the first rank; None without it."""
 

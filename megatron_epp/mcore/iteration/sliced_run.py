@@ -188,7 +188,8 @@ class SlicedRun(Run):
     def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         assert self._process is not None  # this rank plans
         options = options_from(self.args, training=True, offload=offloads(self.args))
-        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, self._process)
+        is_first = self._planner is None  # which tells its peak, once for a run
+        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, self._process, is_first)
 
     def plan_source(self, forward_only: bool, *, of_batch: bool = False) -> PlanSource:
         """Return the source of this rank's plans, for training or for evaluation.

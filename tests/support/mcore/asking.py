@@ -1,7 +1,5 @@
 """The planning process of tests without one: what it is asked for runs here."""
 
-from __future__ import annotations
-
 from pkgutil import resolve_name
 from typing import Any
 
