@@ -3,6 +3,8 @@
 Whoever imports this module has imported and patched no Megatron: `flags_of` does.
 """
 
+from __future__ import annotations
+
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
