@@ -120,7 +120,8 @@ def share_that_trains(facts: RunFacts) -> float:
     """Return the share of the parameters that train by `--epp-trained-parameters`, the same in all layers; 1 without it."""
     if (trained := facts.flags.get("epp_trained_parameters")) is None:
         return 1.0
-    return min(1.0, trained / parameters.parameters_of({**facts.flags, "vocab_size": facts.flags["padded_vocab_size"]}))
+    share: float = trained / parameters.parameters_of({**facts.flags, "vocab_size": facts.flags["padded_vocab_size"]})
+    return min(1.0, share)
 
 
 def profile_for_search(facts: RunFacts, file: CostsFile | None = None) -> Profile:
