@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.features.vocabulary.shards import Logits, Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.executor import Executor, Handler
-from megatron_epp.runtime.loss.shards import Logits, Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.runtime.side_thread import Background
 
 
