@@ -40,22 +40,14 @@ class Chunk:
         return -(-self.num_tokens // multiple) * multiple
 
     def slice_of(self, lengths: Sequence[int]) -> Segment | None:
-        """The first segment that is part of a longer sequence, or None when every sequence is whole.
-
-        Args:
-            lengths: tokens of every sequence of the batch.
-        """
+        """Return the first segment if it is part of a longer sequence, given the tokens of every sequence of the batch."""
         for segment in self.segments:
             if segment.start > 0 or segment.end < lengths[segment.sequence]:
                 return segment
         return None
 
     def begun_of(self, lengths: Sequence[int]) -> Segment | None:
-        """The last segment, if it begins a longer sequence behind the end of another one; else None.
-
-        Args:
-            lengths: tokens of every sequence of the batch.
-        """
+        """Return the last segment if it begins a longer sequence behind the end of another one."""
         for last in self.segments[1:][-1:]:
             if self.segments[0].start > 0 == last.start and last.end < lengths[last.sequence]:
                 return last
@@ -79,11 +71,7 @@ class Neighbours:
 
 
 def slice_neighbours(chunks: Sequence[Chunk]) -> Neighbours:
-    """Link the slices of each sequence in token order.
-
-    Args:
-        chunks: the chunk table. Segments that are not adjacent get no link; `check` reports them.
-    """
+    """Link the slices of each sequence in token order. Segments that are not adjacent get no link; `check` reports them."""
     starts = {(s.sequence, s.start): c for c, chunk in enumerate(chunks) for s in chunk.segments}
     previous: list[int | None] = [None] * len(chunks)
     following: list[int | None] = [None] * len(chunks)

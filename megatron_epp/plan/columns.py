@@ -31,14 +31,10 @@ class PlanColumns:
     A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
 
     Attributes:
-        steps: the steps of all tracks, track after track.
-        tracks: the numbers of each track's steps.
-        num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
-        time_us, alloc_bytes, free_bytes: of each step.
+        tracks: the numbers of each track's steps; copies of rank ``r`` are track ``num_ranks + r``.
         ops: operations that occur.
         op: operation of each action, an index in `ops`.
-        site, chunk: of each action.
-        step: the step of each action.
+        site, chunk, step: of each action.
     """
 
     steps: list[AnyStep]
@@ -62,7 +58,6 @@ class PlanColumns:
         return Action(self.ops[self.op[index]], int(self.site[index]), int(self.chunk[index]))
 
     def of(self, op: Op) -> Integers:
-        """Return the indices of an operation's actions."""
         return np.flatnonzero(self.op == self.ops.index(op)) if op in self.ops else np.zeros(0, dtype=np.int64)
 
     def without_copies(self) -> PlanColumns:
@@ -77,7 +72,6 @@ class PlanColumns:
         )
 
     def ranks(self) -> Integers:
-        """Return the rank of each step."""
         return np.repeat(np.arange(len(self.tracks)) % self.num_ranks, list(map(len, self.tracks)))
 
     def where(self, number: int) -> tuple[int, int]:
@@ -152,11 +146,7 @@ class Listed:
 
 
 def listed(plan: Plan, columns: PlanColumns) -> Listed:
-    """Find the step of every action.
-
-    Args:
-        plan: a plan with a stage, whose tables have the right shapes.
-    """
+    """Find the step of every action of a plan that has a stage, and tables of the right shapes."""
     op, site, chunk, num_chunks = columns.op, columns.site, columns.chunk, len(plan.chunks)
     kinds = [operation(op) if is_defined(op) else None for op in columns.ops]
     sizes = np.array([0 if kind is None else len(kind.sites(plan.placement)) for kind in kinds], dtype=np.int64)
@@ -188,12 +178,7 @@ def entries(rows: Sequence[Sequence[float]]) -> Floats:
 
 
 def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tuple[int, int]]:
-    """Yield row and position of every chosen number.
-
-    Args:
-        rows: as `entries` takes it.
-        chosen: for each number in the result of that.
-    """
+    """Yield row and position of every number that is chosen, one flag for each in the result of `entries`."""
     if chosen.any():
         sizes = list(map(len, rows))
         row = np.repeat(np.arange(len(sizes)), sizes)[chosen]

@@ -57,8 +57,7 @@ def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: I
 def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
     """Copies that a rank issues right before each of its compute actions, `FREE` included, by the action's index in its list.
 
-    Args:
-        start_us, end_us: of every step of the graph.
+    `start_us` and `end_us` are of every step of the graph.
     """
     compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
     placed: dict[int, list[Action]] = defaultdict(list)

@@ -18,8 +18,6 @@ ABSENT_US = -math.inf
 
 
 class DependencyKind(IntEnum):
-    """Condition of a step's start."""
-
     START = 0
     """None: it may start with the iteration."""
     ORDER = 1
@@ -48,8 +46,7 @@ class BindingDependency(NamedTuple):
 def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[BindingDependency]:
     """Return the dependency of each step that is met last; of several met at the same time, the rank's own order.
 
-    Args:
-        start_us, end_us: times of its steps by number, `ABSENT_US` where unknown.
+    Times of the graph's steps are by number, `ABSENT_US` where unknown.
     """
     binding = [BindingDependency(DependencyKind.START)] * len(graph.steps)
     on_link = _before_on_host_link(graph, start_us)
@@ -71,12 +68,7 @@ def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequen
 
 
 def critical_path(binding: Sequence[BindingDependency], end_us: Sequence[float]) -> list[int]:
-    """Return the chain of steps that sets the makespan, from the start of the iteration to its end.
-
-    Args:
-        binding: result of `binding_dependencies`.
-        end_us: end of each step by number.
-    """
+    """Return the chain of steps that sets the makespan, from the start of the iteration to its end."""
     number = max(range(len(end_us)), key=end_us.__getitem__, default=-1)
     path = []
     while number >= 0:

@@ -80,7 +80,6 @@ class EppError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def text(self, names: Names) -> str:
-        """Format the error with the asker's names of the settings."""
         remedies = tuple(remedy for remedy in self.remedies if names.get(remedy.setting, "its field"))
         if not remedies:
             return (self.message.rstrip("\n") if self.remedies else self.message) + self.after
@@ -98,11 +97,9 @@ class EppError(Exception):
         return error
 
     def with_context(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
-        """Return a copy with more text around its message: the same type, remedies and attributes.
+        """Return a copy with text in front of its message and behind its remedies: the same type, remedies and attributes.
 
-        Args:
-            before, after: text in front of the message, and behind the remedies.
-            names: names that `str` of the copy uses; None for the names of this error.
+        `str` of the copy uses `names`, or the names of this error.
         """
         error = copy.copy(self)
         error.message, error.after = before + self.message, self.after + after
@@ -123,8 +120,7 @@ class PlanError(EppError):
 class InfeasibleError(EppError):
     """No plan fits the limits. The message names the smallest sufficient limit, or remedies name the setting to change.
 
-    Attributes:
-        least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.
+    `least_cap_bytes` is the smallest sufficient memory cap; 0 if another limit is the reason.
     """
 
     def __init__(self, message: str, *remedies: Remedy, least_cap_bytes: int = 0) -> None:

@@ -29,14 +29,8 @@ class Link(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer of a step's result to other ranks, for one of the steps that need it.
-
-    Attributes:
-        producer, consumer: numbers of the steps.
-        source: the producing action.
-        target: the action that needs the other.
-        carries: message or collective that carries the dependency.
-        time_us: time of the transfer.
+    """Transfer of a step's result to other ranks, for one of the steps that need it. `producer` and `consumer` are step
+    numbers.
     """
 
     producer: int
@@ -53,11 +47,7 @@ class Transfers:
 
     Attributes:
         producer, consumer: numbers of the steps.
-        chunk: of both actions.
-        source_site, target_site: of the actions.
         link: index in `links`.
-        time_us: of each transfer.
-        links: relations between operations.
     """
 
     producer: Integers
@@ -81,13 +71,10 @@ class Graph:
     """All steps of a plan, each with the steps it waits for.
 
     Attributes:
-        columns: the steps, numbered along the tracks.
-        listed: the step of every action.
         links: index of the link to the host, for every rank.
         need_starts: for each step, where its part of `needs` and `need_us` starts, and the end of the last.
         needs: the steps that each step waits for.
         need_us: time of the transfer between the two; zero if there is none.
-        transfers: all transfers between ranks.
     """
 
     columns: PlanColumns
@@ -100,12 +87,10 @@ class Graph:
 
     @property
     def steps(self) -> list[AnyStep]:
-        """The steps of all tracks."""
         return self.columns.steps
 
     @property
     def tracks(self) -> list[range]:
-        """The numbers of each track's steps."""
         return self.columns.tracks
 
     @property
@@ -113,11 +98,9 @@ class Graph:
         return self.columns.num_ranks
 
     def number(self, action: Action) -> int | None:
-        """Number of the step of an action; None if the plan does not have it."""
         return self.listed.number(action)
 
     def where(self, number: int) -> tuple[int, int]:
-        """Rank of a step, and its position in its track."""
         return self.columns.where(number)
 
     def needs_of(self, number: int) -> list[tuple[int, float]]:
@@ -139,8 +122,8 @@ class Graph:
 def build_graph(plan: Plan) -> Graph:
     """Number the steps and link each to the steps it waits for.
 
-    Raises:
-        PlanError: an action occurs twice, or needs one that the plan lacks, or is of a chunk or stage that it does not have.
+    Raises `PlanError` if an action occurs twice, needs one that the plan lacks, or is of a chunk or stage that it does not
+    have.
     """
     columns = columns_of(plan)
     steps = listed(plan, columns)
@@ -157,14 +140,9 @@ def build_graph(plan: Plan) -> Graph:
 
 
 def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
-    """Link each step of a plan to the steps it waits for, as the table of operations says.
+    """Link each step of a plan, whose actions are all known and occur once, to the steps it waits for.
 
-    Args:
-        plan: a plan whose actions are all known, and occur once.
-        steps: the step of every action.
-
-    Raises:
-        PlanError: an action needs one that the plan lacks.
+    Raises `PlanError` if an action needs one that the plan lacks.
     """
     relations = _Relations(plan, columns, steps)
     relations.add_issues()
@@ -179,10 +157,8 @@ class _Pairs(NamedTuple):
     Attributes:
         waiting: index of the action that waits.
         need: number of the step it waits for.
-        time_us: of the transfer between them.
         link: of the transfer, an index in `_Relations.links`; -1 if there is none.
-        site: of the action it waits for.
-        chunk: of the action it waits for.
+        site, chunk: of the action it waits for.
     """
 
     waiting: Integers
@@ -194,8 +170,6 @@ class _Pairs(NamedTuple):
 
 
 class _Relations:
-    """Relations between the steps of a plan, found operation by operation."""
-
     def __init__(self, plan: Plan, columns: PlanColumns, steps: Listed) -> None:
         self.plan, self.columns, self.listed = plan, columns, steps
         self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
@@ -218,7 +192,6 @@ class _Relations:
             self._add(op, waiting, sites, chunks)
 
     def add(self, op: Op) -> None:
-        """Add what an operation's actions wait for."""
         columns, others = self.columns, dict[tuple[Need, int], Integers]()
         count = len(operation(op).sites(self.plan.placement))
         for site in range(count):
@@ -238,11 +211,7 @@ class _Relations:
     def _add(
         self, source: Op, waiting: Integers, sites: Integers, chunks: Integers, op: Op | None = None, need: Need | None = None
     ) -> None:
-        """Add pairs.
-
-        Args:
-            op, need: the operation that waits, and its relation; None for the issue of copies.
-        """
+        """Add pairs for an operation that waits, and its relation; None for the issue of copies."""
         table = self.listed.numbers.get(source, np.zeros((0, 0), dtype=np.int64))
         steps = np.full(len(sites), NO_STEP)
         is_known = (sites >= 0) & (sites < table.shape[0]) & (chunks >= 0) & (chunks < table.shape[1])

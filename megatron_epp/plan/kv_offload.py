@@ -60,8 +60,7 @@ def kv_offload_changes(
 ) -> Iterator[tuple[Action, bool, int]]:
     """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
 
-    Args:
-        slices: the chunks of every sliced sequence, in order.
+    `slices` has the chunks of every sliced sequence, in order.
     """
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]

@@ -22,7 +22,6 @@ class Launches:
     Attributes:
         ops: operations, sorted by name.
         op: operation of each launch, an index in `ops`.
-        site, chunk: of each launch.
         starts: index of every rank's first launch, and the number of all.
     """
 

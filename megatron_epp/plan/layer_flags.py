@@ -14,11 +14,7 @@ from megatron_epp.plan.reading import brief
 def by_layer(frequency: Any, count: int) -> list[bool]:
     """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``.
 
-    Args:
-        frequency: the flag, as text, or as the list that Megatron makes of it.
-
-    Raises:
-        EppError: it is neither.
+    The flag is text, or the list that Megatron makes of it. Raises `EppError` for anything else.
     """
     text = str(frequency).strip()
     if text.isdecimal() and int(text[:9]) >= 1:

@@ -32,7 +32,6 @@ class StageLayers(NamedTuple):
 
     @property
     def num_modules(self) -> int:
-        """Number of layers that have a part in the stage."""
         return self.begins_with_mlp + self.num_whole + self.ends_with_attention
 
 
@@ -41,16 +40,13 @@ class Layout:
     """Layers of every stage and the ranks of the stages.
 
     Layers are counted in halves, since a stage may begin between the attention and the MLP of a layer. Stages hold consecutive
-    halves, so a layout with the right sum leaves no layer out and holds none twice.
+    halves, so a layout with the right sum leaves no layer out and holds none twice. Raises `EppError` if a stage has a negative
+    number of layers, or the placement has another number of stages.
 
     Attributes:
         halves: half layers of every stage, first to last.
-        placement: of the stages on ranks.
         shards_vocabulary: the output layer is in shards over the ranks, equal ones, and not on the last stage.
         chosen_with: flags of the run that has chosen it, by name.
-
-    Raises:
-        EppError: a stage has a negative number of layers, or the placement has another number of stages.
     """
 
     halves: tuple[int, ...]
@@ -71,7 +67,6 @@ class Layout:
 
     @staticmethod
     def of_layers(layers: Sequence[int], placement: Placement, *, shards_vocabulary: bool = False) -> Layout:
-        """Return the layout of stages with whole layers."""
         return Layout(tuple(2 * count for count in layers), placement, shards_vocabulary)
 
     @property
@@ -120,10 +115,7 @@ class Layout:
             raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
 
     def to_megatron(self, predictions: int = 0) -> str | None:
-        """Format as Megatron's ``pipeline_model_parallel_layout`` (`layout_flag`).
-
-        None if that cannot say it: for half layers, and for placements other than looped.
-        """
+        """Format as Megatron's ``pipeline_model_parallel_layout`` (`layout_flag`); None for half layers, or if not looped."""
         if not (self.is_whole and self.placement.is_looped):
             return None
         return layout_flag([count // 2 for count in self.halves], predictions)
@@ -152,8 +144,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Fields of a layout file."""
-
     layers_per_stage: tuple[float, ...]
     rank_of: tuple[int, ...]
     vocabulary: str | None = None
@@ -221,13 +211,10 @@ _FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec({float: lambda la
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as whole layers allow.
+    """Layers of each stage, as even as whole layers allow. Raises `EppError` if there are more stages than layers.
 
     Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
     the head.
-
-    Raises:
-        EppError: there are more stages than layers.
     """
     if num_stages > num_layers:
         remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")

@@ -18,12 +18,9 @@ Items = Mapping[str, int]
 
 
 class MemorySample(NamedTuple):
-    """Memory of a rank from a point in time on.
+    """Memory of a rank from a point in time on: bytes by item, none zero, held ones included.
 
-    Attributes:
-        time_us: begin of the moment.
-        items: bytes by item, with bytes that are held throughout; none is zero.
-        step: the step that begins or ends then; None at the start.
+    `step` begins or ends then; None at the start.
     """
 
     time_us: float
@@ -40,7 +37,6 @@ class MemoryBreakdown:
     """The bytes of a simulated plan by item.
 
     Attributes:
-        timeline: of the plan.
         static: held throughout, by rank.
         takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
             `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
@@ -92,9 +88,7 @@ class MemoryBreakdown:
                 yield event.time_us, live, event.step
 
     def alive(self, rank: int, until: MemorySample) -> list[tuple[int, int]]:
-        """Return stage and chunk of each pass whose forward has started by a moment of `moments` and whose backward has not
-        ended, in order.
-        """
+        """Return stage and chunk of passes whose forward has started by a moment and whose backward has not ended."""
         alive: dict[tuple[int, int], None] = {}
         for event in self.timeline.memory_events(rank):
             passes = [(operation(op).role, (stage, chunk)) for op, stage, chunk in event.step.actions]

@@ -26,16 +26,12 @@ SEND_SLOTS = 2
 
 
 def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
-    """Peak bytes of messages on each rank.
+    """Peak bytes of messages on each rank, given the lowered rows of all. `plan.messages.num_bytes` are the messages' sizes.
 
     Slots, each as large as the largest message, take memory throughout. A payload takes memory from the start of the action
     that makes it to its send, which copies it; a stage on the same rank takes it over instead. An activation that is copied out
     of a slot is among the bytes of its forward; a gradient is added to the bytes of its backward, until its end. Buffers of
     collectives and of messages of added operations are in the bytes of the steps that make and need them.
-
-    Args:
-        plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
-        rows: of every rank, lowered.
     """
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
@@ -77,10 +73,7 @@ def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
 class _Sides(NamedTuple):
     """Operations with messages, each with the offset from its site to the site on the other side.
 
-    Attributes:
-        makes, takes: operations whose result is a message, and operations that need one.
-        opens: operations of `takes` whose own bytes hold the message from their start on.
-        sends, receives: operations that send a message, and that receive one.
+    `makes` have a message as their result, `takes` need one, and of these the own bytes of `opens` hold it from their start on.
     """
 
     makes: dict[Op, int]
@@ -91,7 +84,6 @@ class _Sides(NamedTuple):
 
     @classmethod
     def of_table(cls) -> _Sides:
-        """Read the table of operations, for messages between stages."""
         sides = cls({}, {}, set(), {}, {})
         for kind in operations(Track.COMPUTE):
             for need in needs_of(kind.op):
@@ -105,12 +97,9 @@ class _Sides(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """Launches of some operations with messages whose other side is a stage of the plan.
+    """Launches with messages whose other side is a stage of the plan: their indices, and the other side's ranks.
 
-    Attributes:
-        at: indices of the launches.
-        rank: the ranks at the other side.
-        is_up: the other side is the later stage.
+    `is_up`: the other side is the later stage.
     """
 
     at: Integers
@@ -138,7 +127,6 @@ class _Slots(NamedTuple):
 
 
 def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
-    """Count the slots of launches, whose ranks are given."""
     sides = _Sides.of_table()
     sent = _Others.of(plan, launches, sides.sends)
     key = ((rank[sent.at] * plan.num_ranks + rank[sent.at]) * plan.num_ranks + sent.rank) * 2 + ~sent.is_up

@@ -74,10 +74,9 @@ class MessageKind(NamedTuple):
     """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank.
 
     Attributes:
-        text: of its content, for people.
         send, receive: the operations that lowering adds on both sides.
-        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of
-            an added operation, whose times by chunk are in `plan.messages.message_us`.
+        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of an
+            added operation, whose times by chunk are in `plan.messages.message_us`.
     """
 
     text: str
@@ -89,10 +88,8 @@ class MessageKind(NamedTuple):
 class Collective(NamedTuple):
     """Transfer in which all ranks of the pipeline take part, once per chunk, such as a broadcast or an all-reduce.
 
-    It starts when all actions that give to it have ended; actions that need it wait for its end.
-
-    Attributes:
-        op: the operation that lowering adds on every rank. Its times, by chunk, are in `plan.messages.collective_us`.
+    It starts when all actions that give to it have ended; actions that need it wait for its end. Lowering adds `op` on every
+    rank; its times, by chunk, are in `plan.messages.collective_us`.
     """
 
     op: Op
@@ -107,8 +104,7 @@ class Need(NamedTuple):
     """Relation of an action to others that it waits for.
 
     Attributes:
-        op: operation of the actions that are waited for.
-        site: their sites: an offset from the action's own, or the last one, or every one.
+        site: sites of these: an offset from the action's own, or the last one, or every one.
         chunk: their chunk, relative to the action's.
         only: the one site of the waiting action for which the relation holds; None for all.
         carries: the transfer between the two; None if they share a rank, as they then have to.
@@ -142,13 +138,9 @@ class Parties(Enum):
 
 
 class Side(NamedTuple):
-    """A lowered action as one side of an event that several ranks share.
+    """A lowered action as one side of an event that several ranks share: `parties` take part, by chunk or once.
 
-    Attributes:
-        event: operation that names the event.
-        site: offset of the site that names it; None if the event is one for all sites.
-        parties: the rows that take part.
-        by_chunk: there is one event per chunk.
+    The event is named by an operation and a site, an offset; None if the event is one for all sites.
     """
 
     event: Op
@@ -175,8 +167,7 @@ class OperationRows(NamedTuple):
     """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them.
 
     Attributes:
-        time_us: of every action.
-        takes, gives: bytes that it allocates when it starts and frees when it ends.
+        takes, gives: bytes that an action allocates when it starts and frees when it ends.
         collective_us: time by chunk of every collective that carries its results, or its needs.
         message_us: time by chunk, between two ranks, of every message of its own, by the operation that sends it.
     """
@@ -193,16 +184,11 @@ class Operation:
     """Definition of a kind of action.
 
     Attributes:
-        op: its name.
         text: for people, such as ``weight gradient``.
         colour: of its boxes in pictures, ``#RRGGBB``.
-        track: the list it stands in.
-        role: effect on activations.
-        presence: where it must occur.
         together: operations that a plan has if it has this one.
         sites: from the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
-        needs: the actions it waits for.
-        before: the actions of other operations that wait for it.
+        needs, before: the actions it waits for, and actions of other operations that wait for it.
         in_layers: it runs layers, whose experts exchange tokens with other replicas.
         gives_gradients: of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage.
         side: for a lowered operation that other ranks take part in, the event it is a side of.
@@ -264,7 +250,6 @@ def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
 
 
 def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
-    """Yield the lowered operations of a transfer."""
     carries = need.carries
     if isinstance(carries, Collective):
         text, side = f"collective {carries.op}", Side(carries.op, None, Parties.RANKS)
@@ -299,7 +284,6 @@ def operation(op: Op) -> Operation:
 
 
 def is_defined(op: Op) -> bool:
-    """True for a kind of action that is in the table, and not just a name."""
     return op in _TABLE
 
 

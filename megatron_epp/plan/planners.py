@@ -17,12 +17,9 @@ Planner = Callable[[Problem, Any, Options], Any]
 
 @runtime_checkable
 class FixedPlacement(Protocol):
-    """Planner of a schedule that is defined for one kind of placement.
+    """Planner of a schedule that is defined for one kind of placement, ``looped`` or ``v``.
 
-    Attributes:
-        kind: ``looped`` or ``v``.
-        chunks_per_rank: stages of each rank; None for two or more.
-        stages: the same for people.
+    `chunks_per_rank` is None for two or more stages; `stages` is the same for people.
     """
 
     @property
@@ -35,11 +32,7 @@ class FixedPlacement(Protocol):
     def stages(self) -> str: ...
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
-        """Return even layers at the placement.
-
-        Args:
-            count: stages per rank, where the schedule takes any number.
-        """
+        """Return even layers at the placement; `count` stages per rank, where the schedule takes any number."""
         ...
 
     def __call__(self, problem: Problem, costs: Any, options: Options) -> Any: ...
@@ -84,22 +77,16 @@ class PlannerEntry:
 
     @property
     def fixed(self) -> FixedPlacement | None:
-        """The planner, if its schedule is defined for one kind of placement; otherwise None."""
         return self.plan if isinstance(self.plan, FixedPlacement) else None
 
 
 class Planners(MutableMapping[str, Planner]):
-    """Planners by name. Tables are imported, one after the other, while a name is not known without them.
-
-    Args:
-        tables: modules of planners, each with a mapping `PLANNERS`.
-    """
+    """Planners by name. Tables, modules with a mapping `PLANNERS`, are imported one by one while a name is not known."""
 
     def __init__(self, entries: dict[str, PlannerEntry], *tables: str) -> None:
         self._entries, self._tables = dict(entries), list(tables)
 
     def entry(self, name: str) -> PlannerEntry | None:
-        """Return what is known of a planner; None if no planner has the name."""
         while name not in self._entries and ":" not in name and self._tables:
             self._import()
         return self._entries.get(name)

@@ -117,7 +117,6 @@ class Problem:
 
     @property
     def trained_share(self) -> float:
-        """Share of the batch's tokens that are trained."""
         return sum(map(sum, self.trained)) / sum(self.lengths) if self.trained else 1.0
 
     @property
@@ -130,7 +129,6 @@ class Problem:
 
     @property
     def has_one_stage_per_rank(self) -> bool:
-        """One stage on each rank, in order."""
         return self.placement == tuple(range(len(self.placement)))
 
 

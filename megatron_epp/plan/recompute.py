@@ -14,10 +14,7 @@ length; the MLP or the experts."""
 class RecomputeMode:
     """Parts of a layer that run again in its backward; what they would save is not kept, what the others save is.
 
-    Attributes:
-        name: of the mode, also in text of plans and in reports.
-        column: position of its count in a `Recompute`, and so in plans; a new mode takes the next.
-        runs_again: the parts.
+    `column` is the position of its count in a `Recompute`, and so in plans; a new mode takes the next.
     """
 
     name: str
@@ -59,8 +56,7 @@ parts again without others, the way to do so there."""
 
 FULL = "full"
 FULL_ONLY = (FULL,)
-"""The recompute mode that all costs know and all planners use."""
-"""Mode whose costs are always known: a layer's forward once more."""
+"""The recompute mode that all costs know and all planners use: a layer's forward once more."""
 
 RECOMPUTE_MODES = tuple(MODES)
 """Names of the recompute modes, most recompute first."""
@@ -71,9 +67,6 @@ class Recompute(tuple[int, ...]):
 
     The stage's first layers use the first of `MODES`, the next ones the second, and so on; the remaining ones keep everything.
     Counts are given by column, ``Recompute(4, 0, 1)``, or by name, ``Recompute(full=4, mlp=1)``, and are attributes by name.
-
-    Raises:
-        TypeError: more counts than modes, or an unknown name.
     """
 
     __slots__ = ()
@@ -103,7 +96,6 @@ class Recompute(tuple[int, ...]):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that recompute anything."""
         return sum(self)
 
     @property

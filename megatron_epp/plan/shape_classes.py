@@ -40,19 +40,14 @@ def _power_of_two(count: int, least: int) -> int:
 
 
 def _first_of(tokens: int) -> int:
-    """Return the smallest number of tokens in a class."""
     if tokens > _MOST_DOUBLED:
         return tokens - _MOST_DOUBLED + 1
     return 1 if tokens == _LEAST_TOKENS else tokens // 2 + 1
 
 
 class ShapeClass(NamedTuple):
-    """Class of an attention call.
-
-    Attributes:
-        segments: number of segments, empty ones included.
-        queries: class of the tokens of all segments.
-        keys: class of the same with their prefixes.
+    """Class of an attention call: the number of segments, empty ones included, and the classes of their tokens, without and
+    with prefixes.
     """
 
     segments: int
@@ -83,11 +78,8 @@ def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
 
 
 class CallSize(NamedTuple):
-    """Size of the attention call of a chunk.
-
-    Attributes:
-        segments: number of segments, the one of padding included.
-        queries, keys: tokens of all segments, and the same with their prefixes.
+    """Size of the attention call of a chunk: segments, the one of padding included, and their tokens, without and with
+    prefixes.
     """
 
     segments: int

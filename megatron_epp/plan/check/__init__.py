@@ -21,13 +21,7 @@ __all__ = ["Examined", "Violation", "check", "examine", "report"]
 
 
 class Examined(NamedTuple):
-    """Findings of `check` with its intermediate results; None for results that it did not reach.
-
-    Attributes:
-        faults: as `check` returns them.
-        timeline: the simulation.
-        launches: the lowered plan, or the launches that were given.
-    """
+    """Findings of `check` with its intermediate results; None for results that it did not reach."""
 
     faults: list[Violation]
     timeline: Timeline | None = None

@@ -31,8 +31,6 @@ _MOST_KEY = 1 << 62
 
 
 class BlockedAt(NamedTuple):
-    """A launch of lowered rows."""
-
     replica: int
     rank: int
     position: int
@@ -41,13 +39,12 @@ class BlockedAt(NamedTuple):
 def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list[BlockedAt]:
     """Find launches that wait for each other; an empty list if all rows run to their ends.
 
+    Returns the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner
+    is in no row. Each is the first of its row that cannot end.
+
     Args:
         replicas: the lowered rows of each data-parallel replica of one pipeline: reductions join them.
         lockstep: the replicas share experts, so every forward, backward and recompute joins them too.
-
-    Returns:
-        the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner is
-        in no row. Each is the first of its row that cannot end.
     """
     joined = list(map(Launches.of, replicas))
     ranks = [(replica, rank) for replica, launches in enumerate(joined) for rank in range(launches.num_ranks)]
@@ -91,8 +88,7 @@ class _Events(NamedTuple):
     """Launches that are shared with other rows. All sides of an event have its number.
 
     Attributes:
-        event: of each launch.
-        position: of each launch in its row.
+        event, position: of each launch; positions count in its row.
         rows: the part of these columns that is each row's.
         parties: by event, the number of rows that it waits for, whether they have it or not.
     """
@@ -104,7 +100,7 @@ class _Events(NamedTuple):
 
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
-    """Find the events of the rows of all replicas, one after another. Arguments as in `blocked`."""
+    """Find the events of the rows of all replicas, one after another."""
     none = np.zeros(0, dtype=np.int64)
     columns, rows, count = [(none,) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
@@ -143,7 +139,6 @@ class _Shared[T](NamedTuple):
 
     @staticmethod
     def of(op: Op, replica: int, num_ranks: int, lockstep: bool) -> _Shared[int]:
-        """Look up an operation. Arguments as in `blocked`."""
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
             return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)
@@ -166,11 +161,7 @@ def _numbered(columns: Sequence[Integers]) -> Integers:
 
 
 def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
-    """Run all rows as far as possible and return the number of events that each has passed.
-
-    Args:
-        rows: events of each row, in order.
-    """
+    """Run all rows of events as far as possible and return the number of events that each has passed."""
     at, waiting = [0] * len(rows), dict[int, list[int]]()
     missing, ready = list(parties), list(range(len(rows)))
     while ready:
@@ -224,7 +215,6 @@ def _is_message(op: Op) -> bool:
 
 
 def _maker(send: Action) -> Action:
-    """Return the action whose result a send carries."""
     (need,) = operation(send.op).needs
     return send._replace(op=need.op)
 

@@ -20,13 +20,9 @@ from megatron_epp.plan.plan import Plan
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
-    """Find every violation of lockstep between the first plan and the others; an empty list if all can run together.
+    """Find every violation of lockstep between the first replica's plan and the others', each sound by itself (`check`).
 
-    Args:
-        plans: one per replica, each sound by itself (`check`).
-
-    Returns:
-        violations whose `rank` and `position` are in the replica that the reason names.
+    `rank` and `position` of a violation are in the replica that its reason names.
     """
     faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
     if faults or not plans:

@@ -46,8 +46,7 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
     whose end is a multiple of the padding, or two: the end of a sequence at its beginning, and at its end another one's
     beginning.
 
-    A sequence's last slice ends with the sequence. All others fill whole multiples, so that no padding is between two slices of
-    a sequence.
+    A sequence's last slice ends with the sequence. All others fill whole multiples: no padding is between two slices.
     """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
@@ -80,7 +79,6 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
 
 
 def check_extensions(plan: Plan) -> Iterator[Violation]:
-    """Yield violations that the plan's extensions find."""
     for extension in plan.extensions:
         yield from map(_fault, extension.faults(plan.chunks, plan.lengths))
 
@@ -216,9 +214,8 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _recompute_times(plan: Plan, columns: PlanColumns) -> Iterator[str]:
-    """Yield faults unless recompute time is within the time of the backward, or of the action that recomputes before it.
-
-    Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.
+    """Yield faults unless recompute is within the time of the action that does it. Without costs, or for short parts, it is
+    zero.
     """
     again_us, sizes = entries(plan.recompute_us), np.array([*map(len, plan.recompute_us), 0])
     most_us, starts = np.full(len(again_us), math.inf), np.cumsum(sizes) - sizes
@@ -250,8 +247,7 @@ def check_predicted(timeline: Timeline) -> Iterator[Violation]:
     """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
 
     The simulation uses the plan's own times and bytes: it proves that the numbers follow from the steps, not that a machine
-    takes as long. Times and bytes of the steps, layers of the stages and static bytes are the planner's estimates, of which
-    only the range is checked. A plan without predictions (`Prediction.none`) has no violation.
+    takes as long. The planner's estimates themselves are checked for their range only.
     """
     plan, predicted = timeline.plan, timeline.plan.predicted
     if predicted == Prediction.none(plan.num_ranks):
