@@ -23,8 +23,7 @@ PADDING_TOKEN = 0
 class SequenceDataset(Protocol):
     """Sequences whose lengths are known without reading them.
 
-    Attributes:
-        lengths: integer array, one entry per sequence: the positions it trains, one less than its tokens.
+    `lengths` has an integer for each: the positions it trains, one less than its tokens.
     """
 
     lengths: np.ndarray
@@ -83,8 +82,7 @@ class LossArrays:
     def of_trained(self, shards: Sequence[Sequence[slice]], own: Sequence[slice]) -> TrainedTokens:
         """Return the inputs of trained tokens, which the mask selects here, where it is known without waiting for a device.
 
-        Args:
-            shards: (padded) tokens of the ranks whose values the loss gets, rank by rank.
+        `shards` are the (padded) tokens of the ranks whose values the loss gets, rank by rank.
         """
         tokens = joined(torch.arange(len(self.weights)), [part for shard in shards for part in shard])
         rows = self.weights[tokens].nonzero()[:, 0]
@@ -119,13 +117,7 @@ def joined(x: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A span of a sample among the tokens of a chunk.
-
-    Attributes:
-        start: its first token's place in the chunk.
-        num_tokens: of the span, all of which are in the chunk.
-        sample: its sample's position among those of the call.
-    """
+    """A span of a sample, one of those of the call, among the tokens of a chunk, in which all of it is."""
 
     start: int
     num_tokens: int
@@ -134,7 +126,6 @@ class ChunkSpan:
 
     @property
     def payload(self) -> Any:
-        """Object that the sample gave for the span, unchanged."""
         return self._payload_of()
 
 
@@ -142,10 +133,8 @@ class ChunkSpan:
 class InputArrays:
     """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
 
-    Attributes:
-        tokens: int64 ``[padded tokens]``.
-        position_ids: int64, as in `ChunkArrays`.
-        columns: float32 ``[padded tokens]`` or ``[padded tokens, width]`` each, in the order of their names; 0 in padding.
+    Tokens and positions are int64, as in `ChunkArrays`; each column is float32 ``[padded tokens]`` or ``[padded tokens,
+    width]``, in the order of their names, 0 in padding.
     """
 
     tokens: torch.Tensor
@@ -160,7 +149,6 @@ class InputColumns(NamedTuple):
     Attributes:
         names: of columns for a caller's function; None without such a function.
         axes: of positions; 1 for the places of tokens in their sequence.
-        routing: of the experts whose routes are read; None where none are.
     """
 
     names: tuple[str, ...] | None = None
@@ -200,16 +188,13 @@ class LossColumns(NamedTuple):
 class ChunkArrays:
     """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
+    What a run does not need (`ahead`, `of_loss`, `of_inputs`) is None.
+
     Attributes:
-        tokens: int64 inputs.
-        labels: int64, the token that follows each input.
+        labels: the token that follows each input, int64 as the inputs are.
         loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
             is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
-        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several
-            axes.
-        ahead: inputs of multi-token prediction; None without it.
-        of_loss: inputs of a loss of the user's; None without one.
-        of_inputs: inputs of a caller's function that makes input rows; None without one.
+        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several axes.
         routes: int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose.
     """
 
@@ -240,8 +225,7 @@ class GlobalBatch:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
         loss_groups: a number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`).
-        plan: the plan that runs them; None if the batch is used without a plan.
-        plan_digest: its digest.
+        plan: None if the batch is used without a plan.
         trains: some token of the whole batch, over all replicas, is trained.
         prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
         global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
@@ -290,7 +274,7 @@ class GlobalBatch:
     def chunk(
         self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None, of_inputs: InputColumns = OF_TOKENS
     ) -> ChunkArrays:
-        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; the others are those of `chunk_of`."""
+        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; see `chunk_of`."""
         assert self.plan is not None, "this batch carries no plan; use chunk_of"
         return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths, of_loss, of_inputs)
 
@@ -302,11 +286,10 @@ class GlobalBatch:
         of_loss: LossColumns | None = None,
         of_inputs: InputColumns = OF_TOKENS,
     ) -> ChunkArrays:
-        """The arrays of any list of segments, laid one after the other and padded at the end.
+        """The arrays of any list of segments of the batch's sequences, laid one after the other and padded to a multiple of
+        tokens.
 
         Args:
-            segments: parts of this batch's sequences (`Segment.sequence` counts in the batch, not in the dataset).
-            multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
             of_loss: what a loss of the user's asks for; None without one.
             of_inputs: columns are read for a function on the first stage, positions and routes on all stages.
@@ -352,7 +335,6 @@ class GlobalBatch:
         return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function, routes)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
-        """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""
         own = self._samples.positions(self.indices[sequence], start, end) if asked.axes > 1 else None
         return np.arange(start, end)[None] if own is None else own.T
 
@@ -372,7 +354,6 @@ class GlobalBatch:
 
     @property
     def _samples(self) -> Any:
-        """The dataset, whose sequences are samples (`data.samples.Samples`)."""
         return self.dataset
 
     def _of_loss(self, segments: Sequence[Segment], loss_mask: np.ndarray, wanted: LossColumns) -> LossArrays:
@@ -430,7 +411,6 @@ class GlobalBatch:
             yield self._count(sequence) - int(first[:depth].sum())
 
     def _count(self, sequence: int) -> int:
-        """Return how many positions of a whole sequence count."""
         if sequence not in self._counts:  # slices would read the whole sequence again and again
             length = self.lengths[sequence]
             masked = self.mask_loss_of is not None or self.dataset.trained(self.indices[sequence], 1, 2) is not None

@@ -40,8 +40,7 @@ class Tokenizer:
     Attributes:
         kind: Megatron's ``tokenizer_type``.
         model: its name or path; None if it has none.
-        vocab_size: all ids are below it, `eod` included.
-        eod: the id that ends a document; None if there is none.
+        vocab_size: all ids are below it, `eod` included, which ends a document.
         digest: of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``).
     """
 
@@ -61,11 +60,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def missing_tokenizer(kind: str, model: str) -> str | None:
-    """Return which file or folder of a tokenizer is missing; None if nothing is, or if it may be the name of one on a hub.
-
-    Args:
-        kind: Megatron's ``tokenizer_type``.
-    """
+    """Return which file or folder of a tokenizer is missing; None if nothing is, or if it may be the name of one on a hub."""
     if os.path.exists(model) or "://" in model:
         return None
     if kind in _OF_A_FILE:
@@ -84,13 +79,9 @@ def is_of_hub(kind: str, model: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Record of the tokens of a pair.
+    """Record of the tokens of a pair. Their numbers are to detect another pair under the same name.
 
-    Attributes:
-        tokenizer: the tokenizer that made them.
-        flags: Megatron's flags that give a run this tokenizer.
-        num_documents, num_tokens: of the written pair, to detect another pair under the same name.
-        max_token: the largest id.
+    `flags` are Megatron's that give a run this tokenizer; `max_token` is the largest id.
     """
 
     tokenizer: Tokenizer
@@ -100,16 +91,11 @@ class TokenRecord:
     max_token: int
 
     def save(self, path: str) -> None:
-        """Write the record. Raises OSError."""
         write_text(path, json.dumps(_FORMAT.head | asdict(self), indent=1) + "\n")
 
 
 def load_record(prefix: str) -> TokenRecord | None:
-    """Read the record of a pair; None if there is none.
-
-    Raises:
-        EppError: it cannot be read.
-    """
+    """Read the record of a pair; None if there is none. Raises `EppError` if it cannot be read."""
     path = prefix + SUFFIX
     if not os.path.exists(path):
         return None
@@ -137,13 +123,10 @@ _FORMAT = FileFormat(
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Raise `EppError` if tokens are not from a run's tokenizer.
+    """Raise `EppError` if tokens are not from a run's tokenizer, or with `masks_eod`, its ends of documents are others.
 
     Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
     are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
-
-    Args:
-        masks_eod: True if the run uses ends of documents (``eod_mask_loss``).
     """
     tokenizer = record.tokenizer
     same = tokenizer.digest == run.digest and (tokenizer.digest is not None or tokenizer.kind == run.kind)
@@ -159,11 +142,8 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
-    """Raise `EppError` if a run's tokenizer reads text and the tokens are bytes or ids, or the reverse. This check needs the
-    run's flags only.
-
-    Args:
-        kind, model: of the run's tokenizer, as in `Tokenizer`.
+    """Raise `EppError` if a run's tokenizer reads text and the tokens are bytes or ids, or the reverse, by the run's flags
+    only.
     """
     if (record.tokenizer.kind == _IDS) != (kind == _IDS):
         raise _refusal(prefix, record, " ".join(filter(None, (kind, model))))

@@ -25,15 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
-    """Conversion of a document's bytes to token ids.
+    """Conversion of a document's bytes to token ids, for a chat template and text only where the tokenizer has chat templates.
 
     Attributes:
-        encode: converts bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
+        encode: raises UnicodeDecodeError for bytes it cannot read.
         tokenizer: the description that is recorded with the tokens.
         flags: Megatron's command-line flags for training on these tokens.
-        apply_template: applies a chat template; None for tokenizers that have none.
         template: the tokenizer's own chat template, or several by name; None if it has none.
-        decode: converts ids to text, special tokens included; None for tokenizers without chat templates.
+        decode: converts ids to text, special tokens included.
         stops: special tokens, at which generation can stop.
     """
 
@@ -55,14 +54,9 @@ BYTES = Encoder(
 
 
 def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
-    """Build an encoder from any tokenizer that Megatron can build.
+    """Build an encoder from any tokenizer that Megatron can build. Raises `EppError` if it cannot.
 
-    Args:
-        options: fields of Megatron's ``TokenizerConfig`` by name, at least ``tokenizer_type``.
-        flags: the same options as command-line flags of Megatron.
-
-    Raises:
-        EppError: Megatron cannot build it.
+    `options` are fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``; `flags` the same on its command line.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -96,14 +90,9 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
 def chat_encoder(
     encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None, turns: str = "all"
 ) -> ChatEncoder:
-    """Build an encoder of conversations from one of text.
+    """Build an encoder of conversations from one of text, with the tokenizer's own template by default.
 
-    Args:
-        template_file: file with the chat template; the tokenizer's own by default.
-        turns: one of `TURNS`.
-
-    Raises:
-        EppError: the tokenizer has no chat template, or the file cannot be read.
+    Raises `EppError` if the tokenizer has no chat template, or the file cannot be read. `turns` is one of `TURNS`.
     """
     if encoder.apply_template is None:
         raise EppError(
