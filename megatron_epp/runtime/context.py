@@ -26,13 +26,8 @@ class ChunkContext:
     """One chunk on one stage while it runs.
 
     Attributes:
-        chunk: index of the chunk in its plan.
-        table: layout of its segments.
-        kv_cache: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
         begun: the beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None.
-        recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
-        forward_only: no backward follows.
         attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
         loss_group: chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own.
     """
@@ -49,7 +44,6 @@ class ChunkContext:
 
     @property
     def begun_rows(self) -> slice:
-        """The tokens of `begun` in the chunk."""
         assert self.begun is not None
         return slice(self.table.num_real - self.begun.end, self.table.num_real)
 
@@ -88,13 +82,9 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's part of a plan.
+    """One rank's part of a plan: its actions in order, sends and receives included, and the layouts of all chunks.
 
-    Attributes:
-        actions: its actions in order, sends and receives included.
-        layouts: layouts of all chunks.
-        upload: of what the actions read on the device, for which compute waits before the first of them; None if nothing was
-            uploaded ahead of them.
+    Compute waits for `upload` before the first action; None if nothing was uploaded ahead of them.
     """
 
     actions: tuple[Action, ...]
@@ -109,7 +99,6 @@ def prepare(plan: Plan, rank: int) -> Program:
 
 
 def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
-    """Lay out the chunks of a plan whose lowered actions of one rank are known."""
     return Program(actions, chunk_layouts(plan))
 
 

@@ -46,7 +46,6 @@ class Recorder:
     _collectives: list[tuple[Action, Any, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Set the origin of time."""
         self._marks.clear()
         self._collectives.clear()
         self.wait_us = 0.0
@@ -88,7 +87,6 @@ class Recorder:
         return [(action, elapsed_us(start, end)) for action, start, end in self._collectives]
 
     def took_us(self) -> Iterator[tuple[Action, float]]:
-        """Yield every action with its time. On a GPU this waits for the device if it has not come to the action's end."""
         for action, start, end, _ in self._marks:
             yield action, elapsed_us(start, end)
 

@@ -35,7 +35,6 @@ class StateSpaceLayer:
 
     Attributes:
         number: of the layer, unique in its stage.
-        scan: the kernel.
         gate_width: columns of a row that the gate takes, the first ones.
         mixed_width: columns that the convolution reads, the next ones; those of the steps come last, one of each head.
         filter_width: tokens that the convolution sees.

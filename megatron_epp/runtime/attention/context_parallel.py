@@ -24,8 +24,6 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 
 
 class ContextParallel:
-    """Scheme by which ranks share the tokens of every chunk; this one is for ranks that have all tokens of a chunk."""
-
     rank: int = 0
     """This rank's number among those that share a chunk."""
 
@@ -34,7 +32,6 @@ class ContextParallel:
         return ((slice(0, num_tokens),),)
 
     def shard(self, num_tokens: int) -> tuple[slice, ...]:
-        """Return this rank's tokens, as `shards` does."""
         return self.shards(num_tokens)[self.rank]
 
     def shards_of_loss(self, scope: str, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
@@ -52,8 +49,7 @@ class ContextParallel:
     def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
         """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``.
 
-        Args:
-            kv_heads: heads of the cached tensors that `attend` gets with these.
+        `kv_heads` are those of the cached tensors that `attend` gets with these.
         """
         return weight
 

@@ -50,7 +50,6 @@ class PieceReader:
             self._fetch(self._expected[-1])
 
     def take(self, use: Use) -> tuple[int, Mark]:
-        """Return the number of the buffer that holds a request, and the mark to wait for before using it."""
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == use:
             self._current, mark = 1 - self._current, coming[1]
@@ -75,7 +74,6 @@ class _Sequence:
     """KV cache of a sequence in host memory.
 
     Attributes:
-        region: the host memory.
         num_rows: tokens that a buffer on the device holds.
         like: cached tensors of no token of a group.
         rows: offset in the region of the cache of every group, tensor after tensor.
@@ -114,9 +112,7 @@ class _Running:
 class HostStore:
     """KV caches of the `sequences` of one stage that are offloaded in an iteration. Has the methods of `kv_cache.DeviceStore`.
 
-    Attributes:
-        num_bytes: bytes on the device now.
-        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
+    `num_bytes` are on the device now, `host_bytes` in host memory, and `host_peak_bytes` the most so far.
     """
 
     def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
@@ -130,9 +126,9 @@ class HostStore:
 
     @contextmanager
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
-        """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
+        """Run a forward or backward of a slice in the body, with buffers allocated and prefetching started on entry.
 
-        Arguments as in `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
+        See `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:

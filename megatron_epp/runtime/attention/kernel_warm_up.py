@@ -37,9 +37,7 @@ class Heads:
     Attributes:
         query_heads, kv_heads: numbers of heads on this rank, inside attention.
         channels: width of a head of queries and keys.
-        dtype, device: of queries, keys and values.
-        scale: factor on the scores.
-        preference: preference of kernels, a key of `kernels.PREFERENCES`.
+        preference: of kernels, a key of `kernels.PREFERENCES`.
         value_channels: width of a head of values; 0 if it is the same.
         is_expanded: keys and values are made of latents, by groups of heads (`latents`).
         window: of the layer's attention; None for all tokens.
@@ -59,7 +57,6 @@ class Heads:
     has_sinks: bool = False
 
     def parts(self, num_keys: int, offloads_kv: bool) -> set[int]:
-        """Return the numbers of groups of heads that attention may process one after the other."""
         if self.window is not None:
             return {1}  # its keys and values are not cached
         if self.is_expanded:
@@ -68,22 +65,18 @@ class Heads:
         return {1, head_parts(self.kv_heads)} if offloads_kv else {1}
 
     def ones(self, tokens: int, heads: int) -> Tensor:
-        """Return ones for queries or keys, ``[tokens, heads, channels]``."""
         return torch.ones(tokens, heads, self.channels, dtype=self.dtype, device=self.device)
 
     def values(self, keys: Tensor) -> Tensor:
-        """Return ones for the values of some keys, ``[keys, heads, value_channels]``."""
         return keys[..., : self.value_channels or self.channels].contiguous()
 
     @property
     def kernel(self) -> kernels.Kernel:
-        """Kernel of the calls."""
         q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
         options = {"has_window": self.window is not None, "has_sinks": self.has_sinks}
         return kernels.choose(q, k, self.values(k), self.preference, **options)
 
     def table(self, table: SegmentTable) -> SegmentTable:
-        """Return the layout of the calls for a chunk's."""
         return table if self.window is None else table.within(self.window)
 
     def longest_prefix(self, longest: int, most_tokens: int) -> int:
@@ -117,7 +110,6 @@ class KernelWarmUp:
 
     @property
     def is_active(self) -> bool:
-        """True if attention of some stage is warmed up."""
         return bool(self._active)
 
     def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
@@ -161,11 +153,7 @@ class KernelWarmUp:
 
 
 def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
-    """Run a forward in this thread and a backward in autograd's thread of the device.
-
-    Args:
-        parts: groups of heads that attention processes one after the other.
-    """
+    """Run a forward in this thread and a backward in autograd's thread of the device, in so many groups of heads."""
     chunk = shape.smallest()
     table = replace(SegmentTable.build(chunk, chunk.num_tokens), window=heads.window)
     kernel = heads.kernel
@@ -194,8 +182,6 @@ def in_autograd(run: Callable[[], None], device: torch.device) -> None:
 
 
 class _Called(torch.autograd.Function):
-    """Function whose backward calls another."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
         ctx.run = run

@@ -36,7 +36,6 @@ class DeviceStore:
         self._gradients: dict[tuple[int, HeadGroup], Tensors] = {}
 
     def parts(self, heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other."""
         return 1
 
     def create(self, view: SliceView, group: HeadGroup, like: Tensors) -> None:
@@ -91,12 +90,9 @@ def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) ->
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of a sequence through its slices, for one group.
+    """Progress of a sequence through its slices, for one group: tokens cached from the first on.
 
-    Attributes:
-        heads: number of heads of the group.
-        filled: number of tokens, from the first, that are cached.
-        taken_from: first token whose gradient has been handed out; None before the first.
+    `taken_from` is the first token whose gradient has been handed out; None before the first.
     """
 
     heads: int
@@ -128,7 +124,6 @@ class SlicedKVCache:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches and accumulators on the device now."""
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
@@ -156,26 +151,17 @@ class SlicedKVCache:
             self._appended = None
 
     def parts(self, view: SliceView, heads: int) -> int:
-        """Return the number of groups of heads that attention of a slice processes one after the other."""
         return self._store(view).parts(heads)
 
     def append(self, layer: int, view: SliceView, cached: Sequence[Tensor], part: int = 0) -> Tensors:
-        """Cache a chunk's tensors and return all that its queries may attend to.
+        """Cache a chunk's tensors, ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
 
-        A recomputed forward writes the same values to the same rows, so it may run any number of times. Groups of heads come
-        first to last.
+        Returns all that its queries may attend to, ``[keys, heads, width]`` each. A recomputed forward writes the same values
+        to the same rows, so it may run any number of times. Groups of heads come first to last, by `part`; `layer` is unique in
+        its stage.
 
-        Args:
-            layer: number of the layer, unique in its stage.
-            cached: ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
-            part: number of the group of heads, from 0.
-
-        Returns:
-            ``[keys, heads, width]`` each.
-
-        Raises:
-            KVCacheError: an earlier slice has not run, or the forward of this one has appended the group already: two layers
-                with one number, or one that runs twice, would attend to each other's keys.
+        Raises `KVCacheError` if an earlier slice has not run, or the forward of this one has appended the group already: two
+        layers with one number, or one that runs twice, would attend to each other's keys.
         """
         store, group, cached = self._store(view), HeadGroup(layer, part), tuple(cached)
         if self._appended is not None and self._appended[0] == view:
@@ -204,13 +190,8 @@ class SlicedKVCache:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
-
-        Args:
-            layer, view, part: as `append` takes them.
-            uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
-
-        Raises:
-            KVCacheError: a later slice has not run backward, or this one has.
+        `uncached` are tensors of the chunk's tokens that are not in the cache, often none. Raises `KVCacheError` if a later
+        slice has not run backward, or this one has.
         """
         taken_from = self._progress(layer, view, part).taken_from
         if taken_from is None and not view.is_last_slice:
@@ -232,7 +213,6 @@ class SlicedKVCache:
         After the backward of the sequence's first slice its cache is freed.
 
         Args:
-            layer, view, part: as `append` takes them.
             grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
         """
@@ -272,7 +252,6 @@ class SlicedKVCache:
 
 
 def _written(rows: Tensors, start: int, values: Tensors) -> Tensors:
-    """Write values to rows of buffers from row `start` on; return the rows up to the last one written."""
     end = start + values[0].shape[0]
     for buffer, value in zip(rows, values, strict=True):
         if end > start:

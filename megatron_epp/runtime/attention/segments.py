@@ -35,20 +35,14 @@ class KVCacheError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class SliceView:
-    """Window of one chunk on the cache of its sliced sequence.
+    """Window of one chunk on the cache of its sliced sequence: the tokens ``[start, end)`` of `length`.
 
     The cache stores the slice. Of the sequence's last chunk it stores all tokens: tokens of other sequences lie after the
     sequence's end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where
     later slices overwrite them.
 
-    Attributes:
-        sequence: index of the sequence.
-        start: first token of the slice.
-        end: one past its last token.
-        length: tokens of the whole sequence.
-        capacity: tokens the buffer holds: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
-            that its chunk fills.
-        num_slices: number of slices of the sequence.
+    The buffer holds `capacity` tokens: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
+    that its chunk fills.
     """
 
     sequence: int
@@ -124,15 +118,13 @@ class SegmentTable:
 
     @property
     def shape_class(self) -> ShapeClass:
-        """Class of the call, for which libraries build plans."""
         return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
 
     def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`, copied there once for all layers unless `take` has put
-        them there.
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`, copied there once for all layers unless `take` put them
+        there.
 
-        Args:
-            num_segments: n, up to the class of the number of segments: the further ones are empty. By default, no empty ones.
+        Empty segments are added up to `num_segments`, the class of their number.
         """
         if device not in self._on_device:
             offsets = offsets_of(self)
@@ -182,7 +174,6 @@ class SegmentTable:
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
-        """Lay out a chunk whose token count was padded to `padded_tokens`."""
         segments = list(chunk.segments)
         padding = padded_tokens - chunk.num_tokens
         if padding > 0:  # attends to itself only, so that nothing of it reaches the others

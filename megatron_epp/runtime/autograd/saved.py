@@ -29,7 +29,7 @@ class Storage:
     """Storage that saved tensors share, counted once.
 
     Attributes:
-        memory: the memory; None while it is offloaded.
+        memory: None while it is offloaded.
         rest: while offloaded, the last bytes, which stay on the device; None if all bytes are offloaded.
         num_bytes: its size on the device when it is not offloaded.
         owner: the stage and chunk whose forward saved tensors in it; None if there is not exactly one.
@@ -111,16 +111,11 @@ def _is_view(tensor: Tensor) -> bool:
 
 
 class SavedTensors:
-    """Live and peak bytes of saved tensors: each storage counted once, parameters not at all.
+    """Live and peak bytes of saved tensors, while active as a context manager: each storage counted once, parameters and
+    tensors that are no plain views of a storage not at all.
 
-    Tensors that are no plain views of a storage are not counted either.
-
-    Use as a context manager around the code that builds and frees graphs.
-
-    Args:
-        parameters: tensors that exist in any case and are not counted.
-        others: returns the bytes held in addition to saved tensors (KV caches). Called whenever saved tensors are added or
-            released, which is often enough to see every peak: caches grow between the two.
+    `others` returns the bytes held in addition (KV caches). It is called whenever saved tensors are added or released, which is
+    often enough to see every peak: caches grow between the two.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), others: Callable[[], int] = lambda: 0) -> None:
@@ -148,11 +143,9 @@ class SavedTensors:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of saved tensors and of `others` now."""
         return self.live_bytes + self._others()
 
     def observe(self) -> None:
-        """Raise the peak to the bytes held now, if they are more."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     @contextmanager
@@ -270,5 +263,4 @@ def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:
 
 
 def bytes_of(memory: torch.UntypedStorage) -> Tensor:
-    """Return memory as a tensor of bytes, ``[size]``."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)

@@ -26,15 +26,11 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """Weight of a linear layer, and the function that computes its gradient."""
-
     weight: Tensor
     product: Product
 
 
 class DeferredGradient(NamedTuple):
-    """Weight, and a function that computes its gradient and passes it to the weight. To be called once."""
-
     weight: Tensor
     run: Callable[[], None]
 
@@ -46,8 +42,7 @@ after_each: Callable[[], None] | None = None
 class WeightGradients:
     """Weight gradients of one stage.
 
-    Attributes:
-        in_plan: a plan runs the stage. Otherwise its program does, whose own calls keep the edges to the weights.
+    With `in_plan`, a plan runs it. Otherwise its program does, whose own calls keep the edges to the weights.
     """
 
     in_plan = False
@@ -114,7 +109,6 @@ class WeightGradients:
             self._due.pop().run()
 
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
-        """Compute or keep a weight gradient, given the layer's input and its output's gradient."""
         with torch.enable_grad():
             node: Tensor = _Gradient.apply(layer.weight, x, grad, layer.product)
         deferred = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))

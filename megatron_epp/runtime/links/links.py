@@ -32,9 +32,7 @@ from megatron_epp.runtime.links.objects import GroupOptions, Groups, ObjectGroup
 class _Ring:
     """Slots of the messages that go in one direction, at one end of it, each ``[num_bytes]`` of uint8.
 
-    Attributes:
-        free: slots that hold no message.
-        sent: slots from which a message is being sent, in order.
+    From those in `sent` a message is being sent, in order; `free` hold none.
     """
 
     free: list[Tensor]
@@ -74,13 +72,10 @@ class Links:
     Attributes:
         ranks: global ranks of the pipeline, in pipeline order.
         position: of this rank among them.
-        activations: group for messages to later stages.
-        gradients: group for messages to earlier stages.
+        activations, activations_down: groups for messages to later stages, the second to lower ranks.
+        gradients, gradients_up: groups for messages to earlier stages, the second to higher ranks.
         figures: a CPU group of the pipeline, for reports, which only the thread of reports uses.
         control: all ranks that must run the same plan, for plans and agreements.
-        activations_down: group for activations to lower ranks.
-        gradients_up: group for gradients to higher ranks.
-        directions: in which messages are sent.
         slots_on_cpu: use slots on a CPU too, where tensors need none.
     """
 
@@ -108,15 +103,13 @@ class Links:
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
+        Raises `EppError` if messages between different ranks would wait for each other.
+
         Args:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
             used: directions in which messages are sent; None for one stage per rank, in order.
             options: of the groups that carry messages; None for the backend's defaults.
-            slots_on_cpu: see `Links`.
-
-        Raises:
-            EppError: messages between different ranks would wait for each other.
         """
         _check_pairs(len(pipeline_ranks))
         pipeline = tuple(pipeline_ranks)
@@ -155,15 +148,10 @@ class Links:
                     raise EppError(f"pipeline rank {self.position} expects rank {direction.sender} and hears {heard.item()}")
 
     def uses_slots(self, device: torch.device) -> bool:
-        """True if messages on `device` travel in slots."""
         return self.slots_on_cpu or device.type != "cpu"
 
     def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
-        """Keep messages in slots from now on. All messages before have been sent and received.
-
-        Args:
-            slots: number of slots of each direction; messages go in no other.
-        """
+        """Keep messages in so many slots of each direction from now on. All messages before have been sent and received."""
         for direction in [
             direction for direction, ring in self._rings.items() if ring.shape != (slots.get(direction), num_bytes)
         ]:
@@ -217,7 +205,6 @@ class Links:
         return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 
     def finish_sends(self) -> None:
-        """Wait until every message has left."""
         for work, _ in self._in_flight.values():
             work.wait()
         self._in_flight.clear()

@@ -30,7 +30,7 @@ def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
 def smallest_device(used: Sequence[Direction]) -> tuple[int, int]:
     """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
 
-    A collective call of all ranks. `used`: as `Links.create` takes it.
+    A collective call of all ranks.
     """
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return most_links(used), min(from_each_of_job(own_sms))
@@ -43,11 +43,9 @@ def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
 
 
 def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> GroupOptions:
-    """Return a factory of the options of communicators.
+    """Return a factory of the options of communicators, by the names of Megatron's `--nccl-communicator-config-path`.
 
-    Args:
-        settings: by the names of Megatron's `--nccl-communicator-config-path`.
-        limit: time limit of the group, for which torch warns where options have another; None for torch's default.
+    `limit` is the time limit of the group, for which torch warns where options have another; None for torch's default.
     """
 
     def make() -> Any:

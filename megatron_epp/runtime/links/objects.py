@@ -22,7 +22,6 @@ class Groups:
 
     Attributes:
         timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
-        create: makes one, as `torch.distributed.new_group` does.
         largest_mesh: most members of a group of an `ObjectGroup`.
     """
 
@@ -35,8 +34,7 @@ class Groups:
     ) -> dist.ProcessGroup:
         """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
-        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
-        defaults if they are None.
+        A rank that names a group of global ranks without itself gets what torch gives to outsiders.
         """
         own_group: dist.ProcessGroup | None = None
         for ranks in sorted(set(from_each_of_job(members))):  # sorted: every rank makes all groups in the same order
@@ -49,13 +47,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class ObjectGroup:
-    """Ranks that exchange objects, over gloo. Only one thread of a rank may use it.
+    """Ranks that exchange objects, over gloo. Only one thread of a rank may use it. `ranks` are global and ascending.
 
-    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups (`tree_of`).
-
-    Attributes:
-        ranks: global ranks of the members, ascending.
-        levels: groups that this rank is in, the lowest first.
+    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups (`tree_of`), of whose levels
+    the lowest is first.
     """
 
     ranks: tuple[int, ...]
@@ -77,14 +72,10 @@ class ObjectGroup:
 
     @property
     def is_first(self) -> bool:
-        """True on the first member."""
         return dist.get_rank() == self.ranks[0]
 
     def from_first(self, items: list[Any]) -> list[Any]:
-        """Return the items of the first member on every member; other members' items are ignored.
-
-        A collective call: every member must call it at the same point.
-        """
+        """Return the items of the first member on every member; other members' items are ignored. A collective call."""
         shared = [items]
         for group in reversed(self.levels):  # from the root of the tree down: a member has the items before it passes them on
             dist.broadcast_object_list(shared, src=_first_of(group), group=group)
@@ -124,8 +115,7 @@ def raise_for(problems: Sequence[str]) -> None:
 def agreed[T](make: Callable[[], T], names: Names) -> T:
     """Return what a function makes on this rank. A collective call of the default process group.
 
-    Raises:
-        AgreedError: it has raised an `EppError` on some rank.
+    Raises `AgreedError` if it has raised an `EppError` on some rank.
     """
     result, problem = None, ""
     try:
@@ -137,13 +127,9 @@ def agreed[T](make: Callable[[], T], names: Names) -> T:
 
 
 def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) -> T:
-    """Return what a function makes on the first rank, on all ranks. A collective call on the CPU.
+    """Return what a function makes on the first rank, on all ranks of a group, by default of the job.
 
-    Args:
-        group: of the ranks; None for all ranks of the job.
-
-    Raises:
-        EppError: on all of them, if it fails there.
+    A collective call on the CPU. Raises `EppError` on all of them, if it fails there.
     """
     outcome: list[T | EppError | None] = [None]
     if (dist.get_rank() == 0) if group is None else group.is_first:
@@ -166,9 +152,9 @@ def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) ->
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`.
+    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`, or None.
 
-    None on the others. A collective call of the group.
+    A collective call of the group.
     """
     items: list[T] | None = None
     for reader in [rank for rank in dict.fromkeys(readers) if rank in dist.get_process_group_ranks(group)]:

@@ -50,7 +50,6 @@ class LossKernel:
     """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry.
 
     Attributes:
-        name: name in logs.
         losses: returns every token's loss, in fp32.
         gradient: overwrites the logits with the gradient of each token's own loss, and returns it.
         obstacle: why it cannot be used for a case here; empty if it can.
@@ -77,7 +76,6 @@ def explain(case: LossCase) -> tuple[LossKernel | None, str]:
 
 
 def _failed_verification(kernel: LossKernel, case: LossCase) -> str:
-    """Return why a kernel fails verification; empty if it passes."""
     try:
         of_losses, of_gradient = errors(kernel, case)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room

@@ -44,8 +44,7 @@ class Targets:
 
     Attributes:
         shape: of the broadcast, this rank's part of the last stage's output ``[rows, in]``.
-        labels: ``[tokens]``.
-        weights: gradient of each token's loss, ``[tokens]``.
+        labels, weights: ``[tokens]``; a weight is the gradient of a token's loss.
         whole: returns the input of the output layer, ``[tokens, in]``, given the broadcast.
     """
 
@@ -82,11 +81,9 @@ class _State:
     """A chunk between its broadcast and its last operation on this rank.
 
     Attributes:
-        targets: its tokens.
         x: what is broadcast; from `S` on the input of the output layer.
         work: the broadcast, until `S`.
         timed: called where `S` has waited for the broadcast, to end its time; None where a callback does.
-        logits, losses, log_sum: results of `S` and of the reductions.
         ready: waits for the end of the reductions; None once it has been called.
         num_uses: operations of this rank that still need it, after the reductions.
     """
@@ -103,12 +100,7 @@ class _State:
 
 
 class PipelineShards:
-    """Operations of one rank's shard during an iteration.
-
-    Args:
-        last: the last stage, if it is on this rank.
-        background: where the reductions run.
-    """
+    """Operations of one rank's shard during an iteration; reductions run in the background."""
 
     def __init__(self, rank: Rank, groups: ShardGroups, last: LastStage | None, background: Background) -> None:
         self._rank, self._groups, self._last, self._background = rank, groups, last, background
@@ -122,7 +114,6 @@ class PipelineShards:
         return sum(tensor.nbytes for tensors in held for tensor in tensors if tensor is not None)
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers for `Executor`."""
         return {
             Op.SPREAD: self._spread,
             Op.S: self._logits,
@@ -175,8 +166,7 @@ class PipelineShards:
     def _reduce(self, state: _State, begin: Callable[[], Callable[[], None]]) -> None:
         """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32.
 
-        Args:
-            begin: starts to time the collectives; what it returns is called at their end.
+        `begin` starts to time the collectives; what it returns is called at their end.
         """
         logits, groups, ended = state.logits, self._groups, begin()
         assert logits is not None  # S has run
@@ -211,7 +201,6 @@ class PipelineShards:
         self._used(action.chunk)
 
     def _used(self, chunk: int) -> None:
-        """Drop a chunk after its last operation on this rank."""
         self._states[chunk].num_uses -= 1
         if self._states[chunk].num_uses == 0:
             del self._states[chunk]

@@ -35,8 +35,7 @@ from megatron_epp.runtime.context import ChunkContext
 class _Part(NamedTuple):
     """Trained tokens of one chunk, among the `num_tokens` that the loss gets on this rank.
 
-    Attributes:
-        values: ``[rows, trained]``, without a graph.
+    `values` are ``[rows, trained]``, without a graph.
     """
 
     chunk: int
@@ -73,13 +72,9 @@ class _Columns(dict[str, Tensor]):
 
 
 class ScopedLoss:
-    """Loss of the chunks of an iteration.
-
-    Args:
-        context_ranks: ranks that share the tokens of a chunk; None if this rank has all.
+    """Loss of the chunks of an iteration. `context_ranks` share the tokens of a chunk; None if this rank has all.
 
     Attributes:
-        asks: what the loss asks of a batch.
         scale: factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens.
         keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained, or values of the model; None if
             they are not wanted.
@@ -109,19 +104,15 @@ class ScopedLoss:
         return self._own(of_all.t()).t()
 
     def forward(self, context: ChunkContext, values: Tensor, inputs: TrainedTokens, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what a chunk's forward completes.
+        """Compute what a chunk's forward completes; raises `EppError` if the loss fails, or does not return what a loss must.
+
+        Returns the chunk's output, which `gradient` belongs to; and this rank's sums to report, without gradients: the loss,
+        the number that divides it, and the sums to log.
 
         Args:
             values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
                 entropies, as the loss asks; or the model's values.
             loss_mask: ``[tokens]`` of this rank, 0 for tokens that are not trained.
-
-        Returns:
-            the chunk's output, which `gradient` belongs to; and this rank's sums to report, without gradients: the loss, the
-            number that divides it, and the sums to log.
-
-        Raises:
-            EppError: the loss fails, or does not return what a loss must.
         """
         own = values.detach()
         if self.keeps is not None:
@@ -152,8 +143,7 @@ class ScopedLoss:
     def end(self) -> str:
         """Check that every sequence and group has been completed, and every gradient has been taken.
 
-        Returns:
-            which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
+        Returns which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
         """
         assert not self._waiting
         assert not self._gradients
@@ -202,7 +192,6 @@ class ScopedLoss:
         return of_all if self._group is None else of_all.chunk(self._group.size(), dim=1)[self._shared.rank]
 
     def _called(self, rows: Rows, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the loss, and check what it returns."""
         name = _class_of(self.loss)
         try:
             result: Any = self.loss(rows)

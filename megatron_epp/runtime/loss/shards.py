@@ -31,8 +31,8 @@ class Shard:
     Attributes:
         weight: ``[rows, in]``; the rows may be none.
         start: number of the first row in the whole vocabulary.
-        block_tokens: most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient.
-            0 for all of a chunk; their exponentials are kept then.
+        block_tokens: most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient. 0
+            for all of a chunk; their exponentials are kept then.
         accumulate: as in `token_blocks.Head`.
     """
 
@@ -83,7 +83,6 @@ class Logits:
     """Result of `logits_pass`.
 
     Attributes:
-        summary: statistics.
         part: ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted.
         exponentials: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed.
     """
@@ -97,10 +96,8 @@ class Logits:
 def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -> Logits:
     """Compute a rank's logits of a chunk by blocks of tokens, and what is needed of them.
 
-    Args:
-        x: input of the output layer, ``[tokens, in]``.
-        labels: ``[tokens]``, numbers of rows of the whole vocabulary.
-        shard: the rank's rows, at least one.
+    `x` is the input of the output layer, ``[tokens, in]``; labels ``[tokens]`` are rows of the whole vocabulary, of which the
+    shard has at least one.
     """
     index, is_here = shard.index(labels)
     parts, rounded, rows = [], None, []
@@ -130,12 +127,8 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
 def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) -> Tensor:
     """Complete a rank's part of the gradient of the layer's input in place, for tokens of weight one; return it.
 
-    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32.
-
-    Args:
-        logits: of the rank, with `part`.
-        log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
-        labels: ``[tokens]``.
+    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32. `log_sum` is the log-sum-exp of all ranks' logits,
+    ``[tokens]``.
     """
     assert logits.part is not None
     summary, index = logits.summary, shard.index(labels)[0]
@@ -150,11 +143,8 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
 def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, weights: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
-    Args:
-        x, labels: as `logits_pass` takes them.
-        logits: its result; what it has kept is overwritten.
-        log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
-        weights: gradient of each token's loss, ``[tokens]``.
+    What `logits` has kept is overwritten. `log_sum` is the log-sum-exp of all ranks' logits, and `weights` the gradient of each
+    token's loss, ``[tokens]``.
     """
     summary, (index, is_here) = logits.summary, shard.index(labels)
     of_label = (_label_terms(summary, log_sum) * weights)[:, None]

@@ -31,7 +31,6 @@ class Head(NamedTuple):
         accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
             ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
         rows: indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
-        has_entropy: entropies are computed as well.
     """
 
     block_tokens: int
@@ -57,11 +56,8 @@ def block_losses(x: Tensor, saved_x: Tensor, weight: Tensor, labels: Tensor, hea
 def block_values(x: Tensor, saved_x: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
     """Return the cross entropies of several entries of every token, ``[m, tokens]``; see `block_losses`.
 
-    With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``.
-
-    Args:
-        x, saved_x, weight, head: as `block_losses` takes them.
-        entries: ``[tokens, m]``, indices in the whole vocabulary: the label and others, of which some may be equal.
+    With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``. Entries are ``[tokens, m]``,
+    indices in the whole vocabulary: the label and others, of which some may be equal.
     """
     return _BlockLosses.apply(x, saved_x, weight, entries, head)
 
@@ -169,8 +165,7 @@ def _summary(x: Tensor, weight: Tensor, index: Tensor, has_entropy: bool) -> Ten
 def _combined(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Combine the ranks' summaries of their parts of the vocabulary; `is_here` is ``[tokens, m]``.
 
-    Returns:
-        losses ``[m, tokens]``, or with entropies ``[m + 1, tokens]``; and log-sum-exps ``[tokens]``.
+    Returns losses ``[m, tokens]``, or with entropies ``[m + 1, tokens]``; and log-sum-exps ``[tokens]``.
     """
     own_most, summed, num_entries = rows[0], rows[1], is_here.shape[1]
     predicted, of_logits = rows[2 : 2 + num_entries], rows[2 + num_entries :]
@@ -195,7 +190,6 @@ def blocks_of(num_tokens: int, most: int) -> list[slice]:
 
 
 def _tokens(head: Head, part: slice) -> slice | Tensor:
-    """Return the tokens of block `part`: indices among all tokens, where only some count."""
     return part if head.rows is None else head.rows[part]
 
 

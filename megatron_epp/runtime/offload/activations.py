@@ -26,7 +26,6 @@ class SavedPart(NamedTuple):
     num_bytes: int
 
     def memory(self) -> Tensor:
-        """Return these bytes on the device, ``[num_bytes]``."""
         assert self.storage.memory is not None  # it is on the device
         return bytes_of(self.storage.memory)[: self.num_bytes]
 
@@ -40,7 +39,6 @@ class _Moved:
     mark: Mark = None
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``(device, host)`` pairs of equal size that cover all parts."""
         start = 0
         for part in self.parts:
             yield from self.region.pairs(start, part.memory())
@@ -50,8 +48,7 @@ class _Moved:
 class ActivationOffload:
     """Activation offload of one rank in one iteration. `saved` tracks all saved tensors, and is active while the plan runs.
 
-    Attributes:
-        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
+    `host_bytes` are in host memory now, `host_peak_bytes` the most so far.
     """
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:

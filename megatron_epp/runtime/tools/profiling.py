@@ -110,7 +110,6 @@ class _Bench:
         return self._random(tokens, self.hidden).requires_grad_()
 
     def linear(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time a layer without its attention."""
         x, grad = self._input(tokens), self._random(tokens, self.hidden)
 
         def run() -> Tensor:
@@ -219,11 +218,6 @@ class Timer:
     """
 
     def __init__(self, device: torch.device, *, alone: bool = True) -> None:
-        """Choose the clock.
-
-        Args:
-            device: where the work runs.
-        """
         self._on_gpu = device.type == "cuda"
         host_alone = alone and not self._on_gpu and torch.get_num_threads() == 1
         self._now_s = time.thread_time if host_alone else time.perf_counter

@@ -56,7 +56,6 @@ class QueueRun:
     """A plan that ran to its end on all ranks.
 
     Attributes:
-        name: of the plan.
         num_messages: messages of one run, over all ranks.
         message_bytes: size of the largest.
         time_us: of the fastest run on the slowest rank.
@@ -89,17 +88,15 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine.
+    """Run plans on ranks of this machine: on GPUs over NCCL, one on each as far as there are enough, or processes over gloo.
+
+    Raises `EppError` if a rank failed, or a message did not complete; the message says which action waits for what.
 
     Args:
         width: fp32 values of a token in a message.
-        gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
         run: the part of one rank, in place of `run_rank`.
-
-    Raises:
-        EppError: a rank failed, or a message did not complete; the message says which action waits for what.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +148,6 @@ class EchoStage:
         return torch.full(shape, context.chunk + offset, dtype=dtype, device=device)
 
     def _exchange(self) -> None:
-        """Sum a tensor over the ranks that share the stage."""
         if self._exchanging is not None:
             total = torch.ones(_EXCHANGED, device=self.wrong.device)
             dist.all_reduce(total, group=self._exchanging)
