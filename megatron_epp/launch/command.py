@@ -24,7 +24,6 @@ _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENT
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
-    """Build the torchrun command for this node."""
     where = ["--nnodes", str(launch.nodes), "--nproc-per-node", str(processes)]
     if launch.nodes == 1:
         where += ["--standalone", "--local-addr", "127.0.0.1"]
@@ -68,8 +67,8 @@ def exports(settings: Settings, masked: bool = False) -> list[str]:
 def save_run(settings: Settings, command: Sequence[str]) -> None:
     """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
 
-    Only their owner can read them if a variable of the `launch.environment` section has a name that indicates a secret.
-    Raises EppError if the folder, which is created if needed, or a file in it cannot be written.
+    Only their owner can read them if a variable of the `launch.environment` section has a name that indicates a secret. Raises
+    EppError if the folder, which is created if needed, or a file in it cannot be written.
     """
     texts = {
         "command.sh": "\n".join(["#!/usr/bin/env bash", *exports(settings), f"exec {shlex.join(command)}", ""]),

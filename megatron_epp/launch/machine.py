@@ -31,7 +31,6 @@ def cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -39,7 +38,6 @@ def version_of(package: str) -> str | None:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()

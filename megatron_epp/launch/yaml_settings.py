@@ -20,7 +20,6 @@ class Launch:
     """The `launch` section, which starts a run. Raises EppError for an invalid value.
 
     Attributes:
-        nodes: number of nodes.
         node_rank: of this node. Node 0 hosts torchrun's rendezvous and saves the settings; logs are named by it.
         processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
         master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes.
@@ -28,7 +27,6 @@ class Launch:
         torchrun: more options of torchrun, in the syntax of a shell; they take precedence over this section.
         script: a custom `pretrain_gpt.py`; None uses the one of this package.
         folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
-        name: of the run, and of its folder.
         full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.
         environment: variables to set unless they are set already; None as a value omits one.
     """
@@ -96,7 +94,6 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Folder in which the run's settings are saved."""
         return Path(self.launch.folder or self.megatron.get("save") or Path("runs") / self.launch.name)
 
     @property
@@ -109,13 +106,12 @@ class Settings:
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:
     """Merge files and overrides; later ones take precedence, and a file takes precedence over its includes.
 
+    Raises `EppError`, which names the file or the override, if a file is missing, not YAML, or includes itself; a section or a
+    key of `launch` is unknown; a value is invalid; an override has no ``=``.
+
     Args:
         files: paths, or names of shipped files such as ``recipes/llama3-8b-128k``.
         overrides: ``megatron.lr=1e-4``, ``epp.placement=v``; a key without a section is one of Megatron's. ``null`` unsets.
-
-    Raises:
-        EppError: a file is missing, not YAML, or includes itself; a section or a key of `launch` is unknown; a value is
-            invalid; an override has no ``=``. The message names the file or the override.
     """
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 

@@ -43,8 +43,7 @@ class PlanningProcess:
     def call(self, name: str, *args: Any) -> Any:
         """Return what a function (``module:function``) returns there.
 
-        Raises:
-            what it raises, and `WorkerError` when the process ends again and again, or is closed.
+        Raises what it raises, and `WorkerError` when the process ends again and again, or is closed.
         """
         with self._lock:
             for restarts_left in range(PROCESS_RESTARTS, -1, -1):
@@ -56,7 +55,6 @@ class PlanningProcess:
         raise AssertionError("the last restart returns or raises")
 
     def _restarted(self, ended: EndedError) -> bool:
-        """Start the process again. Return False if it is closed."""
         with self._exchange:
             if self._is_closed:
                 return False
@@ -83,8 +81,7 @@ class PlanningProcess:
 class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas.
 
-    Equal problems get equal plans, on every machine and after a resume. The division over replicas is the
-    same for equal problems in any case.
+    Equal problems get equal plans, on every machine and after a resume, and so an equal division over replicas.
 
     Attributes:
         lockstep_group: index in `lockstep_groups` of the group to plan for.
@@ -103,10 +100,11 @@ class BackgroundPlanner:
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
 
+        With `is_run` False it is only asked whether there is a plan.
+
         Args:
             grain: slices of the longest sequence, as a multiple of the fastest plan's. It counts where the planner chooses the
                 slices and a plan with these fits.
-            is_run: False to only know whether there is a plan.
         """
         tells_peak = self.tells_peak and is_run and not problem.forward_only
         self.tells_peak &= not tells_peak

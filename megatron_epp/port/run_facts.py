@@ -18,7 +18,6 @@ class RunFacts:
 
     Attributes:
         flags: validated flags of Megatron and this package that have plain values.
-        optimizer: bytes of weights, gradients and the optimizer's states.
         loss_block_tokens: tokens of a block of the loss by the flags; 0 for the logits of a whole chunk at once.
         kernel: name of the kernel of attention; empty for one without published rates, None on a CPU.
     """
@@ -29,7 +28,6 @@ class RunFacts:
     kernel: str | None
 
     def changed(self, **flags: Any) -> RunFacts:
-        """Return the facts with other values of flags."""
         return replace(self, flags={**self.flags, **flags})
 
 
@@ -63,7 +61,6 @@ class LayoutQuestion:
         first: even layers, or those that flags ask for.
         placements: that are tried, the first one's first.
         search: how layers are found: "auto", "balanced", or empty for those of `first`.
-        cap_bytes: of each rank.
         halves: stages may begin inside a layer.
         vocabulary: "on", "off", or "auto" to try both.
         opens_weights: weight gradients may be split off.

@@ -47,10 +47,7 @@ class Worker:
 
     It starts a fresh interpreter that imports nothing but what it is asked for: multiprocessing would import the training
     script again, and with it torch. It ends with the process that made it, however that ends. `forked.fork_workers` changes how
-    it starts.
-
-    Args:
-        niceness: added to the process's own, so that it takes only time that others leave.
+    it starts. `niceness` is added to the process's own, so that it takes only time that others leave.
     """
 
     def __init__(self, niceness: int = 0) -> None:
@@ -65,8 +62,7 @@ class Worker:
     def call(self, name: str, *args: Any) -> Any:
         """Return what a function (``module:function``) returns, or raise what it raises; answers to `send` are dropped.
 
-        Raises:
-            EndedError: the process has ended.
+        Raises `EndedError` if the process has ended.
         """
         self.send(name, *args)
         outcome = None

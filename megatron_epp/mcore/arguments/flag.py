@@ -21,8 +21,6 @@ class Number:
     """Reads a number within limits.
 
     Attributes:
-        least, most: limits.
-        kind: whole numbers, or any.
         is_above: `least` itself is too small.
         of_what: takes the word ``auto`` too, and counts this.
     """
@@ -45,7 +43,6 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return True for a number within the limits."""
         return self.least <= value <= self.most and not (self.is_above and value == self.least)
 
     def accepts(self, value: float | str) -> bool:
@@ -93,7 +90,6 @@ GIVEN = "given"
 
 
 def planner(text: str) -> str:
-    """Read a planner's name."""
     if ":" not in text and text not in PLANNERS:
         none = f"{brief(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function"
         raise argparse.ArgumentTypeError(none + nearest(text, PLANNERS))
@@ -115,11 +111,9 @@ class Flag:
         read: type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
         help: what it does, for training; the command line says it in lower case. Settings in braces become flags.
         short_help: for the command line, where that differs.
-        default: value where the flag is not given.
         choices: all values; empty where they are not listed.
         metavar: the value in help texts, or its unit; N for whole numbers by default.
         alone: value where the flag is given without one; None where it needs one.
-        takes_several: takes one or more values.
         field: converts a parsed value to the field's.
     """
 
@@ -137,17 +131,14 @@ class Flag:
     field: Callable[[Any], Any] = _same
 
     def described(self, help: str, short_help: str = "") -> Flag:
-        """Return the flag with its help texts."""
         return replace(self, help=help, short_help=short_help)
 
     @property
     def unit(self) -> str | None:
-        """Name of the value in help texts."""
         return "N" if self.metavar is None and isinstance(self.read, Number) and self.read.kind is int else self.metavar
 
     @property
     def is_switch(self) -> bool:
-        """True for a flag that takes no value."""
         return self.read is SWITCH
 
     @property

@@ -32,9 +32,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> None:
     """Add flags to a command, each by one name; training's and older names are understood and not listed.
 
-    Args:
-        group: where they are listed.
-        changes: arguments of `add_argument` that differ for this command, as its default.
+    `changes` are arguments of `add_argument` that differ for this command, as its default.
     """
     for row in map(ROWS.__getitem__, settings):
         summary = row.short_help or row.help.removesuffix(".")
@@ -52,11 +50,9 @@ def names_of(parser: argparse.ArgumentParser) -> Names:
 
 
 def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: Any) -> Options:
-    """Return the planner's options that parsed flags give.
+    """Return the planner's options that parsed flags give, with some fixed ones, which are not read from the flags.
 
-    Args:
-        training: they are of a training run, where other flags of Megatron have names of ours.
-        fixed: options with given values, which are not read from the flags.
+    In flags of a training run, other flags of Megatron have names of ours.
     """
     options = {}
     for row in TABLE:

@@ -70,7 +70,6 @@ class Rule:
         say: why, as the words behind the flag with its value; ``{name}`` is another setting with its value. Empty for a flag
             that plans cannot honour.
         use: what to do instead, with such names; may be empty.
-        doors: who asks.
         allowed: values that ask for nothing.
         dest: attribute of parsed flags; empty where it follows from the flag.
     """
@@ -92,11 +91,9 @@ class Rule:
         return hasattr(settings, self.attribute) and getattr(settings, self.attribute) not in self.allowed
 
     def applies(self, settings: object) -> bool:
-        """Return True if the flag is refused."""
         return self.is_given(settings) and bool(self.when(settings))
 
     def text(self, settings: object, door: Door = Door.DOCUMENTS) -> str:
-        """Format the flag with its value, why it is refused, and what to do instead."""
         name, value = self.flag if door.has_flags else door.name_of(self.attribute), getattr(settings, self.attribute)
         joint = "; " if ": " in self.use else ": "
         words = f"({self.use})" if not self.say else f"{self.say}{joint * bool(self.use)}{self.use}"
@@ -104,8 +101,6 @@ class Rule:
 
 
 class _Named(dict[str, str]):
-    """Settings with their values, by attribute."""
-
     def __init__(self, settings: object, door: Door) -> None:
         self._settings, self._door = settings, door
 
@@ -138,11 +133,8 @@ def flags(
 def problems_of(settings: object, door: Door, rules: Rules) -> Iterator[str]:
     """Yield why settings are refused, a line each; in the first all flags that plans cannot honour.
 
-    Args:
-        settings: Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments.
-
-    Raises:
-        EppError: a file or a function that a setting names cannot be read, or sizes are no sizes.
+    Settings are Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments. Raises
+    `EppError` if a file or a function that one names cannot be read, or sizes are no sizes.
     """
     asked = [rule for rule in rules if door in rule.doors]
     clashes = [rule for rule in asked if isinstance(rule, Rule) and not rule.say and rule.applies(settings)]

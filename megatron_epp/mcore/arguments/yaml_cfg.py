@@ -47,8 +47,7 @@ _SWITCH_OF_VALUE = {
 def take_yaml(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
     """Take the file of ``--yaml-cfg`` next to ``--epp`` as defaults of a parser, and hide it from Megatron (``epp_yaml_cfg``).
 
-    Raises:
-        EppError: the file cannot be read, or a value does not fit its flag.
+    Raises `EppError` if the file cannot be read, or a value does not fit its flag.
     """
     args, _ = parser.parse_known_args(argv)
     if args.yaml_cfg is None or not args.epp:

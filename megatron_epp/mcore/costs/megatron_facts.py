@@ -120,11 +120,7 @@ _FACTS = (
 
 
 def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: object = None) -> dict[str, Any]:
-    """Return what costs or a layout depend on, by name, as values that JSON gives back as they were.
-
-    Args:
-        config: of a model; None where no fact of it decides.
-    """
+    """Return what costs or a layout depend on, by name, as values that JSON gives back as they were."""
     values = {}
     for name, decides, untold, only_with, of_model in _FACTS:
         value = getattr(config if of_model else args, name, None)
@@ -155,7 +151,6 @@ def trained_share(stage: Any) -> float | None:
 
 
 def run_facts(args: argparse.Namespace, ask: Ask) -> RunFacts:
-    """Return what formulas need to know of a run, from validated arguments."""
     flags = {name: value for name, value in vars(args).items() if _is_plain(value)}
     blocks = block_tokens_of(args) if getattr(args, "seq_length", None) else 0  # a program's microbatches may have any length
     facts = RunFacts(flags, optimizer_bytes(args), blocks, None)

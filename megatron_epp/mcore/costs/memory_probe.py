@@ -71,7 +71,6 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
-        """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
         held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
@@ -118,7 +117,6 @@ class _OfLayer(NamedTuple):
 
 
 def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
-    """Run a chunk forward and backward, and measure every layer."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     layers = [_LayerBytes(meter) for _ in layers_of(stage)]
 
@@ -140,9 +138,8 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
 def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
     """Measure what each of a stage's layers keeps, and the most that its backward holds, where they are of several kinds.
 
-    Args:
-        mean: costs of the layers, whose recompute modes are measured.
-        least: bytes per token of a layer's input, which counts for a layer that recomputes in full.
+    `mean` has the costs whose recompute modes are measured; `least` is the bytes per token of a layer's input, which counts for
+    a layer that recomputes in full.
     """
     own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
     unlike = []
@@ -165,7 +162,6 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
 
 
 def _mean(layers: Sequence[BlockCosts], known: Mapping[str, ModeCosts]) -> dict[str, ModeCosts]:
-    """Return the mean of what layers keep, and their largest peak, by these modes."""
     return {
         mode: replace(
             cost,
@@ -230,7 +226,6 @@ def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
 
 
 def _num_cached(module: torch.nn.Module) -> int:
-    """Return the number of attentions whose keys and values are cached."""
     return sum((relay := relay_of(part)) is not None and relay.window is None for part in module.modules())
 
 
@@ -270,8 +265,8 @@ class Held(NamedTuple):
         head: part of `activations` that is freed before the backward reaches the layers.
         peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
         weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
-        half: part of `activations` that the stage's half layer keeps, if it has one besides its layers.
-        ahead: part of `activations` that layers of multi-token prediction keep.
+        half, ahead: parts of `activations` that the stage's half layer besides its layers, and layers of multi-token prediction
+            keep.
     """
 
     activations: float
@@ -284,7 +279,6 @@ class Held(NamedTuple):
 
 
 def _half(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the half layer that a stage has besides its layers, if there is one."""
     cut, layers = stage.cut_layers, layers_of(stage)
     if cut is None or cut.begins_with_mlp == cut.ends_with_attention:
         return []
@@ -298,15 +292,13 @@ def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
 
 
 def _ahead(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the layers of multi-token prediction that a stage has."""
     return list(stage.language_model.mtp.layers) if stage.depths else []
 
 
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
     """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither.
 
-    Args:
-        that_caches: keys and values, if any does.
+    With `that_caches`, the last that caches keys and values, if any does.
     """
     ends = _ends(stage)
     halves = [*_half(stage), *ends]
@@ -330,11 +322,9 @@ def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
 def _held(
     stage: MegatronStage, recompute: Recompute, keep_weights: bool = False, layer: Sequence[torch.nn.Module] | None = None
 ) -> Held:
-    """Run a chunk forward and backward, and measure.
+    """Run a chunk forward and backward, and measure; watch a layer's backward, by default the last one's, for its peak.
 
-    Args:
-        keep_weights: True to split the weight gradient off.
-        layer: modules whose backward is watched for its peak; None for the last layer.
+    `keep_weights` splits the weight gradient off.
     """
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
@@ -368,7 +358,6 @@ class _LayerBytes:
         self._meter = meter
 
     def note(self, event: str) -> None:
-        """Follow the events of `watched`."""
         if event in ("in", "out"):
             self.kept_bytes = self._meter.live_bytes - self.kept_bytes
         elif event == "gradient in":
@@ -436,12 +425,11 @@ def _states(stage: MegatronStage) -> _States:
 def _of_slices(
     stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
 ) -> _Slices:
-    """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
+    """Run two slices of a sequence, declared to have `num_slices`, and measure the second one's backward, which creates the
+    gradient of keys and values.
 
-    Args:
-        keep_weights: True to split the weight gradient off.
-        layer: modules whose backward is watched; None for the last layer that caches keys and values.
-        num_slices: number of slices that the sequence is declared to have.
+    `keep_weights` splits the weight gradient off. The backward of `layer` is watched, by default of the last that caches keys
+    and values.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]

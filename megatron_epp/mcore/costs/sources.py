@@ -69,10 +69,8 @@ def pipeline_costs(
     Bytes are always measured, by counting what autograd keeps in a forward of a small chunk. They do not vary from run to run,
     and a profile may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file
     with costs of a whole pipeline is used unchanged except for two things that follow the run: the numbers of heads, and the
-    precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
-
-    Args:
-        note: called with each step before the step starts.
+    precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision. `note` is
+    called ahead of each step.
     """
     note("reading costs")
     source = stored_costs.named(args, ask)
@@ -229,7 +227,6 @@ def gathered[T](local: T, links: Links, choose: Callable[[list[T]], T] = itemget
 
 
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
-    """Return the bytes of this rank's weights, gradient buffers and optimizer states."""
     optimizer = optimizer_bytes(args)
     weights = [*stage.model.parameters()]
     static = optimizer.static(parameters_of(weights), parameters_of(weight for weight in weights if weight.requires_grad))

@@ -31,12 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """Numbers of a chunk's tokens without padding, which is at its end.
-
-    Attributes:
-        total: on all ranks that share the chunk.
-        on_rank: on this rank, its first ones.
-        rows: on this rank with padding.
+    """Numbers of a chunk's tokens without padding, which is at its end: on all ranks, and on this one, its first; `rows` with
+    padding.
     """
 
     total: int
@@ -57,12 +53,7 @@ class RealTokens:
 
 
 class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each.
-
-    Attributes:
-        routes: of the chunk; None where routers choose.
-        layer: number of the layer whose router is choosing.
-    """
+    """Chunk that a thread runs: the two actions of a step run in a thread each."""
 
     real: RealTokens | None = None
     routes: ChunkRoutes | None = None

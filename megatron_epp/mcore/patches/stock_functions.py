@@ -67,13 +67,8 @@ def check_script(args: argparse.Namespace) -> None:
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
-    """Refuse functions unless they and all functions that they reach are Megatron's own, or this package's.
-
-    Args:
-        functions: functions that a script passes to Megatron, by their role, one of `ROLES`.
-
-    Raises:
-        EppError: a function was changed; the message has a line for every change.
+    """Refuse functions that a script passes to Megatron, by their role, one of `ROLES`, unless they and all functions that they
+    reach are Megatron's own, or this package's. Raises `EppError` with a line for every change.
     """
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]

@@ -42,11 +42,8 @@ class ExchangeBuffer:
         earlier iteration. A collective call of the ranks that exchange.
 
         In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
-        the smaller one.
-
-        Args:
-            num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
-            spare_bytes: of this rank's cap that its plan, which counts such a buffer, never fills.
+        the smaller one. It holds the largest `num_tokens`, those of a rank in the largest chunk of its plan. `spare_bytes` are
+        of this rank's cap, and its plan, which counts such a buffer, never fills them.
         """
         manager = self._managers["hybridep"]
         from megatron.core.transformer.moe import fused_a2a
