@@ -190,6 +190,8 @@ class Plan:
         token_multiple: chunks are padded to a multiple of this many tokens; slices end on one, but for a sequence's last.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
+        planner: name of the planner.
+        seed: of the planner's search.
         notes: lines for people.
     """
 
