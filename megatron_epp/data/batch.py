@@ -45,38 +45,27 @@ class AheadArrays:
 
     Depth ``d``, counted from 1, reads the token ``d`` positions ahead, and predicts the one after it. Behind the end of a
     sequence, and in padding, all of it is 0.
-
-    Attributes:
-        tokens, position_ids: int64, the token ahead and its position.
-        labels: int64, the label of the position ahead.
-        shares: float32, 1 over the number of positions of the whole sequence that count at this depth, where the position
-            counts, else 0: a sequence's losses times these add up to its mean.
-        weights: float32, `shares` times the number of positions that count in the sequence's main loss.
     """
 
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # int64, the token ahead
+    position_ids: torch.Tensor  # int64, its position
+    labels: torch.Tensor  # int64, the label of the position ahead
+    # float32, 1 over the number of positions of the whole sequence that count at this depth, where the position counts, else 0:
+    # a sequence's losses times these add up to its mean
     shares: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor  # float32, `shares` times the number of positions that count in the sequence's main loss
 
 
 @dataclass(frozen=True, slots=True)
 class LossArrays:
-    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors.
+    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors."""
 
-    Attributes:
-        weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
-        counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
-        sequence: int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding.
-        group: the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`.
-        columns: float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide.
-    """
-
+    # float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained
     weights: torch.Tensor
-    counts: torch.Tensor
-    sequence: torch.Tensor
-    group: torch.Tensor
+    counts: torch.Tensor  # float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided
+    sequence: torch.Tensor  # int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding
+    group: torch.Tensor  # the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`
+    # float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide
     columns: torch.Tensor
 
     def of_trained(self, shards: Sequence[Sequence[slice]], own: Sequence[slice]) -> TrainedTokens:
@@ -94,16 +83,11 @@ class LossArrays:
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it.
+    """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it."""
 
-    Attributes:
-        rows: int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other.
-        count: float32 ``[]``, this rank's part in the number by which the batch's loss is divided.
-        weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``.
-    """
-
-    rows: torch.Tensor
-    count: torch.Tensor
+    rows: torch.Tensor  # int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other
+    count: torch.Tensor  # float32 ``[]``, this rank's part in the number by which the batch's loss is divided
+    # weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``
     weights: torch.Tensor
     sequence: torch.Tensor
     group: torch.Tensor
@@ -144,15 +128,10 @@ class InputArrays:
 
 
 class InputColumns(NamedTuple):
-    """Names and shapes of what a model reads of samples besides tokens.
+    """Names and shapes of what a model reads of samples besides tokens."""
 
-    Attributes:
-        names: of columns for a caller's function; None without such a function.
-        axes: of positions; 1 for the places of tokens in their sequence.
-    """
-
-    names: tuple[str, ...] | None = None
-    axes: int = 1
+    names: tuple[str, ...] | None = None  # of columns for a caller's function; None without such a function
+    axes: int = 1  # of positions; 1 for the places of tokens in their sequence
     routing: Routing | None = None
 
 
@@ -219,35 +198,22 @@ class ChunkArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Sequences of a global batch: all, or this replica's (`part`). Tokens are read only when a chunk is requested.
+    """Sequences of a global batch: all, or this replica's (`part`). Tokens are read only when a chunk is requested."""
 
-    Attributes:
-        indices: of the sequences in the dataset.
-        lengths: the positions each sequence trains.
-        loss_groups: a number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`).
-        plan: None if the batch is used without a plan.
-        trains: some token of the whole batch, over all replicas, is trained.
-        prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
-        global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
-        consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
-        planning_us: time of planning, on the planning rank.
-        peak_items: see `PackedPlan`.
-        dataset: source of the tokens; None in a batch that has been pickled.
-        mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
-    """
-
-    indices: tuple[int, ...]
-    lengths: tuple[int, ...]
+    indices: tuple[int, ...]  # of the sequences in the dataset
+    lengths: tuple[int, ...]  # the positions each sequence trains
+    # A number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`)
     loss_groups: tuple[int, ...] = ()
-    plan: Plan | None = None
-    dataset: SequenceDataset = field(repr=False, compare=False)
-    mask_loss_of: int | None = None
-    global_size: int = 0
-    consumed_samples: int = 0
-    trains: bool = True
-    planning_us: float = field(default=0.0, compare=False)
-    peak_items: dict[str, int] | None = field(default=None, compare=False)
+    plan: Plan | None = None  # None if the batch is used without a plan
+    dataset: SequenceDataset = field(repr=False, compare=False)  # source of the tokens; None in a batch that has been pickled
+    mask_loss_of: int | None = None  # positions whose input is this token do not count in the loss (``eod_mask_loss``)
+    global_size: int = 0  # samples of the whole batch, over all replicas: sequences, or groups of them with one loss
+    consumed_samples: int = 0  # sequences that batches have had over all replicas up to this one, its own included
+    trains: bool = True  # some token of the whole batch, over all replicas, is trained
+    planning_us: float = field(default=0.0, compare=False)  # time of planning, on the planning rank
+    peak_items: dict[str, int] | None = field(default=None, compare=False)  # see `PackedPlan`
     plan_digest: str = field(default="", compare=False)
+    # What the plan's source has made of the batch for this rank, ahead of the iteration
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)

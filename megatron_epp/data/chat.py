@@ -53,25 +53,17 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class Answers:
-    """Counts of the trained answers of conversations, and of the samples that these are.
-
-    Attributes:
-        behind: answers that end without a stop token, by the text of the one behind them that is trained with them.
-        num_ended: answers at the end that got an end-of-document token, since they have no stop token.
-        open: answers without any stop token, by the text of their last tokens.
-        num_headers: answers whose header the template marks as written by the model.
-        num_split: conversations that are several samples; `num_samples` in all.
-        num_repeated: tokens of these samples beyond those of the last of each conversation.
-    """
+    """Counts of the trained answers of conversations, and of the samples that these are."""
 
     num_answers: int = 0
+    # Answers that end without a stop token, by the text of the one behind them that is trained with them
     behind: Counter[str] = field(default_factory=Counter)
-    num_ended: int = 0
-    open: Counter[str] = field(default_factory=Counter)
-    num_headers: int = 0
-    num_split: int = 0
+    num_ended: int = 0  # answers at the end that got an end-of-document token, since they have no stop token
+    open: Counter[str] = field(default_factory=Counter)  # answers without any stop token, by the text of their last tokens
+    num_headers: int = 0  # answers whose header the template marks as written by the model
+    num_split: int = 0  # conversations that are several samples; `num_samples` in all
     num_samples: int = 0
-    num_repeated: int = 0
+    num_repeated: int = 0  # tokens of these samples beyond those of the last of each conversation
 
     def warnings(self) -> Iterator[str]:
         total = f"of {self.num_answers:,} trained answers"
@@ -116,23 +108,17 @@ class ChatEncoder:
 
     A conversation is one sample if the template renders every trained answer with what follows as it does without. Where it
     does not, as templates that leave out the reasoning of earlier answers, an answer is a sample of its own with its history.
-
-    Attributes:
-        template: the chat template, in Jinja.
-        roles, turns: the messages that are trained; `turns` is one of `TURNS`.
-        decode: converts tokens to text; None if nothing of it is needed.
-        stops: tokens at which generation can stop; empty for no check.
-        eod: token that ends a document; None if there is none.
-        append_eod: put it behind every sample, trained behind a trained message; None: where the last answer has no stop token.
     """
 
     apply: ApplyTemplate
-    template: str
+    template: str  # the chat template, in Jinja
+    # roles, turns: the messages that are trained; `turns` is one of `TURNS`
     roles: tuple[str, ...] = (ASSISTANT,)
     turns: str = "all"
-    decode: Callable[[Sequence[int]], str] | None = None
-    stops: frozenset[int] = frozenset()
-    eod: int | None = None
+    decode: Callable[[Sequence[int]], str] | None = None  # converts tokens to text; None if nothing of it is needed
+    stops: frozenset[int] = frozenset()  # tokens at which generation can stop; empty for no check
+    eod: int | None = None  # token that ends a document; None if there is none
+    # Put it behind every sample, trained behind a trained message; None: where the last answer has no stop token
     append_eod: bool | None = False
 
     def encode(

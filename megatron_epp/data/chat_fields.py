@@ -21,26 +21,19 @@ TOOLS = "tools (of lines)"
 
 @dataclass(slots=True)
 class Fields:
-    """Counts over conversations.
+    """Counts over conversations."""
 
-    Attributes:
-        present: messages that have a field with a value, by its name; the role is none, and the content is counted only of
-            messages with further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
-        lost: of these, messages whose field the template does not render.
-        printed: of these, those that the template prints as Python writes lists and dictionaries.
-        parts: parts of contents that are no text, by type, which the template takes.
-        num_joined: messages whose content is a list of texts, which the template does not take, so that they are joined.
-        num_empty: messages that are trained although nothing of them is rendered.
-        num_null: messages whose content is null and that the template renders as text.
-    """
-
+    # Messages that have a field with a value, by its name; the role is none, and the content is counted only of messages with
+    # further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
     present: Counter[str] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)  # of these, messages whose field the template does not render
+    # Of these, those that the template prints as Python writes lists and dictionaries
     printed: Counter[str] = field(default_factory=Counter)
+    # Parts of contents that are no text, by type, which the template takes
     parts: Counter[str] = field(default_factory=Counter)
-    num_joined: int = 0
-    num_empty: int = 0
-    num_null: int = 0
+    num_joined: int = 0  # messages whose content is a list of texts, which the template does not take, so that they are joined
+    num_empty: int = 0  # messages that are trained although nothing of them is rendered
+    num_null: int = 0  # messages whose content is null and that the template renders as text
 
     def warnings(self, roles: Sequence[str]) -> Iterator[str]:
         """Yield what is lost or no text, in a line each, where messages of these roles are trained."""

@@ -101,21 +101,15 @@ class Sequences:
     A document of n tokens has n - 1 positions (inputs ``[:-1]``, labels ``[1:]``); one of fewer than 2 tokens has none and
     makes no sequence. Sequence k of a document that is split has the inputs ``[k * limit, (k + 1) * limit)``, so its last label
     is the first input of sequence k + 1: the two overlap by one token, and every token but a document's first is a label once.
-
-    Attributes:
-        lengths: int32 [sequences], the positions of each, at most `limit`.
-        documents: [kept documents], their indices among all documents; None if all are kept.
-        ends: [kept documents], number of sequences up to and including the last one of each; None if each is one sequence.
-        num_long: documents of more than `limit` positions.
-        num_left_out: tokens of truncated documents beyond their only sequence.
     """
 
-    lengths: NDArray[np.int32]
+    lengths: NDArray[np.int32]  # int32 [sequences], the positions of each, at most `limit`
     limit: int
-    documents: Index | None
+    documents: Index | None  # [kept documents], their indices among all documents; None if all are kept
+    # [kept documents], number of sequences up to and including the last one of each; None if each is one sequence
     ends: Index | None
-    num_long: int
-    num_left_out: int
+    num_long: int  # documents of more than `limit` positions
+    num_left_out: int  # tokens of truncated documents beyond their only sequence
 
     def __len__(self) -> int:
         return len(self.lengths)

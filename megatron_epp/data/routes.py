@@ -18,20 +18,14 @@ ROUTES = "routes"
 
 
 class Routing(NamedTuple):
-    """Experts of a model, or of a rank's part of it.
-
-    Attributes:
-        per_token: how many of the `experts` of a layer a token passes (top-k).
-        layers: numbers, from 0, of the layers that have experts; of a rank's stages alone where a rank reads routes.
-        num_layers: of the whole model.
-        obstacle: why its routers cannot replay; empty if they can.
-    """
+    """Experts of a model, or of a rank's part of it."""
 
     experts: int
-    per_token: int
+    per_token: int  # how many of the `experts` of a layer a token passes (top-k)
+    # numbers, from 0, of the layers that have experts; of a rank's stages alone where a rank reads routes
     layers: tuple[int, ...]
-    num_layers: int
-    obstacle: str = ""
+    num_layers: int  # of the whole model
+    obstacle: str = ""  # why its routers cannot replay; empty if they can
 
 
 def read_routes(

@@ -37,28 +37,18 @@ def columns_of(loss: Loss) -> LossColumns:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """One sequence. `columns` and `inputs` have values by name, ``[tokens]`` or ``[tokens, width]``.
+    """One sequence. `columns` and `inputs` have values by name, ``[tokens]`` or ``[tokens, width]``."""
 
-    Attributes:
-        tokens: ``[tokens]`` integers, at least 2; for a loss of values one more than the sample has.
-        trained: ``[tokens]``, 1 for a token that is trained where it is a label, 0 for others; None if all are.
-        columns: a token's value is about it as a label, so that the first is not used; or it is one number for all.
-        group: samples that have it in common share one loss; None where losses are not over groups.
-        spans: tokens that are not cut, with their work.
-        payloads: of every span, as it was given.
-        inputs: a token's value is about it as an input.
-        positions: int64 ``[tokens, axes]``; None for places in the sequence.
-        routes: int16 ``[inputs, experts per token]`` by number of layer; empty where routers choose.
-    """
-
-    tokens: np.ndarray
-    trained: np.ndarray | None
+    tokens: np.ndarray  # ``[tokens]`` integers, at least 2; for a loss of values one more than the sample has
+    trained: np.ndarray | None  # ``[tokens]``, 1 for a token that is trained where it is a label, 0 for others; None if all are
+    # A token's value is about it as a label, so that the first is not used; or it is one number for all
     columns: Mapping[str, np.ndarray]
-    group: int | str | None = None
-    spans: tuple[TokenSpan, ...] = ()
-    payloads: tuple[Any, ...] = ()
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    positions: np.ndarray | None = None
+    group: int | str | None = None  # samples that have it in common share one loss; None where losses are not over groups
+    spans: tuple[TokenSpan, ...] = ()  # tokens that are not cut, with their work
+    payloads: tuple[Any, ...] = ()  # of every span, as it was given
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # a token's value is about it as an input
+    positions: np.ndarray | None = None  # int64 ``[tokens, axes]``; None for places in the sequence
+    # int16 ``[inputs, experts per token]`` by number of layer; empty where routers choose
     routes: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @staticmethod

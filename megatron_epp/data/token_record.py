@@ -35,20 +35,13 @@ _SAMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Properties that distinguish tokenizers.
+    """Properties that distinguish tokenizers."""
 
-    Attributes:
-        kind: Megatron's ``tokenizer_type``.
-        model: its name or path; None if it has none.
-        vocab_size: all ids are below it, `eod` included, which ends a document.
-        digest: of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``).
-    """
-
-    kind: str
-    model: str | None
-    vocab_size: int
+    kind: str  # Megatron's ``tokenizer_type``
+    model: str | None  # its name or path; None if it has none
+    vocab_size: int  # all ids are below it, `eod` included, which ends a document
     eod: int | None
-    digest: str | None
+    digest: str | None  # of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``)
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))

@@ -65,22 +65,16 @@ def _converted(entries: Iterable[tuple[str | int, Converter, Any]]) -> list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """Conversion of values to plain data of JSON and back.
+    """Conversion of values to plain data of JSON and back."""
 
-    Attributes:
-        readers: of types that are no dataclasses or tuples of values; they raise `EppError`, TypeError or ValueError.
-        to_plain: formats values of these types; others are numbers and text, which are converted to their field's type.
-        least, most: limits of numbers, by the field's name.
-        least_of_others: smallest number in other fields; the largest are `MOST_NUMBER` and `MOST_WHOLE`.
-        ignores_unknown: objects may have names that are not fields.
-    """
-
+    # Of types that are no dataclasses or tuples of values; they raise `EppError`, TypeError or ValueError
     readers: Mapping[type, Converter] = field(default_factory=dict)
+    # Formats values of these types; others are numbers and text, which are converted to their field's type
     to_plain: Mapping[type, Converter] = field(default_factory=dict)
-    least: Mapping[str, float] = field(default_factory=dict)
-    most: Mapping[str, float] = field(default_factory=dict)
-    least_of_others: float = -MOST_NUMBER
-    ignores_unknown: bool = False
+    least: Mapping[str, float] = field(default_factory=dict)  # limits of numbers, by the field's name
+    most: Mapping[str, float] = field(default_factory=dict)  # limits of numbers, by the field's name
+    least_of_others: float = -MOST_NUMBER  # smallest number in other fields; the largest are `MOST_NUMBER` and `MOST_WHOLE`
+    ignores_unknown: bool = False  # objects may have names that are not fields
 
     def read[T](self, kind: type[T], body: Any, *, ignore_unknown: bool = False) -> T:
         """Make a dataclass of a JSON object; null stands for a missing field.

@@ -29,25 +29,19 @@ class PlanColumns:
     """The steps of a plan, numbered along the tracks, and their actions in that order.
 
     A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
-
-    Attributes:
-        tracks: the numbers of each track's steps; copies of rank ``r`` are track ``num_ranks + r``.
-        ops: operations that occur.
-        op: operation of each action, an index in `ops`.
-        site, chunk, step: of each action.
     """
 
     steps: list[AnyStep]
-    tracks: list[range]
+    tracks: list[range]  # the numbers of each track's steps; copies of rank ``r`` are track ``num_ranks + r``
     num_ranks: int
     time_us: Floats
     alloc_bytes: Bytes
     free_bytes: Bytes
-    ops: tuple[Op, ...]
-    op: Integers
-    site: Integers
-    chunk: Integers
-    step: Integers
+    ops: tuple[Op, ...]  # operations that occur
+    op: Integers  # operation of each action, an index in `ops`
+    site: Integers  # of each action
+    chunk: Integers  # of each action
+    step: Integers  # of each action
 
     @property
     def num_compute(self) -> int:
@@ -117,19 +111,13 @@ def byte_column(values: Sequence[int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The steps in which a plan has each action.
+    """The steps in which a plan has each action."""
 
-    Attributes:
-        numbers: by operation, the number of the step, ``[site][chunk]``; `NO_STEP` if the plan does not have the action.
-        ops: operations with an action in a list into which they belong.
-        unknown: indices of actions that do not belong into their list, or are of a site or chunk that does not exist.
-        repeated: indices of other actions that occur before.
-    """
-
+    # By operation, the number of the step, ``[site][chunk]``; `NO_STEP` if the plan does not have the action
     numbers: Mapping[Op, Integers]
-    ops: frozenset[Op]
-    unknown: Integers
-    repeated: Integers
+    ops: frozenset[Op]  # operations with an action in a list into which they belong
+    unknown: Integers  # indices of actions that do not belong into their list, or are of a site or chunk that does not exist
+    repeated: Integers  # indices of other actions that occur before
 
     def number(self, action: Action) -> int | None:
         """Number of the step of an action; None if the plan does not have it."""

@@ -31,16 +31,11 @@ class DependencyKind(IntEnum):
 
 
 class BindingDependency(NamedTuple):
-    """Dependency of a step that is met last.
-
-    Attributes:
-        number: step that meets it; -1 for `DependencyKind.START`.
-        transfer_us: time from the end of that step until the dependency is met.
-    """
+    """Dependency of a step that is met last."""
 
     kind: DependencyKind
-    number: int = -1
-    transfer_us: float = 0.0
+    number: int = -1  # step that meets it; -1 for `DependencyKind.START`
+    transfer_us: float = 0.0  # time from the end of that step until the dependency is met
 
 
 def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[BindingDependency]:

@@ -27,17 +27,12 @@ def as_setting(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of one setting that helps.
+    """A change of one setting that helps."""
 
-    Attributes:
-        change: what to do with it; "use" for words of the value alone.
-        setting: field of `Problem`, `Options` or `ModelShape`, or a flag of Megatron with underscores.
-        value: a value that helps, in the field's unit; None where any change in this direction may help.
-    """
-
+    # What to do with it; "use" for words of the value alone
     change: Literal["raise", "lower", "change", "set", "add", "drop", "use"]
-    setting: str = ""
-    value: int | str | None = None
+    setting: str = ""  # field of `Problem`, `Options` or `ModelShape`, or a flag of Megatron with underscores
+    value: int | str | None = None  # a value that helps, in the field's unit; None where any change in this direction may help
 
     @property
     def verb(self) -> str:

@@ -43,19 +43,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """All transfers between ranks, in the order of their producers, as columns.
+    """All transfers between ranks, in the order of their producers, as columns."""
 
-    Attributes:
-        producer, consumer: numbers of the steps.
-        link: index in `links`.
-    """
-
-    producer: Integers
-    consumer: Integers
+    producer: Integers  # numbers of the steps
+    consumer: Integers  # numbers of the steps
     chunk: Integers
     source_site: Integers
     target_site: Integers
-    link: Integers
+    link: Integers  # index in `links`
     time_us: Floats
     links: tuple[Link, ...]
 
@@ -68,21 +63,14 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All steps of a plan, each with the steps it waits for.
-
-    Attributes:
-        links: index of the link to the host, for every rank.
-        need_starts: for each step, where its part of `needs` and `need_us` starts, and the end of the last.
-        needs: the steps that each step waits for.
-        need_us: time of the transfer between the two; zero if there is none.
-    """
+    """All steps of a plan, each with the steps it waits for."""
 
     columns: PlanColumns
     listed: Listed
-    links: Sequence[int]
-    need_starts: Integers
-    needs: Integers
-    need_us: Floats
+    links: Sequence[int]  # index of the link to the host, for every rank
+    need_starts: Integers  # for each step, where its part of `needs` and `need_us` starts, and the end of the last
+    needs: Integers  # the steps that each step waits for
+    need_us: Floats  # time of the transfer between the two; zero if there is none
     transfers: Transfers
 
     @property
@@ -152,21 +140,14 @@ def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of an action and one that it waits for.
+    """Pairs of an action and one that it waits for."""
 
-    Attributes:
-        waiting: index of the action that waits.
-        need: number of the step it waits for.
-        link: of the transfer, an index in `_Relations.links`; -1 if there is none.
-        site, chunk: of the action it waits for.
-    """
-
-    waiting: Integers
-    need: Integers
+    waiting: Integers  # index of the action that waits
+    need: Integers  # number of the step it waits for
     time_us: Floats
-    link: Integers
-    site: Integers
-    chunk: Integers
+    link: Integers  # of the transfer, an index in `_Relations.links`; -1 if there is none
+    site: Integers  # of the action it waits for
+    chunk: Integers  # of the action it waits for
 
 
 class _Relations:

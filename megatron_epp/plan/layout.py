@@ -16,19 +16,12 @@ _SHARDED = "sharded"
 
 
 class StageLayers(NamedTuple):
-    """Layers of one stage, in the order in which they run.
+    """Layers of one stage, in the order in which they run."""
 
-    Attributes:
-        first: number of the first layer that has a part in the stage, from 0.
-        begins_with_mlp: that layer's attention is on the stage before, so here it is only its MLP.
-        num_whole: layers with attention and MLP.
-        ends_with_attention: one layer more, whose MLP is on the next stage.
-    """
-
-    first: int
-    begins_with_mlp: bool
-    num_whole: int
-    ends_with_attention: bool
+    first: int  # number of the first layer that has a part in the stage, from 0
+    begins_with_mlp: bool  # that layer's attention is on the stage before, so here it is only its MLP
+    num_whole: int  # layers with attention and MLP
+    ends_with_attention: bool  # one layer more, whose MLP is on the next stage
 
     @property
     def num_modules(self) -> int:
@@ -42,17 +35,12 @@ class Layout:
     Layers are counted in halves, since a stage may begin between the attention and the MLP of a layer. Stages hold consecutive
     halves, so a layout with the right sum leaves no layer out and holds none twice. Raises `EppError` if a stage has a negative
     number of layers, or the placement has another number of stages.
-
-    Attributes:
-        halves: half layers of every stage, first to last.
-        shards_vocabulary: the output layer is in shards over the ranks, equal ones, and not on the last stage.
-        chosen_with: flags of the run that has chosen it, by name.
     """
 
-    halves: tuple[int, ...]
+    halves: tuple[int, ...]  # half layers of every stage, first to last
     placement: Placement
-    shards_vocabulary: bool = False
-    chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    shards_vocabulary: bool = False  # the output layer is in shards over the ranks, equal ones, and not on the last stage
+    chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)  # flags of the run that has chosen it, by name
 
     def __post_init__(self) -> None:
         if min(self.halves, default=-1) < 0:

@@ -101,22 +101,15 @@ class Collective(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Relation of an action to others that it waits for.
-
-    Attributes:
-        site: sites of these: an offset from the action's own, or the last one, or every one.
-        chunk: their chunk, relative to the action's.
-        only: the one site of the waiting action for which the relation holds; None for all.
-        carries: the transfer between the two; None if they share a rank, as they then have to.
-        if_present: it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
-    """
+    """Relation of an action to others that it waits for."""
 
     op: Op
-    site: int | At = 0
-    chunk: Of = Of.SAME
-    only: Literal[At.LAST] | None = None
+    site: int | At = 0  # sites of these: an offset from the action's own, or the last one, or every one
+    chunk: Of = Of.SAME  # their chunk, relative to the action's
+    only: Literal[At.LAST] | None = None  # the one site of the waiting action for which the relation holds; None for all
+    # The transfer between the two; None if they share a rank, as they then have to
     carries: MessageKind | Collective | None = None
-    if_present: bool = False
+    if_present: bool = False  # it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
 
 
 class Before(NamedTuple):

@@ -31,15 +31,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Extension(Protocol):
-    """Part of a plan. Two of the same content are equal.
+    """Part of a plan. Two of the same content are equal."""
 
-    Attributes:
-        field: its name in plan files.
-        lacks: what training would need to run a plan with it; empty if it runs.
-    """
-
-    field: ClassVar[str]
-    lacks: ClassVar[str]
+    field: ClassVar[str]  # its name in plan files
+    lacks: ClassVar[str]  # what training would need to run a plan with it; empty if it runs
 
     def faults(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> Iterator[str]:
         """Yield what is wrong with it in a plan of sequences of these lengths in tokens."""

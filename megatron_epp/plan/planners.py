@@ -40,35 +40,22 @@ class FixedPlacement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannerEntry:
-    """A planner and what commands and training need to know of it.
+    """A planner and what commands and training need to know of it."""
 
-    Attributes:
-        plan: the planner, or where it is, as ``module:function``.
-        summary: one line on what it does.
-        source: paper or code that it follows.
-        begins_with_greedy: it starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes.
-        splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
-        may_offload: its plans may have copies to the host, with `Options.offload`.
-        offloads: copies are part of its method, so that comparisons give it `Options.offload`.
-        has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
-        keeps_groups: it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one.
-        interleaves: it takes several stages on each rank if they go round the ranks, as Megatron's do.
-        joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
-        lacks: why training does not run its plans; empty if it does.
-    """
-
-    plan: Planner | str
-    summary: str = ""
-    source: str = "this package"
+    plan: Planner | str  # the planner, or where it is, as ``module:function``
+    summary: str = ""  # one line on what it does
+    source: str = "this package"  # paper or code that it follows
+    # It starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes
     begins_with_greedy: bool = False
-    splits_weight: bool = False
-    may_offload: bool = False
-    offloads: bool = False
+    splits_weight: bool = False  # its order has weight gradients of their own, which run so with `Options.split_weight`
+    may_offload: bool = False  # its plans may have copies to the host, with `Options.offload`
+    offloads: bool = False  # copies are part of its method, so that comparisons give it `Options.offload`
+    # It tries sizes of chunks itself, has none, or searches too long for a comparison to try several
     has_own_size: bool = False
-    keeps_groups: bool = False
-    interleaves: bool = False
-    joins: bool = False
-    lacks: str = ""
+    keeps_groups: bool = False  # it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one
+    interleaves: bool = False  # it takes several stages on each rank if they go round the ranks, as Megatron's do
+    joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
+    lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property
     def planner(self) -> Planner:

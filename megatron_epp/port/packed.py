@@ -19,22 +19,15 @@ from megatron_epp.plan.lowering import lower
 
 
 class PackedPlan(NamedTuple):
-    """A replica's plan for a global batch.
-
-    Attributes:
-        rows: the lowered actions of every rank.
-        planning_us: how long it took to make, and the division before it.
-        share: positions of its sequences in the global batch, in the plan's order.
-        division: a checksum, the same for all replicas' plans of a batch.
-        peak_items: bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None.
-    """
+    """A replica's plan for a global batch."""
 
     message: bytes
     plan_digest: str
-    rows: tuple[bytes, ...]
-    planning_us: float
-    share: tuple[int, ...]
-    division: int = 0
+    rows: tuple[bytes, ...]  # the lowered actions of every rank
+    planning_us: float  # how long it took to make, and the division before it
+    share: tuple[int, ...]  # positions of its sequences in the global batch, in the plan's order
+    division: int = 0  # a checksum, the same for all replicas' plans of a batch
+    # Bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None
     peak_items: dict[str, int] | None = None
 
     @classmethod

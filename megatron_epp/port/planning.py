@@ -82,20 +82,15 @@ class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas.
 
     Equal problems get equal plans, on every machine and after a resume, and so an equal division over replicas.
-
-    Attributes:
-        lockstep_group: index in `lockstep_groups` of the group to plan for.
-        lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
-        process: that plans; it may plan for others, too.
-        tells_peak: the first plan that runs says what its peak is made of.
     """
 
     costs: Costs
     options: Options
-    lockstep_group: int = 0
+    lockstep_group: int = 0  # index in `lockstep_groups` of the group to plan for
+    # All replicas that share a batch. Replicas of a group share experts and get lockstep plans.
     lockstep_groups: LockstepGroups = ((0,),)
-    process: PlanningProcess = field(default_factory=PlanningProcess)
-    tells_peak: bool = True
+    process: PlanningProcess = field(default_factory=PlanningProcess)  # that plans; it may plan for others, too
+    tells_peak: bool = True  # the first plan that runs says what its peak is made of
 
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.

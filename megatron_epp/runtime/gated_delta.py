@@ -28,29 +28,20 @@ class DeltaRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayer:
-    """A layer's weights for the heads that a rank has, and its kernels.
+    """A layer's weights for the heads that a rank has, and its kernels."""
 
-    Attributes:
-        number: of the layer, unique in its stage.
-        filters: of the convolution, ``[channels, 1, width]``: all queries' channels, then keys' and values'.
-        bias: of the convolution, ``[channels]``; None without.
-        decay: logarithms of the heads' decays ``[value heads]``.
-        step: bias of the gate of the decay ``[value heads]``.
-        normalise: scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are.
-        convolve: kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for
-            torch's, where convolution and recurrence run sequence by sequence.
-        activation: of the convolution's output, where torch's runs.
-    """
-
-    number: int
-    filters: Tensor
-    bias: Tensor | None
-    decay: Tensor
-    step: Tensor
+    number: int  # of the layer, unique in its stage
+    filters: Tensor  # of the convolution, ``[channels, 1, width]``: all queries' channels, then keys' and values'
+    bias: Tensor | None  # of the convolution, ``[channels]``; None without
+    decay: Tensor  # logarithms of the heads' decays ``[value heads]``
+    step: Tensor  # bias of the gate of the decay ``[value heads]``
     rule: DeltaRule
+    # Scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are
     normalise: Callable[[Tensor], Tensor] | None
+    # Kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for torch's, where
+    # convolution and recurrence run sequence by sequence
     convolve: Callable[..., Tensor] | None
-    activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor]  # of the convolution's output, where torch's runs
 
     def __call__(self, q: Tensor, rest: Tensors, context: ChunkContext) -> Tensor:
         """Return the output of a chunk's tokens, ``[tokens, value heads, channels]``.

@@ -18,18 +18,13 @@ MOST_SEQUENCES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Reads a number within limits.
-
-    Attributes:
-        is_above: `least` itself is too small.
-        of_what: takes the word ``auto`` too, and counts this.
-    """
+    """Reads a number within limits."""
 
     least: int
     most: float
     kind: type[int] | type[float] = int
-    is_above: bool = False
-    of_what: str = ""
+    is_above: bool = False  # `least` itself is too small
+    of_what: str = ""  # takes the word ``auto`` too, and counts this
 
     def __call__(self, text: str) -> int | float | str:
         if self.of_what and text == AUTO:
@@ -102,33 +97,21 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting, and its flags.
+    """A setting, and its flags."""
 
-    Attributes:
-        setting: name in errors, and destination: a field of `Options`, `Problem` or `ModelShape`, else the flag's own name.
-        training: flag of a training run: ``--epp...`` is ours, any other Megatron's own; empty for none.
-        short: flags of the command line, with spaces between; it takes the one of training too. Empty for none.
-        read: type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
-        help: what it does, for training; the command line says it in lower case. Settings in braces become flags.
-        short_help: for the command line, where that differs.
-        choices: all values; empty where they are not listed.
-        metavar: the value in help texts, or its unit; N for whole numbers by default.
-        alone: value where the flag is given without one; None where it needs one.
-        field: converts a parsed value to the field's.
-    """
-
-    setting: str
-    training: str = ""
-    short: str = ""
+    setting: str  # name in errors, and destination: a field of `Options`, `Problem` or `ModelShape`, else the flag's own name
+    training: str = ""  # flag of a training run: ``--epp...`` is ours, any other Megatron's own; empty for none
+    short: str = ""  # flags of the command line, with spaces between; it takes the one of training too. Empty for none.
+    # Type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
     read: Callable[[str], Any] = str
-    help: str = ""
-    short_help: str = ""
+    help: str = ""  # what it does, for training; the command line says it in lower case. Settings in braces become flags.
+    short_help: str = ""  # for the command line, where that differs
     default: Any = None
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    alone: str | None = None
+    choices: tuple[str, ...] = ()  # all values; empty where they are not listed
+    metavar: str | None = None  # the value in help texts, or its unit; N for whole numbers by default
+    alone: str | None = None  # value where the flag is given without one; None where it needs one
     takes_several: bool = False
-    field: Callable[[Any], Any] = _same
+    field: Callable[[Any], Any] = _same  # converts a parsed value to the field's
 
     def described(self, help: str, short_help: str = "") -> Flag:
         return replace(self, help=help, short_help=short_help)

@@ -62,25 +62,18 @@ def always(settings: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A flag that is refused where its value asks for something.
+    """A flag that is refused where its value asks for something."""
 
-    Attributes:
-        flag: with its hyphens.
-        when: further condition on the settings, which is asked where the value asks for something.
-        say: why, as the words behind the flag with its value; ``{name}`` is another setting with its value. Empty for a flag
-            that plans cannot honour.
-        use: what to do instead, with such names; may be empty.
-        allowed: values that ask for nothing.
-        dest: attribute of parsed flags; empty where it follows from the flag.
-    """
-
-    flag: str
+    flag: str  # with its hyphens
+    # Further condition on the settings, which is asked where the value asks for something
     when: Callable[[Any], object] = always
+    # why, as the words behind the flag with its value; ``{name}`` is another setting with its value. Empty for a flag that
+    # plans cannot honour.
     say: str = ""
-    use: str = OUT
+    use: str = OUT  # what to do instead, with such names; may be empty
     doors: Door = Door.DOCUMENTS
-    allowed: tuple[Any, ...] = (None, False)
-    dest: str = ""
+    allowed: tuple[Any, ...] = (None, False)  # values that ask for nothing
+    dest: str = ""  # attribute of parsed flags; empty where it follows from the flag
 
     @property
     def attribute(self) -> str:

@@ -46,19 +46,14 @@ type Decides = Literal["costs", "layout", "both"]
 
 
 class _Fact(NamedTuple):
-    """An argument of Megatron, or a field of a model's configuration, on which costs or layouts depend.
-
-    Attributes:
-        untold: values that are not told, nor is None, so that what was kept before there was the row holds; None tells all.
-        only_with: argument without which this one says nothing, and is not told.
-        of_model: it is a field of the model's configuration, which a script may set by itself.
-    """
+    """An argument of Megatron, or a field of a model's configuration, on which costs or layouts depend."""
 
     name: str
     decides: Decides
+    # Values that are not told, nor is None, so that what was kept before there was the row holds; None tells all
     untold: tuple[object, ...] | None = None
-    only_with: str = ""
-    of_model: bool = False
+    only_with: str = ""  # argument without which this one says nothing, and is not told
+    of_model: bool = False  # it is a field of the model's configuration, which a script may set by itself
 
 
 _FACTS = (

@@ -258,22 +258,16 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 
 
 class Held(NamedTuple):
-    """Bytes per token.
+    """Bytes per token."""
 
-    Attributes:
-        activations: held from forward to backward.
-        head: part of `activations` that is freed before the backward reaches the layers.
-        peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
-        weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
-        half, ahead: parts of `activations` that the stage's half layer besides its layers, and layers of multi-token prediction
-            keep.
-    """
-
-    activations: float
-    head: float
-    peak_above_entry: float
+    activations: float  # held from forward to backward
+    head: float  # part of `activations` that is freed before the backward reaches the layers
+    peak_above_entry: float  # peak while the backward of the last layer (or another) runs, above what was live when it began
+    # weights, layers_weights: kept by a backward for all weight gradients, and for the layers'
     weights: float
     layers_weights: float
+    # half, ahead: parts of `activations` that the stage's half layer besides its layers, and layers of multi-token prediction
+    # keep
     half: float
     ahead: float
 

@@ -25,24 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
-    """Conversion of a document's bytes to token ids, for a chat template and text only where the tokenizer has chat templates.
+    """Conversion of a document's bytes to token ids; the rest is for tokenizers that have chat templates."""
 
-    Attributes:
-        encode: raises UnicodeDecodeError for bytes it cannot read.
-        tokenizer: the description that is recorded with the tokens.
-        flags: Megatron's command-line flags for training on these tokens.
-        template: the tokenizer's own chat template, or several by name; None if it has none.
-        decode: converts ids to text, special tokens included.
-        stops: special tokens, at which generation can stop.
-    """
-
-    encode: Callable[[bytes], np.ndarray]
-    tokenizer: Tokenizer
-    flags: str
+    encode: Callable[[bytes], np.ndarray]  # raises UnicodeDecodeError for bytes it cannot read
+    tokenizer: Tokenizer  # the description that is recorded with the tokens
+    flags: str  # Megatron's command-line flags for training on these tokens
     apply_template: ApplyTemplate | None = None
+    # The tokenizer's own chat template, or several by name; None if it has none
     template: str | Mapping[str, str] | None = None
-    decode: Callable[[Sequence[int]], str] | None = None
-    stops: frozenset[int] = frozenset()
+    decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text, special tokens included
+    stops: frozenset[int] = frozenset()  # special tokens, at which generation can stop
 
 
 # Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.

@@ -30,38 +30,25 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Counts of the trained tokens of conversations: those that are labels; the first one of a document never is.
-
-    Attributes:
-        num_documents_without: documents without any, which are in the pair all the same.
-        example: lines of the first document with trained tokens, as text.
-    """
+    """Counts of the trained tokens of conversations: those that are labels; the first one of a document never is."""
 
     roles: tuple[str, ...]
     num_tokens: int
-    num_documents_without: int
+    num_documents_without: int  # documents without any, which are in the pair all the same
     counts: ChatCounts
-    example: Sequence[str]
+    example: Sequence[str]  # lines of the first document with trained tokens, as text
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Result of `prepare`.
+    """Result of `prepare`."""
 
-    Attributes:
-        prefix: path of the pair, without suffix.
-        lengths: int64, tokens of each document, including its end-of-document token.
-        num_empty: number of documents left out because they have no tokens.
-        num_unreadable: number of documents left out because they are not UTF-8 (byte-level tokens take any document).
-        trained: None for texts, all of whose tokens are trained.
-    """
-
-    prefix: str
-    lengths: np.ndarray
-    num_empty: int
-    num_unreadable: int
+    prefix: str  # path of the pair, without suffix
+    lengths: np.ndarray  # int64, tokens of each document, including its end-of-document token
+    num_empty: int  # number of documents left out because they have no tokens
+    num_unreadable: int  # number of documents left out because they are not UTF-8 (byte-level tokens take any document)
     record: TokenRecord
-    trained: Trained | None = None
+    trained: Trained | None = None  # None for texts, all of whose tokens are trained
 
     def __str__(self) -> str:
         lengths = self.lengths

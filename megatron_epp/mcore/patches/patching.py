@@ -20,20 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replacement of one function.
+    """Replacement of one function."""
 
-    Attributes:
-        target: "package.module:name" or "package.module:Class.method".
-        replacement: the new function; with `wraps`, it gets the original as its first argument.
-        reason: one line, shown when the patch is applied.
-        fingerprints: `fingerprint(target)` of every original the patch was written for, by default from `fingerprints.PATCHED`;
-            none if the content of the original does not matter.
-    """
-
-    target: str
-    replacement: Callable[..., Any]
-    reason: str
+    target: str  # "package.module:name" or "package.module:Class.method"
+    replacement: Callable[..., Any]  # the new function; with `wraps`, it gets the original as its first argument
+    reason: str  # one line, shown when the patch is applied
     wraps: bool = False
+    # `fingerprint(target)` of every original the patch was written for, by default from `fingerprints.PATCHED`; none if the
+    # content of the original does not matter
     fingerprints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -62,15 +62,11 @@ _BATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """Choices of the job's first rank.
-
-    Attributes:
-        splits_weights: weight gradients are actions of their own, where plans are faster with them.
-        has_whole_logits: the logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open.
-    """
+    """Choices of the job's first rank."""
 
     layout: Layout
-    splits_weights: bool = False
+    splits_weights: bool = False  # weight gradients are actions of their own, where plans are faster with them
+    # The logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open
     has_whole_logits: bool = False
 
 

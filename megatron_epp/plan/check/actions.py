@@ -99,15 +99,10 @@ def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of action in a list of the plan.
+    """A kind of action in a list of the plan."""
 
-    Attributes:
-        foreign: reason for which it may not be in the list; empty if it may.
-        is_listed: it is of the list's track.
-    """
-
-    foreign: str
-    is_listed: bool = False
+    foreign: str  # reason for which it may not be in the list; empty if it may
+    is_listed: bool = False  # it is of the list's track
     ranks: Sequence[int] = ()
     site: str = ""
 

@@ -85,18 +85,12 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
 
 
 class _Events(NamedTuple):
-    """Launches that are shared with other rows. All sides of an event have its number.
+    """Launches that are shared with other rows. All sides of an event have its number."""
 
-    Attributes:
-        event, position: of each launch; positions count in its row.
-        rows: the part of these columns that is each row's.
-        parties: by event, the number of rows that it waits for, whether they have it or not.
-    """
-
-    event: Integers
-    position: Integers
-    rows: list[slice]
-    parties: Integers
+    event: Integers  # of each launch; positions count in its row
+    position: Integers  # of each launch; positions count in its row
+    rows: list[slice]  # the part of these columns that is each row's
+    parties: Integers  # by event, the number of rows that it waits for, whether they have it or not
 
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
@@ -120,22 +114,15 @@ def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
 
 
 class _Shared[T](NamedTuple):
-    """Event of the launches of an operation, in numbers.
+    """Event of the launches of an operation, in numbers."""
 
-    Attributes:
-        operation: number of the operation that names the event; -1 if the launches are in no event.
-        offset: from the launch's site to the one that names the event.
-        by_site, by_chunk: 1 if every site or chunk has its own event, else 0.
-        replica: whose event it is; -1 if all replicas take part.
-        parties: number of rows that take part; 0 for all that have it.
-    """
-
-    operation: T
-    offset: T
+    operation: T  # number of the operation that names the event; -1 if the launches are in no event
+    offset: T  # from the launch's site to the one that names the event
+    # by_site, by_chunk: 1 if every site or chunk has its own event, else 0
     by_site: T
     by_chunk: T
-    replica: T
-    parties: T
+    replica: T  # whose event it is; -1 if all replicas take part
+    parties: T  # number of rows that take part; 0 for all that have it
 
     @staticmethod
     def of(op: Op, replica: int, num_ranks: int, lockstep: bool) -> _Shared[int]:

@@ -71,32 +71,20 @@ class PieceReader:
 
 @dataclass(slots=True)
 class _Sequence:
-    """KV cache of a sequence in host memory.
-
-    Attributes:
-        num_rows: tokens that a buffer on the device holds.
-        like: cached tensors of no token of a group.
-        rows: offset in the region of the cache of every group, tensor after tensor.
-        gradients: offset of its gradient, laid out likewise, once that was copied to the host.
-    """
+    """KV cache of a sequence in host memory."""
 
     region: Region
-    num_rows: int
-    like: Tensors
+    num_rows: int  # tokens that a buffer on the device holds
+    like: Tensors  # cached tensors of no token of a group
+    # Offset in the region of the cache of every group, tensor after tensor
     rows: dict[HeadGroup, int] = field(default_factory=dict)
+    # Offset of its gradient, laid out likewise, once that was copied to the host
     gradients: dict[HeadGroup, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Running:
-    """Running action and its device buffers: two for groups, and in backward one for the gradient of a group.
-
-    Attributes:
-        current: number of the buffer that attention uses.
-        left: marks of the last offloads out of either buffer, which a load into it waits for. What was offloaded in earlier
-            actions is in host memory: compute has waited for it at their end, and loads wait for compute.
-        arriving: mark behind which the gradient's buffer can be used.
-    """
+    """Running action and its device buffers: two for groups, and in backward one for the gradient of a group."""
 
     view: SliceView
     backward: bool
@@ -104,9 +92,11 @@ class _Running:
     ahead: PieceReader
     buffers: list[Tensors] = field(default_factory=list)
     gradient: Tensors = ()
-    current: int = 0
+    current: int = 0  # number of the buffer that attention uses
+    # Marks of the last offloads out of either buffer, which a load into it waits for. What was offloaded in earlier actions is
+    # in host memory: compute has waited for it at their end, and loads wait for compute.
     left: list[Mark] = field(default_factory=lambda: [None, None])
-    arriving: Mark = None
+    arriving: Mark = None  # mark behind which the gradient's buffer can be used
 
 
 class HostStore:

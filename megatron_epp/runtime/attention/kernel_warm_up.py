@@ -32,29 +32,20 @@ _PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Properties of a stage's attention calls that its chunks share.
+    """Properties of a stage's attention calls that its chunks share."""
 
-    Attributes:
-        query_heads, kv_heads: numbers of heads on this rank, inside attention.
-        channels: width of a head of queries and keys.
-        preference: of kernels, a key of `kernels.PREFERENCES`.
-        value_channels: width of a head of values; 0 if it is the same.
-        is_expanded: keys and values are made of latents, by groups of heads (`latents`).
-        window: of the layer's attention; None for all tokens.
-        has_sinks: softmaxes of the layer have one more score.
-    """
-
+    # query_heads, kv_heads: numbers of heads on this rank, inside attention
     query_heads: int
     kv_heads: int
-    channels: int
+    channels: int  # width of a head of queries and keys
     dtype: torch.dtype
     device: torch.device
     scale: float
-    preference: str = "auto"
-    value_channels: int = 0
-    is_expanded: bool = False
-    window: int | None = None
-    has_sinks: bool = False
+    preference: str = "auto"  # of kernels, a key of `kernels.PREFERENCES`
+    value_channels: int = 0  # width of a head of values; 0 if it is the same
+    is_expanded: bool = False  # keys and values are made of latents, by groups of heads (`latents`)
+    window: int | None = None  # of the layer's attention; None for all tokens
+    has_sinks: bool = False  # softmaxes of the layer have one more score
 
     def parts(self, num_keys: int, offloads_kv: bool) -> set[int]:
         if self.window is not None:
@@ -86,19 +77,12 @@ class Heads:
 
 @dataclass(slots=True)
 class KernelWarmUp:
-    """Attention of a rank's stages, and the classes of shapes that have run.
+    """Attention of a rank's stages, and the classes of shapes that have run."""
 
-    Attributes:
-        heads: distinct properties of the stages' attention calls.
-        longest: tokens of the longest sequence.
-        choice: one of `WARM_UPS`.
-        offloads_kv: KV offload may be planned, with which attention runs by groups of heads.
-    """
-
-    heads: Sequence[Heads]
-    longest: int
-    choice: str = "auto"
-    offloads_kv: bool = False
+    heads: Sequence[Heads]  # distinct properties of the stages' attention calls
+    longest: int  # tokens of the longest sequence
+    choice: str = "auto"  # one of `WARM_UPS`
+    offloads_kv: bool = False  # KV offload may be planned, with which attention runs by groups of heads
     _warm: set[tuple[ShapeClass, int]] = field(default_factory=set)  # with the position in `_active`
     _repeated: set[tuple[ShapeClass, int]] = field(default_factory=set)
     _active: Sequence[Heads] = field(init=False)

@@ -102,17 +102,11 @@ class _Progress:
 
 @dataclass(slots=True)
 class SlicedKVCache:
-    """KV caches of one stage for one iteration.
+    """KV caches of one stage for one iteration."""
 
-    Attributes:
-        fp32_gradients: for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
-        offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
-        handover: what layers hand on to the next slice alone.
-    """
-
-    fp32_gradients: str = "auto"
-    offloaded: HostStore | None = None
-    handover: Handover = field(default_factory=Handover)
+    fp32_gradients: str = "auto"  # for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`
+    offloaded: HostStore | None = None  # the offloaded KV caches, which are in host memory between uses; None if there are none
+    handover: Handover = field(default_factory=Handover)  # what layers hand on to the next slice alone
     _device: DeviceStore = field(default_factory=DeviceStore)
     _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
     _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended

@@ -69,19 +69,12 @@ class SliceView:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """Offsets of the segments of one chunk, for one variable-length attention call.
+    """Offsets of the segments of one chunk, for one variable-length attention call."""
 
-    Attributes:
-        segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
-        query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
-        key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
-        window: tokens ahead of a query that it sees besides itself; None for all.
-    """
-
-    segments: tuple[Segment, ...]
-    query_starts: tuple[int, ...]
-    key_starts: tuple[int, ...]
-    window: int | None = None
+    segments: tuple[Segment, ...]  # the chunk's segments, then one for the padding (sequence -1) when there is any
+    query_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``)
+    key_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix
+    window: int | None = None  # tokens ahead of a query that it sees besides itself; None for all
 
     @property
     def num_tokens(self) -> int:

@@ -67,28 +67,20 @@ class Receive:
 
 @dataclass(slots=True)
 class Links:
-    """Communicators of one pipeline.
+    """Communicators of one pipeline."""
 
-    Attributes:
-        ranks: global ranks of the pipeline, in pipeline order.
-        position: of this rank among them.
-        activations, activations_down: groups for messages to later stages, the second to lower ranks.
-        gradients, gradients_up: groups for messages to earlier stages, the second to higher ranks.
-        figures: a CPU group of the pipeline, for reports, which only the thread of reports uses.
-        control: all ranks that must run the same plan, for plans and agreements.
-        slots_on_cpu: use slots on a CPU too, where tensors need none.
-    """
-
-    ranks: tuple[int, ...]
-    position: int
+    ranks: tuple[int, ...]  # global ranks of the pipeline, in pipeline order
+    position: int  # of this rank among them
+    # activations, activations_down: groups for messages to later stages, the second to lower ranks
     activations: dist.ProcessGroup
+    # gradients, gradients_up: groups for messages to earlier stages, the second to higher ranks
     gradients: dist.ProcessGroup
-    figures: dist.ProcessGroup
-    control: ObjectGroup
+    figures: dist.ProcessGroup  # a CPU group of the pipeline, for reports, which only the thread of reports uses
+    control: ObjectGroup  # all ranks that must run the same plan, for plans and agreements
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
     directions: Sequence[Direction]
-    slots_on_cpu: bool = False
+    slots_on_cpu: bool = False  # use slots on a CPU too, where tensors need none
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _rings: dict[Direction, _Ring] = field(default_factory=dict)
 

@@ -18,16 +18,12 @@ GroupOptions = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Factory of process groups.
+    """Factory of process groups."""
 
-    Attributes:
-        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
-        largest_mesh: most members of a group of an `ObjectGroup`.
-    """
-
+    # Limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo
     timeout: timedelta | None = None
     create: Callable[..., dist.ProcessGroup] = dist.new_group
-    largest_mesh: int = LARGEST_MESH
+    largest_mesh: int = LARGEST_MESH  # most members of a group of an `ObjectGroup`
 
     def of(
         self, members: tuple[int, ...], backend: str | None = None, options: GroupOptions | None = None

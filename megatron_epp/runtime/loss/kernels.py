@@ -47,18 +47,13 @@ class LossCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossKernel:
-    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry.
-
-    Attributes:
-        losses: returns every token's loss, in fp32.
-        gradient: overwrites the logits with the gradient of each token's own loss, and returns it.
-        obstacle: why it cannot be used for a case here; empty if it can.
-    """
+    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry."""
 
     name: str
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor], Tensor]  # returns every token's loss, in fp32
+    # Overwrites the logits with the gradient of each token's own loss, and returns it
     gradient: Callable[[Tensor, Tensor], Tensor]
-    obstacle: Callable[[LossCase], str]
+    obstacle: Callable[[LossCase], str]  # why it cannot be used for a case here; empty if it can
 
 
 @functools.cache

@@ -23,35 +23,23 @@ from megatron_epp.runtime.side_thread import Background
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """Communicators of a pipeline's vocabulary shards.
+    """Communicators of a pipeline's vocabulary shards."""
 
-    Attributes:
-        root: global rank of the last stage.
-        spread: ranks of the pipeline, for broadcasts.
-        gather: the same ranks, for the reduction of gradients.
-        statistics: all ranks that hold rows of the vocabulary: the pipeline's and the tensor-parallel group's.
-    """
-
-    root: int
-    spread: dist.ProcessGroup
-    gather: dist.ProcessGroup
-    statistics: dist.ProcessGroup
+    root: int  # global rank of the last stage
+    spread: dist.ProcessGroup  # ranks of the pipeline, for broadcasts
+    gather: dist.ProcessGroup  # the same ranks, for the reduction of gradients
+    statistics: dist.ProcessGroup  # all ranks that hold rows of the vocabulary: the pipeline's and the tensor-parallel group's
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens of a chunk that pass the output layer.
+    """Tokens of a chunk that pass the output layer."""
 
-    Attributes:
-        shape: of the broadcast, this rank's part of the last stage's output ``[rows, in]``.
-        labels, weights: ``[tokens]``; a weight is the gradient of a token's loss.
-        whole: returns the input of the output layer, ``[tokens, in]``, given the broadcast.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the broadcast, this rank's part of the last stage's output ``[rows, in]``
+    # labels, weights: ``[tokens]``; a weight is the gradient of a token's loss
     labels: Tensor
     weights: Tensor
-    whole: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]  # returns the input of the output layer, ``[tokens, in]``, given the broadcast
 
 
 class LastStage(Protocol):
@@ -78,25 +66,18 @@ class Rank(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    """A chunk between its broadcast and its last operation on this rank.
-
-    Attributes:
-        x: what is broadcast; from `S` on the input of the output layer.
-        work: the broadcast, until `S`.
-        timed: called where `S` has waited for the broadcast, to end its time; None where a callback does.
-        ready: waits for the end of the reductions; None once it has been called.
-        num_uses: operations of this rank that still need it, after the reductions.
-    """
+    """A chunk between its broadcast and its last operation on this rank."""
 
     targets: Targets
-    x: Tensor
-    work: dist.Work | None
+    x: Tensor  # what is broadcast; from `S` on the input of the output layer
+    work: dist.Work | None  # the broadcast, until `S`
+    # Called where `S` has waited for the broadcast, to end its time; None where a callback does
     timed: Callable[[], None] | None = None
     logits: Logits | None = None
     log_sum: Tensor | None = None
     losses: Tensor | None = None
-    ready: Callable[[], None] | None = None
-    num_uses: int = 0
+    ready: Callable[[], None] | None = None  # waits for the end of the reductions; None once it has been called
+    num_uses: int = 0  # operations of this rank that still need it, after the reductions
 
 
 class PipelineShards:

@@ -46,15 +46,11 @@ class _Part(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Figures of one call of the loss, on the device.
+    """Figures of one call of the loss, on the device."""
 
-    Attributes:
-        parts: layout of each part's tokens, and how many of them the loss gets on this rank.
-        figures: float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due
-            to, among those of all parts; and the values and columns of that token.
-    """
-
-    parts: list[tuple[SegmentTable, int]]
+    parts: list[tuple[SegmentTable, int]]  # layout of each part's tokens, and how many of them the loss gets on this rank
+    # float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due to, among
+    # those of all parts; and the values and columns of that token
     figures: Tensor
 
 

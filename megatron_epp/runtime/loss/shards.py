@@ -26,20 +26,14 @@ much memory as the input of the output layer in fp32.
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of an output layer's weight that one rank holds.
+    """Rows of an output layer's weight that one rank holds."""
 
-    Attributes:
-        weight: ``[rows, in]``; the rows may be none.
-        start: number of the first row in the whole vocabulary.
-        block_tokens: most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient. 0
-            for all of a chunk; their exponentials are kept then.
-        accumulate: as in `token_blocks.Head`.
-    """
-
-    weight: Tensor
-    start: int
+    weight: Tensor  # ``[rows, in]``; the rows may be none
+    start: int  # number of the first row in the whole vocabulary
+    # Most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient. 0 for all of a
+    # chunk; their exponentials are kept then.
     block_tokens: int = 0
-    accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+    accumulate: Callable[[Tensor, Tensor], Tensor] | None = None  # as in `token_blocks.Head`
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return every label's row on this rank (clamped), and True if it is one of them."""
@@ -52,19 +46,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """Statistics of logits, ``[tokens]`` each, in fp32 (fp64 for fp64 logits).
+    """Statistics of logits, ``[tokens]`` each, in fp32 (fp64 for fp64 logits)."""
 
-    Attributes:
-        most: largest logit of this rank.
-        summed: sum of exponentials of this rank's logits less `most`.
-        predicted: logit of the label, if it is one of this rank's rows.
-        is_here: True where it is.
-    """
-
-    most: Tensor
-    summed: Tensor
-    predicted: Tensor
-    is_here: Tensor
+    most: Tensor  # largest logit of this rank
+    summed: Tensor  # sum of exponentials of this rank's logits less `most`
+    predicted: Tensor  # logit of the label, if it is one of this rank's rows
+    is_here: Tensor  # True where it is
 
     def addends(self, most: Tensor) -> Tensor:
         """Return what ranks add up, given the largest logits: sums of exponentials and logits of labels, ``[2, tokens]``."""
