@@ -18,16 +18,11 @@ ABSENT_US = -math.inf
 
 
 class DependencyKind(IntEnum):
-    START = 0
-    """None: it may start with the iteration."""
-    ORDER = 1
-    """The step before it in its rank's list has ended."""
-    NEED = 2
-    """A step whose result it needs has ended."""
-    TRANSFER = 3
-    """The result of another rank's step has arrived."""
-    HOST_LINK = 4
-    """Another copy has left the link to the host."""
+    START = 0  # none: it may start with the iteration
+    ORDER = 1  # the step before it in its rank's list has ended
+    NEED = 2  # a step whose result it needs has ended
+    TRANSFER = 3  # the result of another rank's step has arrived
+    HOST_LINK = 4  # another copy has left the link to the host
 
 
 class BindingDependency(NamedTuple):

@@ -19,21 +19,16 @@ class Track(Enum):
     """List of a rank in which actions stand."""
 
     COMPUTE = "compute"
-    COPY = "copies"
-    """Overlapped with compute, one at a time."""
-    LOWERED = "lowered"
-    """In no list of a plan; lowering adds them."""
+    COPY = "copies"  # overlapped with compute, one at a time
+    LOWERED = "lowered"  # in no list of a plan; lowering adds them
 
 
 class Role(IntEnum):
     """Effect of an action on the activations of its stage and chunk."""
 
-    OPENS = 0
-    """Its output and what its backward needs stay in memory."""
-    CLOSES = 1
-    """Frees them, and leaves what a deferred action needs."""
-    DEFERRED = 2
-    """Frees what the closing action left."""
+    OPENS = 0  # its output and what its backward needs stay in memory
+    CLOSES = 1  # frees them, and leaves what a deferred action needs
+    DEFERRED = 2  # frees what the closing action left
     NEITHER = 3
 
 
@@ -41,14 +36,10 @@ class Presence(Enum):
     """Sites and chunks for which a plan has the action."""
 
     ALWAYS = "always"
-    TRAINING = "training"
-    """All, except in forward-only plans."""
-    OPTIONAL = "optional"
-    """Any, except in forward-only plans."""
-    COMPLETE = "complete"
-    """All or none; none in forward-only plans."""
-    COMPLETE_ALWAYS = "complete, forward-only plans included"
-    """All or none."""
+    TRAINING = "training"  # all, except in forward-only plans
+    OPTIONAL = "optional"  # any, except in forward-only plans
+    COMPLETE = "complete"  # all or none; none in forward-only plans
+    COMPLETE_ALWAYS = "complete, forward-only plans included"  # all or none
 
 
 class At(Enum):
@@ -62,12 +53,9 @@ class Of(Enum):
     """Chunk of an action that a dependency concerns."""
 
     SAME = "same"
-    PREVIOUS = "previous"
-    """Holds the slice before one of the chunk's."""
-    FOLLOWING = "following"
-    """Holds the slice after one of the chunk's."""
-    GROUP = "group"
-    """All chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included."""
+    PREVIOUS = "previous"  # holds the slice before one of the chunk's
+    FOLLOWING = "following"  # holds the slice after one of the chunk's
+    GROUP = "group"  # all chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included
 
 
 class MessageKind(NamedTuple):
@@ -122,12 +110,9 @@ class Before(NamedTuple):
 class Parties(Enum):
     """Rows of launches that take part in a shared event."""
 
-    PAIR = "pair"
-    """The two sides of a message."""
-    RANKS = "ranks"
-    """Every rank of the pipeline."""
-    REPLICAS = "replicas"
-    """Every data-parallel replica that has the event."""
+    PAIR = "pair"  # the two sides of a message
+    RANKS = "ranks"  # every rank of the pipeline
+    REPLICAS = "replicas"  # every data-parallel replica that has the event
 
 
 class Side(NamedTuple):

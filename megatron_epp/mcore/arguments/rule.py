@@ -15,23 +15,15 @@ BOTH = "leave one of them out"
 
 
 class Door(enum.Flag):
-    """Source of settings, which says their names, and which of them are refused.
+    """Source of settings, which says their names, and which of them are refused."""
 
-    Attributes:
-        STOCK: the command line of a training by Megatron's own schedule.
-        DOCUMENTS: that of a training on documents.
-        USER: that of a script with its own microbatches.
-        MODEL: the configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans.
-        WRAP: what `megatron_epp.wrap` is called with.
-        SLICED_MODEL: the configuration of a model that runs in slices: of a training on documents, or of
-            `megatron_epp.wrap_samples`, for which MODEL is asked, too.
-    """
-
-    STOCK = enum.auto()
-    DOCUMENTS = enum.auto()
-    USER = enum.auto()
-    MODEL = enum.auto()
-    WRAP = enum.auto()
+    STOCK = enum.auto()  # the command line of a training by Megatron's own schedule
+    DOCUMENTS = enum.auto()  # that of a training on documents
+    USER = enum.auto()  # that of a script with its own microbatches
+    MODEL = enum.auto()  # configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans
+    WRAP = enum.auto()  # what `megatron_epp.wrap` is called with
+    # The configuration of a model that runs in slices: of a training on documents, or of `megatron_epp.wrap_samples`, for which
+    # MODEL is asked, too
     SLICED_MODEL = enum.auto()
     SLICES = DOCUMENTS | SLICED_MODEL
     MICROBATCHES = USER | MODEL

@@ -24,8 +24,7 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 
 
 class ContextParallel:
-    rank: int = 0
-    """This rank's number among those that share a chunk."""
+    rank: int = 0  # this rank's number among those that share a chunk
 
     def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
         """Return every rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
