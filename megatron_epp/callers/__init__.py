@@ -29,10 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def settings() -> dict[str, Any] | None:
-    """Return the settings in the environment variable, with the types of flags; None if plans are not switched on.
-
-    Raises `EppError` if a setting does not exist, or has a wrong value.
-    """
+    """Return the environment variable's settings, typed as flags; None if plans are off. Raises `EppError` for a wrong one."""
     text = os.environ.get(VARIABLE, "").strip()
     if text.lower() in ("", "0", "off"):
         return None

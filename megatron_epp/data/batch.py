@@ -21,10 +21,7 @@ PADDING_TOKEN = 0
 
 
 class SequenceDataset(Protocol):
-    """Sequences whose lengths are known without reading them.
-
-    `lengths` has an integer for each: the positions it trains, one less than its tokens.
-    """
+    """Sequences whose `lengths` are known without reading them: the positions each trains, one less than its tokens."""
 
     lengths: np.ndarray
 

@@ -143,10 +143,7 @@ def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -
 
 
 def stream_lengths(num_tokens: Index, limit: int) -> NDArray[np.int32]:
-    """Return the positions of samples of a stream of documents: all `limit`, with what is left at the end left out.
-
-    Raises `EppError` if there are fewer tokens than a sample has.
-    """
+    """Return the positions of a stream's samples, all `limit`, the rest left out. Raises `EppError` if there is no sample."""
     total = int(num_tokens.sum(dtype=np.int64))
     if total <= limit:
         raise EppError(f"{total:,} tokens of all documents are less than a sample of {limit:,} and its last label")
@@ -159,10 +156,7 @@ def _narrow(rising: NDArray[np.int64]) -> Index:
 
 
 class TokenMask:
-    """Mask of a pair: 1 for a token that is trained where it is a label, 0 for one that is not. No value is read on opening.
-
-    Raises `EppError` if the file has another size than one byte per token.
-    """
+    """Mask of a pair, 1 for a token trained where it is a label. Raises `EppError` unless the file has a byte per token."""
 
     def __init__(self, prefix: str, num_tokens: int, mmap: bool = True) -> None:
         self.path = prefix + MASK_SUFFIX

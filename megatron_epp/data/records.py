@@ -95,10 +95,7 @@ def is_parquet(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed if its first bytes are those of gzip, bzip2, xz or zstd.
-
-    Raises `EppError` if it cannot be read, or is damaged, or what it holds is binary of a known kind.
-    """
+    """Open a file, decompressed (gzip, bzip2, xz, zstd). Raises `EppError` if it is damaged, or binary of a known kind."""
     kind = ""
     try:
         with ExitStack() as stack:

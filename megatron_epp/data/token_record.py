@@ -72,10 +72,7 @@ def is_of_hub(kind: str, model: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Record of the tokens of a pair. Their numbers are to detect another pair under the same name.
-
-    `flags` are Megatron's that give a run this tokenizer; `max_token` is the largest id.
-    """
+    """Record of a pair's tokens, with numbers that tell it from another; `flags` are Megatron's for this tokenizer."""
 
     tokenizer: Tokenizer
     flags: str
@@ -135,9 +132,7 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
-    """Raise `EppError` if a run's tokenizer reads text and the tokens are bytes or ids, or the reverse, by the run's flags
-    only.
-    """
+    """Raise `EppError` if tokens are text and a run's tokenizer, by its flags, reads bytes or ids, or the reverse."""
     if (record.tokenizer.kind == _IDS) != (kind == _IDS):
         raise _refusal(prefix, record, " ".join(filter(None, (kind, model))))
 
@@ -161,9 +156,7 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> 
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
-    """Digest, of 16 hexadecimal digits, of the ids that a tokenizer makes of a text, without ids that it adds to any text; None
-    if it reads ids instead of text.
-    """
+    """Digest (16 hex digits) of a tokenizer's ids of a sample text, without ids added to any text; None if it reads ids."""
     try:
         around = set(tokenize(""))
         ids = [int(each) for each in tokenize(_SAMPLE) if each not in around]

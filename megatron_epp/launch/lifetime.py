@@ -79,10 +79,7 @@ def _end_after_parent() -> None:
 
 @contextlib.contextmanager
 def launcher_folder() -> Iterator[Path]:
-    """Make a new temporary folder, named in the environment and locked as long as this process lives. Raises OSError.
-
-    Abandoned folders of launchers of the same user are removed.
-    """
+    """Make a folder, named in the environment and locked while this process lives; remove abandoned ones. Raises OSError."""
     _sweep(Path(tempfile.gettempdir()))
     folder, handle = _locked()
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -153,10 +150,7 @@ def _sweep(parent: Path) -> None:
 
 
 def hand_over(text: str, exit_code: int) -> bool:
-    """Write a refusal for the launcher, which is to end with the exit code.
-
-    Returns True if the launcher is this package's own, which repeats it at the end.
-    """
+    """Write a refusal for the launcher to end with; return True if that is this package's own, which repeats it at the end."""
     path = os.environ.get(FILE_VARIABLE)
     if not path:
         return False

@@ -46,9 +46,7 @@ class TrainingError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One finished training run: the figures of each iteration, as `--epp-report-dir` writes them, and Megatron's own times,
-    optimizer included.
-    """
+    """One finished training run: the figures of `--epp-report-dir` and Megatron's own times (with optimizer), by iteration."""
 
     lines: tuple[dict[str, Any], ...]
     iteration_ms: tuple[float, ...]

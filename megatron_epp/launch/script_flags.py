@@ -85,10 +85,7 @@ def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list[str]:
-    """Return a value of a settings file as words of the command line, whose number and types the parser checks.
-
-    Raises `EppError`, whose message begins with `key`, if the value would be read as another one.
-    """
+    """Return a value as words of the command line. Raises `EppError`, about `key`, if it would be read as another one."""
     if value is None:
         return []
     if action.nargs == 0:

@@ -62,9 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Chunks that hold what is just before each chunk's first segment, and what is just after the segment that goes on, in
-    their sequences; None if there is none.
-    """
+    """Chunks that hold what is just before each chunk's first segment, and just after the segment that goes on, or None."""
 
     previous: tuple[int | None, ...]
     following: tuple[int | None, ...]

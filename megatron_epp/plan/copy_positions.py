@@ -55,10 +55,7 @@ def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: I
 
 
 def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
-    """Copies that a rank issues right before each of its compute actions, `FREE` included, by the action's index in its list.
-
-    `start_us` and `end_us` are of every step of the graph.
-    """
+    """Copies that a rank issues right before each compute action, by its index, `FREE` included; times are by step number."""
     compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
     placed: dict[int, list[Action]] = defaultdict(list)
     if not copies:

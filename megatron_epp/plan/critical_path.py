@@ -1,7 +1,4 @@
-"""The binding dependency of every step of an iteration, for which it waits longest, and the critical path along them.
-
-Both follow from a plan's graph and from times of its steps, simulated or measured.
-"""
+"""The binding dependency of every step of an iteration, for which it waits longest, and the critical path along them."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ class BindingDependency(NamedTuple):
 
 
 def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[BindingDependency]:
-    """Return the dependency of each step that is met last; of several met at the same time, the rank's own order.
-
-    Times of the graph's steps are by number, `ABSENT_US` where unknown.
-    """
+    """Return each step's dependency that is met last, of equal ones the rank's order; unknown times are `ABSENT_US`."""
     binding = [BindingDependency(DependencyKind.START)] * len(graph.steps)
     on_link = _before_on_host_link(graph, start_us)
     for numbers in graph.tracks:

@@ -92,10 +92,7 @@ class EppError(Exception):
         return error
 
     def with_context(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
-        """Return a copy with text in front of its message and behind its remedies: the same type, remedies and attributes.
-
-        `str` of the copy uses `names`, or the names of this error.
-        """
+        """Return a copy, of the same type, with text around its message and remedies; `str` uses `names`, if given."""
         error = copy.copy(self)
         error.message, error.after = before + self.message, self.after + after
         error.names = self.names if names is None else names
@@ -113,10 +110,7 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest sufficient limit, or remedies name the setting to change.
-
-    `least_cap_bytes` is the smallest sufficient memory cap; 0 if another limit is the reason.
-    """
+    """No plan fits the limits; `least_cap_bytes` is the smallest memory cap that suffices, 0 if another limit is the reason."""
 
     def __init__(self, message: str, *remedies: Remedy, least_cap_bytes: int = 0) -> None:
         super().__init__(message, *remedies)

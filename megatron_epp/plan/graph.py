@@ -29,9 +29,7 @@ class Link(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer of a step's result to other ranks, for one of the steps that need it. `producer` and `consumer` are step
-    numbers.
-    """
+    """Transfer of a step's result to other ranks, for one of the steps that need it; steps are numbers."""
 
     producer: int
     consumer: int
@@ -128,10 +126,7 @@ def build_graph(plan: Plan) -> Graph:
 
 
 def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
-    """Link each step of a plan, whose actions are all known and occur once, to the steps it waits for.
-
-    Raises `PlanError` if an action needs one that the plan lacks.
-    """
+    """Link each step, whose actions occur once, to those it waits for. Raises `PlanError` where the plan lacks one."""
     relations = _Relations(plan, columns, steps)
     relations.add_issues()
     for op in columns.ops:

@@ -58,10 +58,7 @@ def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 def kv_offload_changes(
     entries: Iterable[KVOffload], slices: Mapping[int, Sequence[int]], forward_only: bool
 ) -> Iterator[tuple[Action, bool, int]]:
-    """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
-
-    `slices` has the chunks of every sliced sequence, in order.
-    """
+    """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory."""
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]
         yield Action(Op.F, stage, first), False, in_units(cache)

@@ -147,9 +147,7 @@ def layout_flag(layers: Sequence[int], predictions: int = 0) -> str:
 
 
 def staged_pattern(pattern: str, layers: Sequence[int]) -> str:
-    """Format the layers of a hybrid model with a bar between stages, of which the numbers of layers are given, and multi-token
-    prediction behind them.
-    """
+    """Format the layers of a hybrid model with a bar between its stages, and multi-token prediction behind them."""
     return "|".join(pattern[start:end] for start, end in pairwise(accumulate(layers, initial=0))) + pattern[sum(layers) :]
 
 

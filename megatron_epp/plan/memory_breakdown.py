@@ -18,10 +18,7 @@ Items = Mapping[str, int]
 
 
 class MemorySample(NamedTuple):
-    """Memory of a rank from a point in time on: bytes by item, none zero, held ones included.
-
-    `step` begins or ends then; None at the start.
-    """
+    """Memory of a rank from a point in time on, by item, none zero; `step` begins or ends then, None at the start."""
 
     time_us: float
     items: dict[str, int]

@@ -97,10 +97,7 @@ class _Sides(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """Launches with messages whose other side is a stage of the plan: their indices, and the other side's ranks.
-
-    `is_up`: the other side is the later stage.
-    """
+    """Launches with messages to or from a stage: their indices, the other side's ranks, and True where it is the later one."""
 
     at: Integers
     rank: Integers

@@ -17,10 +17,7 @@ Planner = Callable[[Problem, Any, Options], Any]
 
 @runtime_checkable
 class FixedPlacement(Protocol):
-    """Planner of a schedule that is defined for one kind of placement, ``looped`` or ``v``.
-
-    `chunks_per_rank` is None for two or more stages; `stages` is the same for people.
-    """
+    """Planner of a schedule for one kind of placement; `chunks_per_rank` is None for two or more, `stages` says it in words."""
 
     @property
     def kind(self) -> str: ...

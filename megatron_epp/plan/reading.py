@@ -69,10 +69,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
-    """Read the value of a JSON text. Raises `EppError` if it is empty, not JSON, or nested deeper than `MOST_DEPTH`.
-
-    With `with_nan`, NaN and Infinity are accepted, which are not part of JSON but are often written.
-    """
+    """Read JSON, with `with_nan` also NaN and Infinity. Raises `EppError` if it is malformed, or deeper than `MOST_DEPTH`."""
     if not text.strip():
         raise EppError(f"{what} is empty")
     try:
@@ -87,10 +84,7 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
 
 
 def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
-    """Raise `EppError` if lists and objects are nested too deep, as in one that contains itself, or hold too many values.
-
-    Repeated values count each time; without `most_values` the text's size limits them.
-    """
+    """Raise `EppError` if lists and objects are nested too deep, or hold too many values; repeated ones count each time."""
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
         deeper: list[Any] = []

@@ -12,10 +12,7 @@ length; the MLP or the experts."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeMode:
-    """Parts of a layer that run again in its backward; what they would save is not kept, what the others save is.
-
-    `column` is the position of its count in a `Recompute`, and so in plans; a new mode takes the next.
-    """
+    """Parts of a layer that run again in its backward instead of being saved; `column` is their position in a `Recompute`."""
 
     name: str
     column: int

@@ -37,10 +37,7 @@ def digest(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> str:
-    """Return the plan as a JSON document of schema ``megatron-epp/plan``, version 3; `from_json` gives back an equal plan.
-
-    Raises `PlanError` if a number in it is infinite or not a number.
-    """
+    """Return JSON of schema ``megatron-epp/plan``, version 3. Raises `PlanError` if a number is infinite or NaN."""
     document = _document(plan)
     head = {"schema": document["schema"], "version": document["version"], "digest": _digest(document)}
     fields = ",\n".join(f"  {json.dumps(name)}: {_value(name, value)}" for name, value in (head | document).items())

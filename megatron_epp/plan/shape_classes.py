@@ -46,9 +46,7 @@ def _first_of(tokens: int) -> int:
 
 
 class ShapeClass(NamedTuple):
-    """Class of an attention call: the number of segments, empty ones included, and the classes of their tokens, without and
-    with prefixes.
-    """
+    """Class of an attention call: number of segments, empty ones included, and classes of tokens without and with prefixes."""
 
     segments: int
     queries: int
@@ -78,9 +76,7 @@ def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
 
 
 class CallSize(NamedTuple):
-    """Size of the attention call of a chunk: segments, the one of padding included, and their tokens, without and with
-    prefixes.
-    """
+    """Size of a chunk's attention call: segments, one for padding included, and tokens without and with prefixes."""
 
     segments: int
     queries: int

@@ -20,9 +20,7 @@ from megatron_epp.plan.plan import AnyStep, Plan
 
 
 class Message(NamedTuple):
-    """One message in flight: sent at `start_us`, when its producer ends, and received at `end_us`. `action` is a `SEND_F` or
-    `SEND_B`.
-    """
+    """One message in flight, a `SEND_F` or `SEND_B`: sent when its producer ends, at `start_us`, and received at `end_us`."""
 
     action: Action
     src_rank: int
@@ -91,9 +89,7 @@ class Timeline:
         raise PlanError(f"rank {rank} has no action {action}")
 
     def memory_events(self, rank: int) -> list[MemoryEvent]:
-        """Allocations and releases of a rank in the order in which it issues them; copies change memory between two compute
-        steps.
-        """
+        """Allocations and releases of a rank in the order in which it issues them; copies' are between two compute steps."""
         graph, start, end = self.graph, self.played.start_us, self.played.end_us
         compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
         changes = memory_changes(graph, self.played, rank)
@@ -135,9 +131,7 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` lists the tracks
-    that hang.
-    """
+    """Times by step number, numbers in an order that respects all dependencies, and the tracks that hang."""
 
     start_us: list[float]
     end_us: list[float]

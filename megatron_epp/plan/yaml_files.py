@@ -1,7 +1,4 @@
-"""YAML files, and files that ship with the package, by path or by name.
-
-YAML is read within limits: aliases that repeat without end, or contain themselves, are refused.
-"""
+"""YAML files, read within limits (repeated or endless aliases), and files that ship with the package, by path or name."""
 
 from __future__ import annotations
 

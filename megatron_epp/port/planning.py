@@ -41,10 +41,7 @@ class PlanningProcess:
             self._worker.send(f"{_ANSWERS}:load", options)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return what a function (``module:function``) returns there.
-
-        Raises what it raises, and `WorkerError` when the process ends again and again, or is closed.
-        """
+        """Return or raise what ``module:function`` does there, or a `WorkerError` if the process is closed or keeps ending."""
         with self._lock:
             for restarts_left in range(PROCESS_RESTARTS, -1, -1):
                 try:

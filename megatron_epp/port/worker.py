@@ -60,10 +60,7 @@ class Worker:
         return started(serve, *args)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return what a function (``module:function``) returns, or raise what it raises; answers to `send` are dropped.
-
-        Raises `EndedError` if the process has ended.
-        """
+        """Return or raise what ``module:function`` does; answers to `send` are dropped. Raises `EndedError`."""
         self.send(name, *args)
         outcome = None
         while self._num_sent:

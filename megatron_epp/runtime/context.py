@@ -82,10 +82,7 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's part of a plan: its actions in order, sends and receives included, and the layouts of all chunks.
-
-    Compute waits for `upload` before the first action; None if nothing was uploaded ahead of them.
-    """
+    """One rank's actions, sends and receives included, and all chunks' layouts; compute first waits for an `upload`."""
 
     actions: tuple[Action, ...]
     layouts: tuple[ChunkLayout, ...]

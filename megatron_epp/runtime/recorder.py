@@ -73,10 +73,7 @@ class Recorder:
         self.wait_us += (time.perf_counter() - start) * 1e6
 
     def collective(self, action: Action) -> Callable[[], None]:
-        """Start to time a collective, which overlaps with actions; return a function to call where it has ended.
-
-        On a GPU both are called on the stream that then waits for the collective, or has waited for it.
-        """
+        """Start to time a collective, which overlaps with actions; return a function to call, on its stream, at its end."""
         if not self.enabled:
             return lambda: None
         start = mark()

@@ -22,10 +22,7 @@ _PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Tensors that are on their way to the device, or there, as views of one buffer of bytes.
-
-    `wait` makes the current stream, not the host, wait for the copy. Called once, before the first use.
-    """
+    """Tensors that are on their way to the device, as views of one buffer; `wait`, called once, makes the stream wait."""
 
     buffer: Tensor
     tensors: tuple[Tensor, ...]

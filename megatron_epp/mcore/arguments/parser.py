@@ -30,10 +30,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> None:
-    """Add flags to a command, each by one name; training's and older names are understood and not listed.
-
-    `changes` are arguments of `add_argument` that differ for this command, as its default.
-    """
+    """Add flags to a command, each by one name, with `changes` of `add_argument`; other names are understood, not listed."""
     for row in map(ROWS.__getitem__, settings):
         summary = row.short_help or row.help.removesuffix(".")
         summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]

@@ -104,10 +104,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_of_megatron(args: Namespace) -> Iterator[None]:
-    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line.
-
-    `args` are flags ahead of it, by whose names the line calls them, with values for an assertion without words.
-    """
+    """Translate errors of Megatron's validation into an `ArgumentError` of one line, with the names of flags in `args`."""
     before = dict(vars(args))
     try:
         yield

@@ -1,6 +1,4 @@
-"""Facts in Megatron's arguments about the model that trains: those that formulas ask for, the bytes of its optimizer, and what
-learnt costs and the choice of a layout depend on.
-"""
+"""Facts in Megatron's arguments about the model that trains: for formulas, its optimizer, learnt costs and layouts."""
 
 from __future__ import annotations
 
@@ -29,10 +27,7 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 
 def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
-    """Return the bytes of the run's weights, gradients and optimizer states, from validated arguments.
-
-    An unknown optimizer's states are taken to have Adam's bytes.
-    """
+    """Return the bytes of weights, gradients and optimizer states, Adam's if it is unknown, from validated arguments."""
     flags = dict(vars(args))
     flags |= {name: _DTYPE_NAMES.get(flags.get(name), flags.get(name)) for name in DTYPE_FLAGS}  # type: ignore[arg-type]
     if (flags.get("optimizer") or "adam") not in KINDS:

@@ -108,9 +108,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 
 class _OfLayer(NamedTuple):
-    """Bytes per token of one layer: kept from forward to backward, and the peak while its backward runs above what is live when
-    that begins.
-    """
+    """Bytes per token of a layer: kept from forward to backward, and the backward's peak above what is live at its begin."""
 
     kept: float
     above: float
@@ -290,10 +288,7 @@ def _ahead(stage: MegatronStage) -> list[torch.nn.Module]:
 
 
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
-    """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither.
-
-    With `that_caches`, the last that caches keys and values, if any does.
-    """
+    """Return a stage's last whole layer (that caches keys and values, if any), or the two halves that make its only one."""
     ends = _ends(stage)
     halves = [*_half(stage), *ends]
     whole = [layer for layer in layers_of(stage) if layer not in halves]
@@ -316,10 +311,7 @@ def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
 def _held(
     stage: MegatronStage, recompute: Recompute, keep_weights: bool = False, layer: Sequence[torch.nn.Module] | None = None
 ) -> Held:
-    """Run a chunk forward and backward, and measure; watch a layer's backward, by default the last one's, for its peak.
-
-    `keep_weights` splits the weight gradient off.
-    """
+    """Run a chunk forward and backward, and measure; watch a layer's backward, by default the last one's, for its peak."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
     layer = _last_layer(stage) if layer is None else layer

@@ -248,10 +248,7 @@ def _cast_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 
 def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """Bytes of the gradients that autograd creates before they are added to their buffers. Fused layers create none.
-
-    One module's come together, as of all experts of a grouped layer.
-    """
+    """Bytes of gradients that autograd creates, a module's at once, before they are added up. Fused layers create none."""
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
     created = (
         sum(weight.nbytes for weight in module.parameters(recurse=False) if weight.requires_grad and id(weight) not in inside)
@@ -261,10 +258,7 @@ def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 
 def placeholder_bytes(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> int:
-    """Bytes of the tensors that a rank's fused layers give to autograd as gradients.
-
-    Transformer Engine keeps one of every shape (`get_dummy_wgrad`).
-    """
+    """Bytes of what a rank's fused layers give to autograd as gradients: one of every shape (`get_dummy_wgrad`)."""
     if not args.gradient_accumulation_fusion:
         return 0
     weights = (weight for stage in stages for weight in stage.decoder.parameters() if weight.requires_grad)

@@ -88,9 +88,7 @@ class DocumentDataset:
         return tokens
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the mask of tokens ``[start, end)`` of a sequence; None without a mask. Raises `EppError` for values but 0 and
-        1.
-        """
+        """Return the mask of tokens ``[start, end)``; None without one. Raises `EppError` for values but 0 and 1."""
         if self.file.mask is None:
             return None
         document, before = self._sequences.locate(index)

@@ -46,10 +46,7 @@ BYTES = Encoder(
 
 
 def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
-    """Build an encoder from any tokenizer that Megatron can build. Raises `EppError` if it cannot.
-
-    `options` are fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``; `flags` the same on its command line.
-    """
+    """Build an encoder from options of Megatron's ``TokenizerConfig``, and as `flags`. Raises `EppError` if it fails."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     kind, model = str(options.get("tokenizer_type")), options.get("tokenizer_model")
@@ -82,10 +79,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
 def chat_encoder(
     encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None, turns: str = "all"
 ) -> ChatEncoder:
-    """Build an encoder of conversations from one of text, with the tokenizer's own template by default.
-
-    Raises `EppError` if the tokenizer has no chat template, or the file cannot be read. `turns` is one of `TURNS`.
-    """
+    """Build a chat encoder, with the tokenizer's template by default. Raises `EppError` without one, or an unreadable file."""
     if encoder.apply_template is None:
         raise EppError(
             f"--chat needs a tokenizer with a chat template: pass --tokenizer-type HuggingFaceTokenizer and --tokenizer-model "

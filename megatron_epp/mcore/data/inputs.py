@@ -36,10 +36,7 @@ Documents = Iterator[tuple[str, Tokens | None]]
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of all inputs, a folder's files in sorted order.
-
-    Raises `EppError` if there are none, or one is of a pair that is prepared already.
-    """
+    """Return the files of all inputs, folders' sorted. Raises `EppError` if there are none, or one is prepared already."""
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
     for file in files:
         if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):

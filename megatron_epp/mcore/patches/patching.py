@@ -82,10 +82,7 @@ def around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Undo the given patches, or all, in reverse order, for a process that continues without them (a notebook or a test).
-
-    Raises `EppError` if a later patch was applied on top of one of them.
-    """
+    """Undo patches, or all, in reverse order, as a notebook needs. Raises `EppError` if a later one is on top of one."""
     chosen = [a for a in reversed(_applied) if patches is None or a.patch in patches]
     for applied in chosen:
         if resolve(applied.patch.target) is not applied.replacement:

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """Numbers of a chunk's tokens without padding, which is at its end: on all ranks, and on this one, its first; `rows` with
-    padding.
-    """
+    """Numbers of a chunk's tokens without padding, which is at its end: on all ranks, and on this one; `rows` with it."""
 
     total: int
     on_rank: int

@@ -67,9 +67,7 @@ def check_script(args: argparse.Namespace) -> None:
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
-    """Refuse functions that a script passes to Megatron, by their role, one of `ROLES`, unless they and all functions that they
-    reach are Megatron's own, or this package's. Raises `EppError` with a line for every change.
-    """
+    """Raise `EppError`, a line per change, unless functions, by `ROLES`, and all they reach are Megatron's or ours."""
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]
     if changes:

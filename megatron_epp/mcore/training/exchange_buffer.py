@@ -12,9 +12,7 @@ from megatron_epp.mcore.model.kinds.experts import flex_backend
 
 
 class ExchangeBuffer:
-    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP; none
-    without these.
-    """
+    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP."""
 
     def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
         layers = (module for model in models for module in model.modules() if flex_backend(getattr(module, "config", None)))

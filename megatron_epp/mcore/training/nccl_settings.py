@@ -26,10 +26,7 @@ _MOST_CTAS = 1024
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
-    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`; the user's `own` come first.
-
-    Raises `EppError` if all links of a rank together could hold every SM.
-    """
+    """Return a link's settings, the user's `own` first. Raises `EppError` if a rank's links together could hold every SM."""
     defaults = link_defaults(num_links, num_sms)
     ours = defaults["max_ctas"]
     settings = {**defaults, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}

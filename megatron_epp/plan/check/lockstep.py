@@ -20,10 +20,7 @@ from megatron_epp.plan.plan import Plan
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
-    """Find every violation of lockstep between the first replica's plan and the others', each sound by itself (`check`).
-
-    `rank` and `position` of a violation are in the replica that its reason names.
-    """
+    """Find every violation of lockstep between the first replica's plan and another's, where `rank` and `position` are."""
     faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
     if faults or not plans:
         return faults

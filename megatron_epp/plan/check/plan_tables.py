@@ -214,9 +214,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _recompute_times(plan: Plan, columns: PlanColumns) -> Iterator[str]:
-    """Yield faults unless recompute is within the time of the action that does it. Without costs, or for short parts, it is
-    zero.
-    """
+    """Yield faults unless recompute is within the time of the action that does it; without costs it is zero."""
     again_us, sizes = entries(plan.recompute_us), np.array([*map(len, plan.recompute_us), 0])
     most_us, starts = np.full(len(again_us), math.inf), np.cumsum(sizes) - sizes
     for op in (Op.B, Op.R):

@@ -16,10 +16,7 @@ _AT_MOST = 20
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One fault of a plan. `rank` is None for a fault of the tables, `position` for one that is in no list.
-
-    With `in_copies`, `position` counts in `plan.copies[rank]` instead of `plan.ranks[rank]`.
-    """
+    """One fault of a plan: of its tables if `rank` is None, of `plan.copies` if `in_copies`, else of `plan.ranks`."""
 
     rank: int | None
     position: int | None

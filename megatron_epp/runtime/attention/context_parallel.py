@@ -46,10 +46,7 @@ class ContextParallel:
         return attend(q, cached)
 
     def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
-        """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``.
-
-        `kv_heads` are those of the cached tensors that `attend` gets with these.
-        """
+        """Return this rank's heads of a weight ``[heads, *]``, where cached tensors of its attention have `kv_heads`."""
         return weight
 
 

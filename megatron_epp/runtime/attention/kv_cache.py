@@ -90,10 +90,7 @@ def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) ->
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of a sequence through its slices, for one group: tokens cached from the first on.
-
-    `taken_from` is the first token whose gradient has been handed out; None before the first.
-    """
+    """Progress of a sequence through its slices, for one group; gradients of tokens from `taken_from` on are handed out."""
 
     heads: int
     filled: int = 0
@@ -125,10 +122,7 @@ class SlicedKVCache:
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
-
-        `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
-        """
+        """Return the context of a run of a chunk; attention of the first `num_whole` layers is recomputed in it."""
         if view is None:
             return nullcontext()
         store, is_wide = self._store(view), self._is_wide(view)

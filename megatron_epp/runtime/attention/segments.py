@@ -135,9 +135,7 @@ class SegmentTable:
         return {}
 
     def numbers(self, device: torch.device, first: int = 0) -> Tensor:
-        """Number of the segment of every token of those from `first`, counted from there: int32 ``[tokens]`` on `device`, made
-        there once for all layers.
-        """
+        """Number of each token's segment, from that of `first` on: int32 ``[tokens]``, made there once for all layers."""
         if (device, first) not in self._numbers:
             sizes = self.cu_seqlens(device)[0][first:].diff()
             each = torch.arange(len(sizes), dtype=torch.int32, device=device)

@@ -40,10 +40,7 @@ after_each: Callable[[], None] | None = None
 
 
 class WeightGradients:
-    """Weight gradients of one stage.
-
-    With `in_plan`, a plan runs it. Otherwise its program does, whose own calls keep the edges to the weights.
-    """
+    """Weight gradients of one stage, run by a plan (`in_plan`) or by its program, whose own calls keep edges to weights."""
 
     in_plan = False
 

@@ -30,10 +30,7 @@ from megatron_epp.runtime.links.objects import GroupOptions, Groups, ObjectGroup
 
 @dataclass(slots=True)
 class _Ring:
-    """Slots of the messages that go in one direction, at one end of it, each ``[num_bytes]`` of uint8.
-
-    From those in `sent` a message is being sent, in order; `free` hold none.
-    """
+    """Slots ``[num_bytes]`` of uint8 for messages of one direction, at one end: free ones, and those being sent, in order."""
 
     free: list[Tensor]
     sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
@@ -180,10 +177,7 @@ class Links:
     def post_receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
     ) -> Receive:
-        """Start receiving from pipeline rank `peer`, into a slot or a buffer of its own.
-
-        Raises `EppError` where every slot of the direction has a message that was not waited for.
-        """
+        """Start receiving from pipeline rank `peer`. Raises `EppError` where every slot holds a message not waited for."""
         group, ring = self._group(gradient, up=peer < self.position), self._rings.get(Direction(peer, self.position, gradient))
         if ring is None:
             buffer, slot = torch.empty(tuple(shape), dtype=dtype, device=device), None

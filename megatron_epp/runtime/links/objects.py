@@ -54,10 +54,7 @@ class ObjectGroup:
 
     @staticmethod
     def create(ranks: Sequence[int], groups: Groups) -> ObjectGroup:
-        """Make the group that each rank names. All ranks of the job must call this at the same point, with as many `ranks`.
-
-        A rank may name ranks without itself; it is no member then.
-        """
+        """Make the group that each rank names, perhaps without itself. All ranks call this together, with as many `ranks`."""
         ranks, own, levels = tuple(sorted(ranks)), dist.get_rank(), list[dist.ProcessGroup]()
         for level in tree_of(len(ranks), groups.largest_mesh):
             named = [tuple(ranks[position] for position in block) for block in level]
@@ -109,10 +106,7 @@ def raise_for(problems: Sequence[str]) -> None:
 
 
 def agreed[T](make: Callable[[], T], names: Names) -> T:
-    """Return what a function makes on this rank. A collective call of the default process group.
-
-    Raises `AgreedError` if it has raised an `EppError` on some rank.
-    """
+    """Return what a function makes here. Raises `AgreedError` if it fails on any rank. A collective call of the job."""
     result, problem = None, ""
     try:
         result = make()
@@ -123,10 +117,7 @@ def agreed[T](make: Callable[[], T], names: Names) -> T:
 
 
 def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) -> T:
-    """Return what a function makes on the first rank, on all ranks of a group, by default of the job.
-
-    A collective call on the CPU. Raises `EppError` on all of them, if it fails there.
-    """
+    """Return what a function makes on the first rank, or raise its `EppError`, on all ranks. A collective call."""
     outcome: list[T | EppError | None] = [None]
     if (dist.get_rank() == 0) if group is None else group.is_first:
         try:
@@ -148,10 +139,7 @@ def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) ->
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`, or None.
-
-    A collective call of the group.
-    """
+    """Return the items of a CPU group's ranks, in order, on global ranks `readers`, else None. A collective call."""
     items: list[T] | None = None
     for reader in [rank for rank in dict.fromkeys(readers) if rank in dist.get_process_group_ranks(group)]:
         gathered = [item] * dist.get_world_size(group) if dist.get_rank() == reader else None

@@ -145,10 +145,7 @@ class PipelineShards:
 
     @torch.no_grad()
     def _reduce(self, state: _State, begin: Callable[[], Callable[[], None]]) -> None:
-        """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32.
-
-        `begin` starts to time the collectives; what it returns is called at their end.
-        """
+        """Combine the ranks' statistics, and reduce the input's gradient in fp32; `begin` starts to time the collectives."""
         logits, groups, ended = state.logits, self._groups, begin()
         assert logits is not None  # S has run
         summary, most = logits.summary, logits.summary.most.clone()

@@ -33,10 +33,7 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class _Part(NamedTuple):
-    """Trained tokens of one chunk, among the `num_tokens` that the loss gets on this rank.
-
-    `values` are ``[rows, trained]``, without a graph.
-    """
+    """Trained tokens of one chunk, of `num_tokens` that the loss gets here; `values` are ``[rows, trained]`` without graph."""
 
     chunk: int
     table: SegmentTable
@@ -88,10 +85,7 @@ class ScopedLoss:
         self._checks: list[_Check] = []
 
     def candidates(self, inputs: TrainedTokens, num_tokens: int) -> Tensor | None:
-        """Return the tokens next to labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none.
-
-        They are 0 for tokens that are not trained.
-        """
+        """Return the tokens next to labels, ``[tokens, k]``, 0 where untrained, whose log-probabilities are asked for."""
         if self.asks.candidates is None:
             return None
         of_trained = self._by_name(inputs.columns)[self.asks.candidates].long()

@@ -67,10 +67,7 @@ _TOLERANCE = 2e-2
 def choose(
     q: Tensor, k: Tensor, v: Tensor, preference: str = "auto", *, has_window: bool = False, has_sinks: bool = False
 ) -> Kernel:
-    """Return the kernel for queries, keys and values of these shapes (see `Kernel`), type and device.
-
-    Raises `EppError` if no kernel of the preference, a key of `PREFERENCES`, can be used.
-    """
+    """Return the kernel for these shapes, type and device. Raises `EppError` if none of `PREFERENCES[preference]` can serve."""
     value_channels = v.shape[2] if v.shape[2] != k.shape[2] else 0
     case = AttentionCase(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], value_channels, has_window, has_sinks)
     return _choose(case, preference)
