@@ -50,8 +50,7 @@ def settings() -> dict[str, Any] | None:
 def install_behind(module: str, **more: Any) -> None:
     """Install plans once a module that only training processes import has been imported, if the environment variable says so.
 
-    Its settings are read then: a framework may pass over the error of a plugin, but not that of a module of its own. `more` are
-    settings that the framework needs, as `shape_of`.
+    Settings are read then: a framework may pass over a plugin's error, but not a module's. `more` are its own, as `shape_of`.
     """
 
     def install() -> None:

@@ -249,12 +249,10 @@ class GlobalBatch:
         of_loss: LossColumns | None = None,
         of_inputs: InputColumns = OF_TOKENS,
     ) -> ChunkArrays:
-        """The arrays of any list of segments of the batch's sequences, laid one after the other and padded to a multiple of
-        tokens.
+        """The arrays of any segments of the batch's sequences, one after the other, padded to a multiple of tokens.
 
         Args:
             depths: of multi-token prediction; 0 without it.
-            of_loss: what a loss of the user's asks for; None without one.
             of_inputs: columns are read for a function on the first stage, positions and routes on all stages.
         """
         chunk = Chunk(tuple(segments))
@@ -348,7 +346,6 @@ class GlobalBatch:
         return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, of_all)))
 
     def _members(self) -> list[list[int]]:
-        """Return the sequences of every sequence's group, ascending."""
         if not self._groups:
             numbers, positions = self.loss_groups or range(len(self.indices)), dict[int, list[int]]()
             for row, number in enumerate(numbers):

@@ -102,9 +102,8 @@ class ChatEncoder:
     """Conversion of a conversation to tokens, and to a mask of the tokens that are trained: the messages of some roles.
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
-    trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens. The
-    generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is, and its
-    stop token is the last that is.
+    trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens. Of
+    an assistant's answer the generation prompt in front is not trained, and its stop token is the last that is.
 
     A conversation is one sample if the template renders every trained answer with what follows as it does without. Where it
     does not, as templates that leave out the reasoning of earlier answers, an answer is a sample of its own with its history.
@@ -260,8 +259,8 @@ class _Chat:
     def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], answers: Answers) -> bool:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
 
-        Each of `runs` has an answer's first token, and the one behind its last. Returns True if the last answer ends the
-        sample, and wants an end-of-document token.
+        Each of `runs` has an answer's first token, and the one behind its last. Returns True if the last one wants an ending
+        token.
         """
         encoder = self.encoder
         answers.num_answers += len(runs)

@@ -73,8 +73,7 @@ def document_tokens(path: str) -> NDArray[np.int64]:
 def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number of tokens before each boundary between sequences, the first and the last included.
 
-    Raises `EppError` if the tokens of sequences contradict the boundaries: the number of sequences before each document, and of
-    all.
+    Raises `EppError` if the tokens contradict the boundaries: numbers of sequences before each document, and of all.
     """
     if fault := _contradiction(lengths, boundaries):
         raise EppError(f"{path} contradicts itself: {fault}; {REMAKE}")

@@ -69,10 +69,9 @@ class _Prepared(NamedTuple):
 class PlannedBatches(Iterator[GlobalBatch]):
     """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
 
-    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
-    every rank of a replica must take its batches at the same points. Another thread prepares the next batch while one runs.
-    Errors of planning are raised by all ranks in place of the batch, after the batches before it, and again at every later
-    call; errors of preparing a batch are raised by their own rank only.
+    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, so every rank of a replica must
+    take its batches at the same points. Another thread prepares the next batch while one runs. Errors of planning are raised by
+    all ranks in place of the batch, and again at every later call; errors of preparing a batch by their own rank only.
 
     Args:
         sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;

@@ -77,8 +77,7 @@ def routes_of_chunk(
 ) -> torch.Tensor:
     """Return the routes of segments in the layers that are asked for, int16 ``[layers, per_token, num_tokens]``.
 
-    `indices` are the numbers of the batch's sequences in the dataset, `Samples` with routes; the routes of padding are some
-    experts.
+    `indices` are the batch's sequences in the dataset, `Samples` with routes; padding has the routes of some experts.
     """
     routes = np.empty((len(asked.layers), asked.per_token, num_tokens), dtype=np.int16)
     routes[:] = np.arange(asked.per_token)[:, None]  # dispatchers count on as many experts for padding

@@ -70,11 +70,11 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     """Infinite iterator over the sequence indices of global batches.
 
-    The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences (or, without `shuffle`,
-    dataset order), and every iteration takes the next `global_batch_size` of it, across an epoch's end if necessary. So the
-    whole state is `consumed_samples`, the number of sequences taken so far over all replicas (Megatron's
-    ``consumed_train_samples``), and a run resumes exactly from it, under any data-parallel size. How a batch is divided over
-    replicas is decided elsewhere and is no part of the state (`planner.service.replica_balance`).
+    The global order is epoch 0, epoch 1, ..., each a permutation of all sequences (or, without `shuffle`, dataset order), and
+    every iteration takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is
+    `consumed_samples`, the number of sequences taken over all replicas (Megatron's ``consumed_train_samples``), and a run
+    resumes exactly from it, under any data-parallel size: how a batch is divided is decided elsewhere
+    (`planner.service.replica_balance`).
 
     Raises `EppError` if there are no sequences, or the batch size is below 1.
     """
@@ -124,12 +124,10 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
 
 
 class TokenBatchSampler(GlobalBatchSampler):
-    """Infinite iterator over the sequence indices of global batches of a number of tokens, in the order of
-    `GlobalBatchSampler`.
+    """Infinite iterator over global batches of a number of tokens, in the order of `GlobalBatchSampler`.
 
     An iteration takes its next sequences until one more would exceed `batch_tokens` positions over all replicas, but at least
-    `least` of them: the number of replicas, since each needs one. Raises `EppError` if there are no sequences, or `least` is
-    below 1.
+    `least`, the number of replicas, each of which needs one. Raises `EppError` if there are no sequences, or no `least`.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ _EXACT = 1 << 24
 
 
 def columns_of(loss: Loss) -> LossColumns:
-    """Return what a loss asks of a batch."""
     optional = getattr(loss, "widths", {}), getattr(loss, "candidates", None), bool(getattr(loss, "has_values", False))
     return LossColumns(loss.columns, loss.average, *optional, loss.scope, getattr(loss, "group_problem", None))
 
@@ -146,7 +145,6 @@ class Samples:
         return len(self._samples)
 
     def num_trained(self) -> list[int]:
-        """Return the number of trained labels of every sequence."""
         return [len(sample.tokens) - 1 if sample.trained is None else int(sample.trained[1:].sum()) for sample in self._samples]
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
@@ -250,7 +248,6 @@ def _column(values: Any, num_tokens: int, what: str, width: int | None = None) -
 def _spans(
     record: Mapping[str, Any], what: str, num_inputs: int, asked: InputColumns
 ) -> tuple[tuple[TokenSpan, ...], tuple[Any, ...]]:
-    """Return the spans of a record, ascending, and their payloads."""
     if not (listed := record.get(SPANS)):
         return (), ()
     if asked.names is None:

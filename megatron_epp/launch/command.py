@@ -43,10 +43,9 @@ def variables_of(launch: Launch) -> dict[str, str]:
 
 
 def exports(settings: Settings, masked: bool = False) -> list[str]:
-    """Lines of a bash script that set the variables of `launch.environment` unless they are set.
+    """Lines of a bash script that set the variables of `launch.environment` unless they are set, secrets masked if asked.
 
-    Values taken from the environment are read from it again, and a script ends with an error if they are not set. Secrets can
-    be replaced by a mask.
+    Values taken from the environment are read from it again, and a script ends with an error if they are not set.
     """
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 

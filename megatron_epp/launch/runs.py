@@ -121,10 +121,9 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
-    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
+    """Run a command that trains and writes figures to a folder (`--epp-report-dir`), and read them, not those of earlier runs.
 
-    Figures of an earlier run are removed. Raises `TrainingError` if it cannot be started, failed, or takes longer than
-    `timeout_s`.
+    Raises `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
     """
     log = _begun(folder)
     log.write_text(shlex.join(command) + "\n", encoding="utf-8")

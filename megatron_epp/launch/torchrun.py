@@ -1,9 +1,8 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
-Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
-environment says otherwise.
-
-`python -m megatron_epp.launch.torchrun` takes what torchrun takes. With `short_log.LOG_VARIABLE` set it shows the short form.
+Temporary files are in a folder that it removes at its end, and segments of GPU memory expand unless the environment says
+otherwise. `python -m megatron_epp.launch.torchrun` takes what torchrun takes; with `short_log.LOG_VARIABLE` set it shows the
+short form.
 """
 
 from __future__ import annotations

@@ -21,12 +21,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """An ordered list of segments that run together.
+    """An ordered list of segments that run together (InfiniPipe, section III).
 
-    Three kinds occur (InfiniPipe, section III): *batched*, whole short sequences; *split*, one slice of a long sequence;
-    *hybrid*, a slice of a long sequence plus whole short ones. A slice is the first segment, so that the keys and values of its
-    prefix lie in front of the rest in one buffer. Behind the end of a long sequence another one may begin: it goes on in the
-    next chunk.
+    It is *batched*, whole short sequences; *split*, one slice of a long sequence; or *hybrid*, a slice plus whole short ones. A
+    slice is the first segment, so that the keys and values of its prefix lie in front of the rest in one buffer. Behind the end
+    of a long sequence another one may begin, which goes on in the next chunk.
     """
 
     segments: tuple[Segment, ...]

@@ -77,7 +77,6 @@ class PlanColumns:
 
 
 def columns_of(plan: Plan) -> PlanColumns:
-    """Return the steps and actions of a plan as columns."""
     rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
     steps = list(chain.from_iterable(rows))
     tracks = [range(*ends) for ends in pairwise(accumulate(map(len, rows), initial=0))]

@@ -63,8 +63,7 @@ def link_ctas(num_links: int, num_sms: int) -> int:
 def tree_of(num_ranks: int, largest: int = LARGEST_MESH) -> tuple[Level, ...]:
     """Divide ranks into groups of at most `largest` (at least 2), and their first ranks again, until there is one group.
 
-    Every level has as few groups as possible, of nearly equal size: making a group keeps all ranks of a job waiting. Returns
-    the levels, the lowest first.
+    Every level, the lowest first, has as few groups as possible, of nearly equal size: making one keeps all ranks waiting.
     """
     members, levels = tuple(range(num_ranks)), list[Level]()
     while not levels or len(levels[-1]) > 1:

@@ -1,8 +1,7 @@
-"""Positions among a rank's compute actions at which it issues offloads and loads, which run one at a time, overlapped with
-compute.
+"""Positions among a rank's compute actions at which it issues offloads and loads, one at a time, overlapped with compute.
 
-These positions determine the memory of copies: a load's memory is allocated when it is issued, and an offload's is released at
-the `FREE` after it. So the simulator's memory, lowering and planners all use this module.
+They determine the memory of copies: a load's is allocated when it is issued, and an offload's released at the `FREE` after it.
+So the simulator's memory, lowering and planners all use this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors for users: one or two lines with the numbers, and the settings to change as data.
 
-Planning knows settings by their fields (`Options.chunk_tokens`), not by flags: who asked may have used Python, the command line
-or the flags of a training run. Each front end renders an error with its own names (`EppError.text`).
+Planning knows settings by their fields (`Options.chunk_tokens`), not by flags: who asked may have used Python or a command
+line. Each front end renders an error with its own names (`EppError.text`).
 """
 
 from __future__ import annotations

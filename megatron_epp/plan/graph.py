@@ -108,8 +108,7 @@ class Graph:
 def build_graph(plan: Plan) -> Graph:
     """Number the steps and link each to the steps it waits for.
 
-    Raises `PlanError` if an action occurs twice, needs one that the plan lacks, or is of a chunk or stage that it does not
-    have.
+    Raises `PlanError` if an action occurs twice, lacks one that it needs, or is of a chunk or stage that does not exist.
     """
     columns = columns_of(plan)
     steps = listed(plan, columns)
@@ -154,7 +153,6 @@ class _Relations:
         self.lacking: list[tuple[int, Action]] = []
 
     def add_issues(self) -> None:
-        """Add the compute action after which each copy is issued."""
         columns, needed = self.columns, list[tuple[int, Action]]()
         for index in range(int(np.searchsorted(columns.step, columns.num_compute)), len(columns.step)):
             step = columns.steps[columns.step[index]]

@@ -82,8 +82,7 @@ def slices_of(plan: Plan) -> dict[int, list[int]]:
 def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
     """Chunks of every sequence whose slices all come first in their chunks, in the order of its slices.
 
-    KV offload is for these: one slice at a time is attended to from the host, so what begins behind another sequence stays on
-    the device.
+    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device.
     """
     begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}

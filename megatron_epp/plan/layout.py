@@ -199,8 +199,7 @@ _FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec({float: lambda la
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage, as even as whole layers allow. Raises `EppError` if there are more stages than layers.
 
-    Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
-    the head.
+    Stages just before the last have one more where needed: earlier ones hold more chunks at a time, and the last has the head.
     """
     if num_stages > num_layers:
         remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")

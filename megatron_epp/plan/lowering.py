@@ -39,18 +39,17 @@ from megatron_epp.plan.simulate import Playback, explain, play
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     """Return every rank's launches in order: actions, messages, collectives, reductions and copies.
 
-    Moments are those of a simulation without copies. Replicas that share experts have equal compute times but different copies,
-    so they all have the same order of forwards, backwards and messages. Stages on one rank exchange no messages.
+    Moments are those of a simulation without copies: replicas that share experts have equal compute times but different copies,
+    and so the same order of forwards, backwards and messages. Stages on one rank exchange no messages.
 
     A receive that is launched while the one before it on its stream is not complete would make compute behind it wait for both,
     since the device may have a single hardware queue: hence at most one overlapped launch of a stream for each action.
 
-    The result cannot hang, whatever times actions and messages really take: each rank's row is its part of one order, in which
-    every event is after what it needs and both sides of a message are together. So the first event of that order which has not
-    ended can always run, even if each launch waits for the end of all earlier launches of its rank, which is stricter than any
-    number of hardware queues, and than device-wide synchronisation. Over replicas, gathers of parameters are by ascending stage
-    and reductions by descending stage in every plan's order, so one order covers all replicas. `check.deadlock.blocked` checks
-    rows for it.
+    The result cannot hang, whatever times actions and messages take: each rank's row is its part of one order, in which every
+    event is after what it needs and both sides of a message are together. So the first event of that order which has not ended
+    can always run, even if each launch waits for the end of all earlier ones of its rank, which is stricter than any number of
+    hardware queues. Over replicas, gathers of parameters are by ascending stage and reductions by descending stage in every
+    plan's order, so one order covers all replicas. `check.deadlock.blocked` checks rows for it.
 
     Messages are paired first in, first out per link: source rank, destination rank and direction (F or B). Raises `PlanError`
     if an action is missing or doubled, or the order deadlocks.

@@ -1,8 +1,7 @@
 """Device memory of messages in flight: the slots in which they travel, and the tensors that are copied to a slot or from one.
 
-A tensor that NCCL sends or receives is not free for other tensors before its transfer has ended on the device, however far the
-host is ahead by then. So messages travel in slots, which stay allocated while a plan runs (`runtime.links`): a message is
-copied into a slot to be sent, and out of one when it is needed.
+A tensor that NCCL sends or receives is not free for others before its transfer has ended on the device, however far the host is
+ahead. So messages are copied into slots to be sent, and out when they are needed; these stay allocated while a plan runs.
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ class _Others(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, launches: Launches, offsets: Mapping[Op, int]) -> _Others:
-        """Find them, given the offset from each operation's site to the other side."""
         is_one = launches.by_op(op in offsets for op in launches.ops).astype(bool)
         offset = launches.by_op(offsets.get(op, 0) for op in launches.ops)
         site = launches.site + offset

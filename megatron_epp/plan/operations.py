@@ -84,7 +84,6 @@ class Collective(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name in texts and pictures."""
         return str(self.op)
 
 
@@ -271,7 +270,6 @@ def operations(track: Track | None = None) -> tuple[Operation, ...]:
 
 
 def is_compute(op: Op) -> bool:
-    """True for an operation that stands in the compute list of a rank."""
     return operation(op).track is Track.COMPUTE
 
 

@@ -33,7 +33,6 @@ class Placement:
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage and of the loss."""
         return self._rank(self.num_stages - 1)
 
     @property

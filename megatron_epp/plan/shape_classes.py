@@ -1,10 +1,10 @@
 """Classes of shapes for which cuDNN builds kernel plans, so that a new batch rarely has a new one.
 
-cuDNN, through Transformer Engine, compiles a plan for every class of an attention call, which takes tens to hundreds of
-milliseconds, and keeps it for the thread that asked. By its source a class has the numbers of query tokens and of key tokens,
-each rounded up to 1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, rounded up to 32
-or a power of two. With cuDNN from 9.24 and Transformer Engine from 2.18 a forward's class has the exact number of segments. So
-calls are padded with empty segments to a class of their number.
+cuDNN, through Transformer Engine, compiles a plan for every class of an attention call, in tens to hundreds of milliseconds,
+and keeps it for the thread that asked. By its source a class has the numbers of query and of key tokens, each rounded up to
+1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, rounded up to 32 or a power of two;
+with cuDNN from 9.24 and Transformer Engine from 2.18 a forward's has the exact number. So calls are padded with empty segments
+to a class.
 
 Tokens are not padded: classes of sums are wide, and a padded token would cost compute in every layer and iteration.
 FlashAttention builds nothing for a shape, so its calls stay as they are.

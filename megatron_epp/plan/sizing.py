@@ -1,17 +1,15 @@
-"""Sizes that plans and runs compute alike: size classes of KV buffers, transient dK/dV, the precision of sums of dK/dV, and
-numbers of heads.
+"""Sizes that plans and runs compute alike: classes of KV buffers, transient dK/dV, precision of sums, numbers of heads.
 
 **Size classes.** Lengths change with every batch. If each buffer were as long as its sequence, the gaps that an iteration
-leaves would not fit the next one's buffers, and an allocator that splits memory into blocks would end up with many unusable
-ones. So buffers of slightly different length take the same memory.
+leaves would not fit the next one's buffers, and become unusable. So buffers of slightly different length take the same memory.
 
 **Transient dK/dV.** Attention's backward makes the gradients of a slice's keys and values, which cover its whole prefix, before
 they are accumulated. If query heads share key heads, kernels first make them for every query head (FlashAttention does; and so
 does cuDNN, according to its frontend's source, in buffers of fp32 size). Heads do not mix inside attention, so if all of that
 would be large, the backward runs by groups of key heads, each with its queries.
 
-**Shared heads.** Context-parallel ranks have as many heads each. Where these do not divide, heads of zeros are added: their
-outputs and gradients are dropped, so results stay, and every rank takes as long as the one that has most.
+**Shared heads.** Context-parallel ranks have as many heads each. Where these do not divide, heads of zeros are added, whose
+outputs and gradients are dropped: every rank takes as long as the one that has most.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def format_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
 def enough_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
     """Format bytes as a number of GiB, rounded up so that a limit raised to this number suffices.
 
-    It differs in text from `others`, unless they are equal, and has at least `decimals`; small sizes have three significant
-    digits.
+    Its text differs from those of `others`, unless they are equal; small sizes have three significant digits.
     """
     sizes = {num_bytes, *others}
     least = min((size for size in sizes if size > 0), default=_GIB) / _GIB

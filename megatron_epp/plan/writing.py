@@ -1,8 +1,7 @@
 """Writing of files: whole and on disk, or not at all. Every file of this package goes through these functions.
 
-A file is written next to its place, synced, and renamed, so that readers find the old content or the new, also after
-a crash. Links are followed, except by files that only their owner may read; a device or a pipe is written to, never replaced.
-A log grows by whole lines.
+A file is written next to its place, synced, and renamed, so that readers find the old or the new content, also after a crash.
+Links are followed, except by files for their owner alone; devices and pipes are written to. A log grows by whole lines.
 """
 
 from __future__ import annotations

@@ -95,11 +95,9 @@ class Worker:
 def started(
     serve: Callable[..., None], *args: object, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a fresh interpreter that calls a function with the handle of a connection. Returns the process and our end of it.
+    """Start an interpreter that calls a module's function with the handle of a connection; return it and our end.
 
-    Args:
-        serve: a function at the top level of a module, which gets the handle and `args`.
-        environment: variables that are set before anything is imported, in addition to this process's.
+    `environment` is set before anything is imported, in addition to this process's variables.
     """
     ours, theirs = Pipe()
     values = ", ".join(map(repr, (theirs.fileno(), *args)))

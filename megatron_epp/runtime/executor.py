@@ -1,8 +1,7 @@
 """Executor: runs one rank's lowered actions on its stages and links, in the order of the plan.
 
-The dispatch table below is the only definition of what an op does at run time; a kind of action that was added to
-`plan.operations` brings its own handler. The executor knows nothing of the model: a `Stage` runs forward and backward of one
-chunk, `Links` carries tensors, and the plan says everything else.
+The dispatch table below is the only definition of what an op does at run time; an added kind of action brings its own handler.
+The executor knows nothing of the model: a `Stage` runs forward and backward of one chunk, and `Links` carries tensors.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Executor:
         offload, host: of activations and of KV caches; None if the plan offloads none on this rank.
         handlers: of operations that this package does not define, collectives included.
         program: this rank's part of the plan; prepared now if it is not given.
-        run_pair: runs the two actions of a step, and returns how often it changed between them; None to run one after the
-            other.
+        run_pair: runs the two actions of a step, and returns how often it changed between them; None for one after the other.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """Handover of a layer from a slice to the next one alone: states of a recurrence, tails of a convolution or of a window.
 
 Keys and values grow with the sequence, and every later slice reads them (`attention.kv_cache`). What is handed over here has a
-bounded size: the next slice alone reads it, so its gradient is complete at once. It lives from its slice's forward to the next
-slice's backward.
+bounded size, and the next slice alone reads it, so its gradient is complete at once. It lives until the next slice's backward.
 
 A layer has two nodes in a slice's graph. The one at its start brings in what the slice before has left, and its backward stores
 the gradient; the one at its end, around the layer's output, brings that gradient in when the earlier slice runs backward. All
-between them is ordinary autograd, so hooks of data parallelism, recompute and counting need nothing of their own.
+between is ordinary autograd, so hooks of data parallelism, recompute and counting need nothing of their own.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class Background(Protocol):
     """Queue of work on another stream or thread. What uses a result calls what `start` has returned."""
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work, whose inputs are computed, and return a function that makes what follows wait for its end.
+        """Queue work whose inputs are computed; return a function that makes what follows wait for its end, or raises its
+        error.
 
-        Work launches kernels and collectives, and no other thread may use its communicators. Waiting raises the error with
-        which it ended.
+        Work launches kernels and collectives, and no other thread may use its communicators.
         """
 
 
@@ -78,8 +78,7 @@ class SideStream:
 def complete_at_end(complete: Callable[[float | None], None]) -> None:
     """Complete the last work of a thread when a run ends: a group must not be destroyed while a collective uses it.
 
-    After a failure other ranks may not take part in it any more. Then `complete`, which takes seconds, gets `PATIENCE_S`, and
-    its errors are not raised.
+    After a failure, when other ranks may not take part any more, `complete` gets `PATIENCE_S`, and its errors are not raised.
     """
     if sys.exception() is None:
         complete(None)

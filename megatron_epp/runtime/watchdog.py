@@ -43,8 +43,7 @@ class Watchdog:
     """Thread that watches activities and ends the process when something makes no progress for longer than `limit_s` seconds.
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
-    the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
-    other; each has its own time.
+    the host does not even notice; ending the process lets the launcher end the others. Activities may lie inside each other.
 
     Args:
         on_expiry: called with the message instead of ending the process, for tests.

@@ -52,7 +52,6 @@ class Number:
 
     @property
     def must_be(self) -> str:
-        """Words for what a value must be."""
         if self.of_what:
             return f"auto or a number of {self.of_what}, up to {self.most:,}"
         if self.is_above:

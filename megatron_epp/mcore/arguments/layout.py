@@ -65,10 +65,9 @@ def is_open(args: argparse.Namespace) -> bool:
 
 
 def asked_layout(args: argparse.Namespace) -> Layout | None:
-    """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
+    """Return the layout that `--epp-layout` asks for, even layers until the run's data have decided; None if it is not given.
 
-    Until the run's data have decided, it is the layout of even layers. Raises `EppError` if it is neither, or its stages do not
-    divide over the pipeline's ranks.
+    Raises `EppError` if it is no file and no list of layers, or its stages do not divide over the pipeline's ranks.
     """
     text = getattr(args, "epp_layout", None)
     if text is None:

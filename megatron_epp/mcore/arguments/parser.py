@@ -41,7 +41,6 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
 
 
 def names_of(parser: argparse.ArgumentParser) -> Names:
-    """Return the flag of each setting that a command has."""
     flags = [action for action in parser._actions if action.option_strings]
     return {getattr(action, "setting", action.dest): action.option_strings[0] for action in flags}
 
@@ -67,7 +66,6 @@ def offloads(args: argparse.Namespace) -> bool:
 
 
 def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> argparse.Action:
-    """Add a row's flag by its names, with more arguments of `add_argument`."""
     settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
     if row.is_switch:
         settings = {"action": "store_true"}

@@ -66,10 +66,9 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
 
 
 def validate(args: Namespace) -> Namespace:
-    """Return flags as Megatron validates them, which it will do in the run again, without its output.
+    """Return flags as Megatron validates them, without its output. Raises `ArgumentError` if Megatron refuses them.
 
-    A run on documents has Megatron make the model's configuration, too, which divides layers and heads. Raises `ArgumentError`
-    if Megatron refuses them.
+    A run on documents has Megatron make the model's configuration, too, which divides layers and heads.
     """
     import torch
     from megatron.training import arguments

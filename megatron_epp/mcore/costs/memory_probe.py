@@ -34,13 +34,12 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     """Measure the bytes per token that a chunk takes on a stage, and return `costs` with them.
 
     These are the bytes kept by a layer in every recompute mode whose time is known (from the difference that one layer makes),
-    by everything else, and by the head; the most a layer holds while its backward runs, and at the time its attention has
-    computed the gradient of keys and values; and the bytes of keys and values and of their gradient.
+    by everything else, and by the head; the most a layer holds while its backward runs, and when its attention has computed the
+    gradient of keys and values; and the bytes of these and of their gradient.
 
-    Where layers recompute, a stage keeps a little more (rotary angles, as an input of the part that runs again). This is always
-    counted as the stage's own, so that a plan overestimates memory rather than underestimates it. Where weight gradients are
-    split, the bytes that a backward keeps for them are measured too; they are zero for the stage's extras if the weights of
-    these receive their gradients in the backward.
+    Where layers recompute, a stage keeps a little more (rotary angles), always counted as the stage's own, so that a plan
+    rather overestimates memory. Where weight gradients are split, the bytes that a backward keeps for them are measured too;
+    they are zero for the stage's extras if the weights of these receive their gradients in the backward.
     """
     layers = stage.num_layers
     # What layers of multi-token prediction keep for weights counts with the head, and without other layers all with the input.
@@ -411,11 +410,9 @@ def _states(stage: MegatronStage) -> _States:
 def _of_slices(
     stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
 ) -> _Slices:
-    """Run two slices of a sequence, declared to have `num_slices`, and measure the second one's backward, which creates the
-    gradient of keys and values.
+    """Run two slices of a sequence of `num_slices`, and measure the second's backward, which makes keys' and values' gradient.
 
-    `keep_weights` splits the weight gradient off. The backward of `layer` is watched, by default of the last that caches keys
-    and values.
+    `keep_weights` splits weight gradients off. The backward of `layer` is watched, by default the last that caches.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]

@@ -66,11 +66,10 @@ def pipeline_costs(
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
-    Bytes are always measured, by counting what autograd keeps in a forward of a small chunk. They do not vary from run to run,
-    and a profile may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file
-    with costs of a whole pipeline is used unchanged except for two things that follow the run: the numbers of heads, and the
-    precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision. `note` is
-    called ahead of each step.
+    Bytes are always measured, by counting what autograd keeps in a forward of a small chunk: they do not vary, and a profile
+    may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file with costs of a
+    whole pipeline is used unchanged, but for the numbers of heads and the precision of sums of keys' and values' gradients; one
+    of another precision is refused. `note` is called ahead of each step.
     """
     note("reading costs")
     source = stored_costs.named(args, ask)

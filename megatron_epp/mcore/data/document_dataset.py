@@ -35,10 +35,6 @@ class DocumentDataset:
         context_limit: the most positions of a sequence (``--seq-length``).
         long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
         vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
-
-    Attributes:
-        num_long: number of documents of more than `context_limit` positions.
-        num_left_out: number of tokens that truncation leaves out.
     """
 
     def __init__(

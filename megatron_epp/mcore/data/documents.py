@@ -292,7 +292,6 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
 
 
 def _masked_end(tokenizer: Tokenizer) -> int:
-    """Return the token after which ``--eod-mask-loss`` computes no loss."""
     if tokenizer.eod is None:
         raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
     return tokenizer.eod

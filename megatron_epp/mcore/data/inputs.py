@@ -66,8 +66,7 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | None) -> Documents:
     """Yield the tokens of every file without records, or of every record of JSONL or Parquet.
 
-    `end` ends every document that is not empty. Raises `EppError` if a record has no such text, or a file is binary of a known
-    kind.
+    `end` ends each that is not empty. Raises `EppError` if a record has no such text, or a file is binary of a known kind.
     """
     ending = np.array([] if end is None else [end], dtype=np.int64)
     strange: list[str] = []
@@ -106,7 +105,6 @@ def _records(file: Path) -> Iterator[Record]:
 
 
 def _keys(record: object) -> str:
-    """Return the first keys of a record, for an error."""
     return f" (it has {', '.join(map(brief, [*record][:8]))})" if isinstance(record, dict) and record else ""
 
 

@@ -20,8 +20,7 @@ _KEPT = 256
 
 
 class StreamDataset:
-    """Samples of one of Megatron's GPT datasets, blended or not, each a sequence of `num_positions`. Implements
-    `SequenceDataset`.
+    """Samples of one of Megatron's GPT datasets, each a sequence of `num_positions`. Implements `SequenceDataset`.
 
     Tokens that are read must be below `vocab_size` of the run's tokenizer.
     """

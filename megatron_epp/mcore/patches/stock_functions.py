@@ -1,9 +1,8 @@
 """Check that the functions a script passes to Megatron are Megatron's own, since `--epp` replaces them by this package's.
 
-A plan runs chunks while a script's `forward_step` takes microbatches, so `forward_step` is not called, nor are the script's
-loss, batches and dataset provider. They count as Megatron's own if each of them, and every function of the script that they
-name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else is refused, as are other arguments of `pretrain` that `--epp`
-would not use.
+A plan runs chunks, so the script's `forward_step`, loss, batches and dataset provider are not called. They count as Megatron's
+own if each of them, and every function of the script that they name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else
+is refused, as are other arguments of `pretrain` that `--epp` would not use.
 """
 
 from __future__ import annotations

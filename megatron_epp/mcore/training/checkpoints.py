@@ -92,9 +92,8 @@ def telling_layout(args: Namespace) -> Iterator[None]:
 def settle_rows(args: Namespace, entries: int) -> None:
     """Make sure that the checkpoint to load has an embedding of as many rows as the model. A collective call.
 
-    Megatron cuts it, or leaves new rows as they were initialised, without a word; all of them count in the loss. So `EppError`
-    is raised if the rows differ; where the model cannot have the checkpoint's rows, there is a warning alone. `entries` are of
-    the tokenizer; 0 if there is none.
+    Megatron cuts it, or leaves new rows as initialised, without a word, and all count in the loss. So `EppError` is raised;
+    where the model cannot have the checkpoint's rows, there is a warning. `entries` are of the tokenizer, 0 without one.
     """
     folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
     if folders:
@@ -131,10 +130,9 @@ def embedding_rows(folder: Path) -> int | None:
 
 
 def settle_folder(folder: Path, *, falls_back: bool) -> None:
-    """Refuse a damaged newest checkpoint, or set it aside and name the one before in the tracker file.
+    """Refuse a damaged newest checkpoint by an `EppError`, or set it aside and name the one before in the tracker file.
 
-    A folder without a tracker file has no checkpoints, and is left as it is. Raises `EppError` if the newest is damaged and
-    stays.
+    A folder without a tracker file has no checkpoints, and is left as it is.
     """
     try:
         named = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()

@@ -36,12 +36,12 @@ class ExchangeBuffer:
         fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
 
     def reserve(self, num_tokens: int, spare_bytes: int) -> None:
-        """Allocate the buffer ahead of an iteration that needs a larger one, or whose plan has no room for the larger one of an
-        earlier iteration. A collective call of the ranks that exchange.
+        """Allocate the buffer ahead of an iteration that needs a larger one, or whose plan has no room for a larger earlier
+        one.
 
-        In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
-        the smaller one. It holds the largest `num_tokens`, those of a rank in the largest chunk of its plan. `spare_bytes` are
-        of this rank's cap, and its plan, which counts such a buffer, never fills them.
+        A collective call of the ranks that exchange: in an exchange it would grow while chunks are in flight whose handles are
+        of the smaller one. It holds the largest `num_tokens` of a rank's chunks. `spare_bytes` are of the cap, and never filled
+        by a plan.
         """
         manager = self._managers["hybridep"]
         from megatron.core.transformer.moe import fused_a2a

@@ -73,9 +73,8 @@ class _Choices:
 def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
     """Choose what flags leave open of layers, output layer and weight gradients, on the job's first rank for all.
 
-    A collective call, before there are groups of ranks. Validated arguments get the choices; `flags` are those that Megatron
-    had not validated yet. Raises `EppError` by a layout that is asked for: none fits the caps, there are no documents, or
-    `--epp-costs` has costs of whole stages.
+    A collective call, before there are groups of ranks. Validated `args` get the choices. Raises `EppError` by a layout that is
+    asked for: none fits the caps, there are no documents, or `--epp-costs` has costs of whole stages.
     """
     searches, opens_weights = args.epp_layout in SEARCHED, args.epp_split_weight_gradient == AUTO
     if not (searches or opens_weights or args.epp_vocab_parallel == AUTO):

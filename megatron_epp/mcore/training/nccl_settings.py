@@ -43,8 +43,7 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 def link_options(args: argparse.Namespace, used: Sequence[Direction]) -> GroupOptions | None:
     """Return a factory of options for the groups that carry messages in the used directions; None if these do not use NCCL.
 
-    Every rank of the job must call this at the same point. Raises `EppError` if all links of a rank together could hold every
-    SM.
+    Every rank of the job must call this at the same point. Raises `EppError` if a rank's links could hold every SM.
     """
     if not uses_nccl():
         return None

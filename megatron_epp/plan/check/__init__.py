@@ -54,7 +54,6 @@ def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
 
 
 def examine(plan: Plan, rows: Rows | None = None) -> Examined:
-    """Run `check` and return its findings with its intermediate results."""
     columns = columns_of(plan)
     if faults := list(check_tables(plan, columns)):
         return Examined(faults)

@@ -199,9 +199,9 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
 def check_links(columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
-    Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for. Boundaries
-    that share a link (looped placements put several on one) may interleave differently on both sides; lowering then receives in
-    the order of the sends. `check_presence` must have found nothing.
+    One message that overtook another would wait in memory that no step accounts for. Boundaries that share a link, as in looped
+    placements, may interleave differently on both sides; lowering then receives as sent. `check_presence` must have found
+    nothing.
     """
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):

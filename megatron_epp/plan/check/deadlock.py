@@ -1,8 +1,8 @@
 """Verification that lowered rows cannot hang, however ranks queue and synchronise their launches.
 
-Ranks launch their rows in order. The proof assumes the strictest machine: a launch starts when all earlier launches of its
-rank have ended. Then a row is a chain, and a message, a reduction or an exchange is one event that stands in several rows at
-once. Rows are free of deadlock if and only if these chains can be merged, that is, have no cycle.
+The proof assumes the strictest machine: a launch starts when all earlier launches of its rank have ended. Then a row is a
+chain, and a message, a reduction or an exchange is one event that stands in several rows at once. Rows are free of deadlock if
+and only if these chains can be merged, that is, have no cycle.
 
 What passes here passes on every weaker machine, because each only waits for less:
 
@@ -173,9 +173,7 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
 def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
     """Yield a violation for each message of a rank that is missing, doubled, unknown, or launched too early or too late.
 
-    Args:
-        lowered: the plan with the messages that it needs, of every rank.
-        rows: what ranks launch, of every rank: the plan's compute actions and messages.
+    `lowered` is the plan with the messages that it needs; `rows` are what ranks launch, compute actions and messages.
     """
     takers = dict(_takers())
     for rank, (needed, row) in enumerate(zip(lowered, rows, strict=True)):

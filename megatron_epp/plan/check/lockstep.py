@@ -1,9 +1,9 @@
 """Verification that plans of replicas that share experts can run in lockstep.
 
-Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
-every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients, copies and KV offload exchange nothing and may differ. But weight gradients and times change when messages are
-received among the exchanges, and replicas that differ in this may wait for each other: `deadlock` checks for it.
+Every forward, backward and recompute of a layer with experts exchanges tokens with the other replicas. So at every step all of
+them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight gradients, copies and KV
+offload exchange nothing and may differ; but they change when messages are received among the exchanges, so that replicas may
+wait for each other: `deadlock` checks for it.
 """
 
 from __future__ import annotations

@@ -42,11 +42,10 @@ def _is_time(time_us: Floats) -> Booleans:
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning,
-    whose end is a multiple of the padding, or two: the end of a sequence at its beginning, and at its end another one's
-    beginning.
+    """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning, or
+    two: the end of a sequence, and at the chunk's end another one's beginning.
 
-    A sequence's last slice ends with the sequence. All others fill whole multiples: no padding is between two slices.
+    Slices but a sequence's last fill whole multiples of the padding, so that no padding is between two of them.
     """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
@@ -244,8 +243,7 @@ def _fault(reason: str, rank: int | None = None) -> Violation:
 def check_predicted(timeline: Timeline) -> Iterator[Violation]:
     """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
 
-    The simulation uses the plan's own times and bytes: it proves that the numbers follow from the steps, not that a machine
-    takes as long. The planner's estimates themselves are checked for their range only.
+    It proves that the numbers follow from the steps' own times and bytes, of which only the range is checked.
     """
     plan, predicted = timeline.plan, timeline.plan.predicted
     if predicted == Prediction.none(plan.num_ranks):

@@ -51,7 +51,6 @@ class ContextParallel:
 
 
 NOT_SHARED = ContextParallel()
-"""No context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,9 @@ class HeadExchange(ContextParallel):
     """Exchange of tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
-    of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the kernels know nothing of it. Where the size of
-    the group does not divide the query heads, heads of zeros are added (`sizing.shared_heads`).
+    of its own heads; the output goes the opposite way. Tokens are shared out in their order, the same number to each rank, so a
+    slice's cache holds whole sequences, and kernels know nothing of it. Where the group's size does not divide the query heads,
+    heads of zeros are added (`sizing.shared_heads`).
     """
 
     group: dist.ProcessGroup

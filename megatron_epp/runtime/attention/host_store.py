@@ -44,7 +44,6 @@ class PieceReader:
         self._coming: tuple[Use, Mark] | None = None
 
     def begin(self) -> None:
-        """Begin to load the first expected request, into the buffer that is used first."""
         if self._expected:
             self._current = 1  # `_fetch` fills the other one, and `take` then makes it the current one
             self._fetch(self._expected[-1])

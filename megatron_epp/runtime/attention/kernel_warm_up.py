@@ -1,8 +1,7 @@
 """Warm-up of attention: plans that libraries build for a class of shapes are built between iterations, on all ranks at once.
 
 In an iteration a rank that builds a plan keeps the next ranks waiting, which then build theirs. Libraries keep plans for the
-thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
-they recompute. So every class runs in both threads, as far as a plan does.
+thread that asked, so every class runs in the computing thread and in autograd's, which runs backwards and recomputes.
 """
 
 from __future__ import annotations

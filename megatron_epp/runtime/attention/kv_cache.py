@@ -1,11 +1,9 @@
 """KV cache of sliced sequences: what a slice caches is handed to the later slices, and its gradient back to the earlier ones.
 
 The forward of a slice writes its cached tensors (keys and values, or latents) behind the earlier slices' and attends over all
-of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
-its own part, which is complete because every later slice has run.
-
-`SlicedKVCache` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
-(`host_store`) in host memory.
+of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its
+own part, which is complete because every later slice has run. `SlicedKVCache` holds the order of these steps; a store has the
+tensors, in device memory, or with KV offload (`host_store`) in host memory.
 """
 
 from __future__ import annotations
@@ -145,11 +143,10 @@ class SlicedKVCache:
         """Cache a chunk's tensors, ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
 
         Returns all that its queries may attend to, ``[keys, heads, width]`` each. A recomputed forward writes the same values
-        to the same rows, so it may run any number of times. Groups of heads come first to last, by `part`; `layer` is unique in
-        its stage.
+        to the same rows, so it may run any number of times. Groups of heads come first to last.
 
-        Raises `KVCacheError` if an earlier slice has not run, or the forward of this one has appended the group already: two
-        layers with one number, or one that runs twice, would attend to each other's keys.
+        Raises `KVCacheError` if an earlier slice has not run, or this one has appended the group already: two layers with one
+        number, or one that runs twice, would attend to each other's keys.
         """
         store, group, cached = self._store(view), HeadGroup(layer, part), tuple(cached)
         if self._appended is not None and self._appended[0] == view:

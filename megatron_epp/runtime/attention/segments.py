@@ -87,7 +87,6 @@ class SegmentTable:
 
     @property
     def num_sequences(self) -> int:
-        """Number of segments without the padding."""
         return len(self.segments) - (self.segments[-1].sequence < 0)
 
     @cached_property
@@ -114,8 +113,7 @@ class SegmentTable:
         return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
 
     def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`, copied there once for all layers unless `take` put them
-        there.
+        """Query and key offsets, int32 ``[n + 1]`` each, copied there once for all layers unless `take` put them there.
 
         Empty segments are added up to `num_segments`, the class of their number.
         """

@@ -2,10 +2,10 @@
 
 Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
 
-Torch gives a function's backward the very tensor that its forward has saved, but under hooks on saved tensors a copy that
-shares its memory, whatever a hook returns (`SavedVariable::unpack`). What Megatron and Transformer Engine read from a weight in
-backward (`main_grad`), or set on it (`grad_added_to_main_grad`), is an attribute of the object, which a copy does not have. So
-leaves are given back as the objects they are: the copy of a leaf has the leaf's gradient accumulator, which refers to the leaf.
+Under hooks a function's backward gets a copy of a saved tensor that shares its memory, whatever a hook returns
+(`SavedVariable::unpack`), and not the object itself. A copy lacks what Megatron and Transformer Engine read from a weight in
+backward (`main_grad`), or set on it (`grad_added_to_main_grad`). So leaves are given back as the objects they are: the copy of
+a leaf has the leaf's gradient accumulator, which refers to the leaf.
 """
 
 from __future__ import annotations

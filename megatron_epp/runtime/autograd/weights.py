@@ -1,12 +1,10 @@
 """Weight gradients split from input gradients: computed with a linear layer's backward, or deferred, chunk by chunk.
 
 The layer's output is computed without an edge to its weight. Backward builds, from the output's gradient and the layer's input,
-a graph of one node: the weight's gradient. That graph is run at once, or kept until `WeightGradients.run`. Either way the
-gradient reaches the weight through autograd, so hooks on the weight (Megatron's data parallelism) run as usual. Kept tensors
-are held as tensors saved by autograd, so hooks that count or offload saved tensors apply to them too.
-
-A layer that defers its weight gradient by itself passes the tensors the gradient is computed from, and a function that computes
-it.
+a graph of one node, the weight's gradient, which is run at once, or kept until `WeightGradients.run`. Either way the gradient
+reaches the weight through autograd, so hooks on the weight (Megatron's data parallelism) run as usual, and so do hooks that
+count or offload saved tensors. A layer that defers its weight gradient by itself passes the tensors it is computed from, and a
+function that computes it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Messages between the ranks of one pipeline, and their process groups.
 
 Activations and gradients travel on a communicator each, so that neither waits for the other. On each, messages between two
-ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
-so there is no handshake.
-
-Where a rank has several stages, activations may travel both ways between two ranks. Then each direction has a communicator: on
-one of NCCL's, a send and a receive would wait for each other.
+ranks are matched first in, first out; order and shapes come from the plan, so there is no handshake. Where activations may
+travel both ways, since a rank has several stages, each direction has a communicator: on one of NCCL's, a send and a receive
+would wait for each other.
 
 On GPUs messages travel in slots, which are kept from one to the next. The memory of a tensor that NCCL has sent or received
 goes back to torch's allocator when all has run that was launched on NCCL's stream before the tensor was dropped, posted

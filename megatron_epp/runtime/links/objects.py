@@ -45,8 +45,7 @@ class Groups:
 class ObjectGroup:
     """Ranks that exchange objects, over gloo. Only one thread of a rank may use it. `ranks` are global and ascending.
 
-    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups (`tree_of`), of whose levels
-    the lowest is first.
+    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups, the lowest level first.
     """
 
     ranks: tuple[int, ...]

@@ -1,12 +1,9 @@
 """Selection of the kernel that computes losses and gradients of a block's logits: Liger's where it can be used, or none.
 
-Without a kernel plain torch computes them (`loss.token_blocks`), in several passes over logits as wide as the vocabulary.
-Liger's kernel reads the logits once for losses, and twice for their gradient, which overwrites them. Like the attention
-kernels, it is verified before it is used, on a few tokens with the same number of entries: its losses must be exact, and its
-gradient rounded once.
-
-The kernel itself is called, not the function that wraps it. That function rounds losses to the type of the logits, so logits
-would have to be computed in fp32 for it, and in it the host waits for the device three times a block.
+Without it plain torch takes several passes over logits as wide as the vocabulary (`loss.token_blocks`). Liger's kernel reads
+them once for losses, and twice for their gradient, which overwrites them. It is verified before it is used, on a few tokens:
+its losses must be exact, and its gradient rounded once. The function that wraps it is not called: it rounds losses to the type
+of the logits, which would have to be fp32, and the host waits in it for the device three times a block.
 """
 
 from __future__ import annotations

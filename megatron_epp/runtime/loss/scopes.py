@@ -1,8 +1,8 @@
 """A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
-The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`loss.token_blocks`). With
-the last forward of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are
-leaves of which the loss is differentiated, and each chunk's backward begins with its own gradient.
+A forward gives log-probabilities of labels, which hold their graph but no logits (`loss.token_blocks`). With the last forward
+of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are leaves of which
+the loss is differentiated, and each chunk's backward begins with its own gradient.
 
 A loss or gradient that is not finite, although what the model gave is, goes no further: zeros take its place on the device, and
 `ScopedLoss.end` names the token. What the model gives is left to Megatron's own checks.
@@ -224,13 +224,11 @@ class ScopedLoss:
         return replace(rows, sequence=sequence, num_sequences=num_sequences, group=group if scope == Scope.GROUP else None)
 
     def _by_name(self, columns: Tensor) -> dict[str, Tensor]:
-        """Return columns ``[rows, tokens]`` by name, as `Rows` has them."""
         widths = self.asks.widths
         of_names = columns.split([widths.get(name, 1) for name in self.asks.names])
         return {name: x.t() if name in widths else x[0] for name, x in zip(self.asks.names, of_names, strict=True)}
 
     def _problem(self, check: _Check) -> str:
-        """Name the token that a check is about, and what the loss was given for it."""
         _, token, *values = check.figures.tolist()
         part, token = _at(int(token), [num_tokens for _, num_tokens in check.parts])
         table, _ = check.parts[part]

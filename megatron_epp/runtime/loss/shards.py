@@ -83,8 +83,7 @@ class Logits:
 def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -> Logits:
     """Compute a rank's logits of a chunk by blocks of tokens, and what is needed of them.
 
-    `x` is the input of the output layer, ``[tokens, in]``; labels ``[tokens]`` are rows of the whole vocabulary, of which the
-    shard has at least one.
+    `x` is the layer's input, ``[tokens, in]``; labels ``[tokens]`` are rows of all; the shard has at least one row.
     """
     index, is_here = shard.index(labels)
     parts, rounded, rows = [], None, []
@@ -114,8 +113,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
 def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) -> Tensor:
     """Complete a rank's part of the gradient of the layer's input in place, for tokens of weight one; return it.
 
-    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32. `log_sum` is the log-sum-exp of all ranks' logits,
-    ``[tokens]``.
+    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32. `log_sum`, ``[tokens]``, is of all ranks' logits.
     """
     assert logits.part is not None
     summary, index = logits.summary, shard.index(labels)[0]
@@ -130,8 +128,7 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
 def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, weights: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
-    What `logits` has kept is overwritten. `log_sum` is the log-sum-exp of all ranks' logits, and `weights` the gradient of each
-    token's loss, ``[tokens]``.
+    What `logits` has kept is overwritten. `log_sum` is of all ranks' logits, `weights` each token's gradient, ``[tokens]``.
     """
     summary, (index, is_here) = logits.summary, shard.index(labels)
     of_label = (_label_terms(summary, log_sum) * weights)[:, None]

@@ -1,12 +1,12 @@
 """Cross entropy of an output layer, a block of tokens at a time: the logits of all tokens are never in memory at once.
 
-Forward keeps two numbers of every token, its label and its log-sum-exp, and nothing as wide as the vocabulary. Backward
-recomputes a block's logits, turns them into their gradient in place, and computes from it the gradients of the input and of the
-weight. The cost is one more product with the weight. The weight receives its gradient through autograd, as any other.
+Forward keeps two numbers of every token, its label and its log-sum-exp. Backward recomputes a block's logits, turns them into
+their gradient in place, and computes from it the gradients of the input and of the weight, which gets it through autograd. The
+cost is one more product with the weight.
 
 A block's logits are processed by Liger's kernel, if `loss.kernels` chooses it, else by plain torch. Liger's fused linear cross
-entropy avoids the second product by computing gradients in the forward. It is not used: it would hold a gradient of the weight
-for every chunk between forward and backward, does not support a vocabulary split over ranks, and cannot add to a main gradient.
+entropy would avoid the second product, but hold a gradient of the weight for every chunk between forward and backward; and it
+supports no vocabulary split over ranks, and cannot add to a main gradient.
 """
 
 from __future__ import annotations

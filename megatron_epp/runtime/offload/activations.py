@@ -57,11 +57,10 @@ class ActivationOffload:
         self._moved: dict[Owner, _Moved] = {}
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
-        """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
     def offload(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy a share of a chunk's saved bytes to the host, and `num_bytes` at least. They stay on the device until
+        """Begin to copy a share of a chunk's saved bytes to the host, at least `num_bytes`; they stay on the device until
         `free`.
 
         Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages

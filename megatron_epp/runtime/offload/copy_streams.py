@@ -14,11 +14,7 @@ Mark = Any
 
 
 class CopyStreams:
-    """Streams of offloads and of loads.
-
-    `cuda` makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream` and `stream`. None for a CPU, whose
-    copies run at once.
-    """
+    """Streams of offloads and of loads, made by `cuda`: `torch.cuda`, or the like; None for a CPU, whose copies run at once."""
 
     def __init__(self, cuda: Any = None) -> None:
         self._cuda = cuda

@@ -1,9 +1,8 @@
 """Pinned host memory for offload, its limit, and the order of copies that use the same part of it.
 
-Memory is allocated in pages, which are kept pinned for the next iterations. Data is placed wherever pages have room, in several
-spans if necessary, so pages never hold more bytes than were in use at one time, except for the rest of the last page, and all
-memory up to the cap can be used.
-Memory is free again when the load out of it is issued; the offload that is given it next waits on its stream for that load.
+Pages stay pinned for the next iterations. Data is placed wherever they have room, in several spans if necessary, so pages never
+hold more than was in use at one time, but for the rest of the last one, and all memory up to the cap can be used. Memory is
+free again when the load out of it is issued; the offload that gets it next waits on its stream for that load.
 """
 
 from __future__ import annotations
@@ -235,7 +234,6 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read(path: Path) -> int | None:
-    """Return the limit in a file; None if there is none."""
     try:
         text = path.read_text().strip()
     except OSError:

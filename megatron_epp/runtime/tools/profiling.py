@@ -52,8 +52,7 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
     """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
     The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
-    ``embedding``, each ``forward`` and ``backward``, and ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for
-    tokens.
+    ``embedding``, each ``forward`` and ``backward``, the first and third also ``weight``; ``host copy`` by bytes.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
@@ -212,9 +211,8 @@ class _Attended(torch.autograd.Function):
 class Timer:
     """Clock of a device.
 
-    Where a single host thread computes (`alone`: no other process takes part in the work), it reads processor time, so that
-    other programs on the machine do not count. Where others compute too, or wait for each other, which uses no processor time,
-    it reads wall time.
+    A single host thread (`alone`: no other process takes part) is timed by processor time, so that other programs do not count.
+    Where others compute too, or wait for each other, which uses no processor time, wall time is read.
     """
 
     def __init__(self, device: torch.device, *, alone: bool = True) -> None:
