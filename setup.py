@@ -33,7 +33,7 @@ setup(
     package_dir={"megatron_epp.configs": "configs", "megatron_epp.patches": "patches"},
     package_data={
         "megatron_epp": ["py.typed"],
-        "megatron_epp.report.page": ["*.html", "*.css", "*.js"],
+        "megatron_epp.tools.report.page": ["*.html", "*.css", "*.js"],
         "megatron_epp.configs": ["*.yaml", "*/*.yaml", "*/*.json"],
         "megatron_epp.patches": ["*.patch", "README.md"],
     },
@@ -50,7 +50,7 @@ setup(
         "dev": [*TRAIN, *TEST, *VIZ, *MILP, *FAST, *PARQUET, *DOCS, *BROWSER, *LINT],
     },
     entry_points={
-        "console_scripts": ["megatron-epp = megatron_epp.cli.main:main"],
+        "console_scripts": ["megatron-epp = megatron_epp.tools.cli.main:main"],
         "verl.plugins": ["megatron_epp = megatron_epp.callers.verl:load"],  # it does nothing without MEGATRON_EPP
     },
 )

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_epp.cli.main import main
+from megatron_epp.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

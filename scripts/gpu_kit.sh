@@ -59,7 +59,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" CUDA_DEVICE_MAX_CONNECTIONS=
 export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 most="${EPP_KIT_LIMIT:-600}"
 fixed=(env -u PYTORCH_ALLOC_CONF -u PYTORCH_CUDA_ALLOC_CONF)
-epp=("$python" -m megatron_epp.cli.main)
+epp=("$python" -m megatron_epp.tools.cli.main)
 failed="$folder/failed" left="$folder/left"
 
 wanted() { [ -z "$steps" ] || [[ "$steps" == *",$1,"* ]]; }

@@ -33,7 +33,7 @@ step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
 bash scripts/te.sh || printf '%s\n' "Transformer Engine's Python cannot be installed: its tests will be skipped" >&2
 # A first plan compiles the planner's inner loops and keeps them on disk; otherwise every process that plans would compile them.
-step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
+step python -m megatron_epp.tools.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
     --memory-cap-gb 8 --offload --split-weight
 # A third file at once uses two cores while others wait.
 step python -m pytest --processes 3 -m "not slow and not callers" --durations=25 tests

@@ -53,7 +53,7 @@ if [ "${#dry_run[@]}" -eq 0 ] && [ -z "${NPROC_PER_NODE:-}" ] && ! python -c 'im
     echo "torch finds no GPU here to count: set NPROC_PER_NODE to the number of processes" >&2
     exit 2
 fi
-command=(python -m megatron_epp.launch.torchrun "${where[@]}" "${more[@]}" "${script[@]}" "$@")
+command=(python -m megatron_epp.tools.launch.torchrun "${where[@]}" "${more[@]}" "${script[@]}" "$@")
 printf '%q ' "${command[@]}"
 printf '\n'
 if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.terminal import Parser
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import CONFLICTS, HONOURED, HONOURED_BY_MEGATRON, IDLE, IMPLIED, OF_DOCUMENTS
 from megatron_epp.mcore.arguments.rule import OUT, Door, Rule
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.terminal import Parser
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 TRAINING, MICROBATCHES = "T", "M"

@@ -13,13 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.first_run import STEPS
 from megatron_epp.cost import memory
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.optimizer import OptimizerBytes
-from megatron_epp.formulas import huggingface
-from megatron_epp.formulas.hardware import H100, Rates
-from megatron_epp.formulas.library import load_flags, mixers_of, shape_of
 from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.arguments.refusals import COUNTING, OF_VOCABULARY, PARTING, REPLAYS
@@ -29,6 +25,10 @@ from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
 from megatron_epp.plan.yaml_files import shipped
+from megatron_epp.tools.cli.first_run import STEPS
+from megatron_epp.tools.formulas import huggingface
+from megatron_epp.tools.formulas.hardware import H100, Rates
+from megatron_epp.tools.formulas.library import load_flags, mixers_of, shape_of
 from scripts.tables import table, with_tables
 from scripts.write_flags import beyond_leaving_out
 

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from megatron_epp.cost import Costs
-from megatron_epp.formulas import H100, analytic_costs
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, check, to_grid
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, chunks_of, elastic_1f1b, fitted, plan
+from megatron_epp.tools.formulas import H100, analytic_costs
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 
 def zero_bubble(problem: Problem, costs: Costs, options: Options) -> Decisions:

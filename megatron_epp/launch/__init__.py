@@ -1,1 +1,1 @@
-"""Construction of the training command from YAML files and overrides. Imports neither torch nor Megatron."""
+"""Facts of a launch that trainings and tools read: settings in YAML, flags of a script, folders of runs."""

@@ -27,16 +27,16 @@ from pathlib import Path
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.formulas import analytic_profile, on_device
-from megatron_epp.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Plan, load, save
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.plan import Step
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.measured import Measured
-from megatron_epp.report.text import format_us
+from megatron_epp.tools.formulas import analytic_profile, on_device
+from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
+from megatron_epp.tools.report.text import format_us
 from scripts.bench.alone_rank import STATE_BYTES, Model, Ran, one_rank, run
 from scripts.bench.frame import RUNS, Bench, Figures, numbers
 from scripts.tables import table

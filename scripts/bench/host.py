@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_epp.launch.runs import tiny_gpt, train
+from megatron_epp.tools.launch.runs import tiny_gpt, train
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.host_rank import COUNTS
 from scripts.random_documents import write_documents

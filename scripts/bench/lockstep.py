@@ -20,14 +20,14 @@ from time import process_time
 
 import numpy as np
 
-from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.data import sequence_lengths
-from megatron_epp.formulas.library import load_cluster, load_flags
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import divide, sequence_work
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.formulas.library import load_cluster, load_flags
 from scripts.bench.frame import Bench, Figures
 from scripts.tables import table
 

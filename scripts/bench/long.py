@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import OptimizerBytes, PipelineCosts
-from megatron_epp.formulas import analytic_profile, on_device
-from megatron_epp.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import Plan
+from megatron_epp.plan.plan_figures import host_peak_bytes
 from megatron_epp.planner import Options, Problem
-from megatron_epp.report.plan_figures import host_peak_bytes
+from megatron_epp.tools.formulas import analytic_profile, on_device
+from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import fitting
 from scripts.tables import table

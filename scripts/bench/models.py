@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_epp.cli.main import main as command
-from megatron_epp.formulas.library import load_flags
+from megatron_epp.tools.cli.main import main as command
+from megatron_epp.tools.formulas.library import load_flags
 from scripts.bench.frame import Bench, Figures
 from scripts.tables import table
 

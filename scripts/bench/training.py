@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, turns
 from megatron_epp.data.sequence_lengths import code, wikipedia
-from megatron_epp.launch.runs import AS_MEGATRON, RecordedRun, learnt_costs, tiny_gpt, train
+from megatron_epp.tools.launch.runs import AS_MEGATRON, RecordedRun, learnt_costs, tiny_gpt, train
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.random_documents import write_documents
 from scripts.tables import table

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.launch.runs import torchrun
+from megatron_epp.tools.launch.runs import torchrun
 from scripts.bench.frame import RUNS, Bench, Figures
 from scripts.demo_rl import engine as verl
 from scripts.tables import table

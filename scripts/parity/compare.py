@@ -129,8 +129,8 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
 
 
 def _lengths(source: str) -> tuple[int, ...]:
-    from megatron_epp.cli.lengths import lengths_of
     from megatron_epp.plan import EppError
+    from megatron_epp.tools.cli.lengths import lengths_of
 
     try:
         return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None, seed=0))

@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_epp.formulas.library import load_flags
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry
+from megatron_epp.tools.formulas.library import load_flags
 from scripts.demo_rl import engine
 from tests.callers.test_training_steps import if_installed
 from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, returned

@@ -6,16 +6,16 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingOffload, emulate, host_locks
-from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, EppError, Op
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.relations import deps
 from megatron_epp.plan.serialize import digest, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
-from megatron_epp.report.measured import Measured
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.small_plans import offload, shared_link
 from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
 

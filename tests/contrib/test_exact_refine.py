@@ -8,12 +8,12 @@ import pytest
 from megatron_epp.contrib.exact.oracle import makespan_us
 from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.formulas import H100, analytic_profile, library
 from megatron_epp.plan import InfeasibleError, Op
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.result import greedy
+from megatron_epp.tools.formulas import H100, analytic_profile, library
 from tests.support.plan.planner_cases import least_cap_bytes, pipeline, problem
 from tests.support.seeds import some_by_default
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.contrib.foreign import from_table, is_table
 from megatron_epp.plan import Action, Op, PlanError, check
 from megatron_epp.plan.placement import Placement
+from megatron_epp.tools.cli.main import main
 
 Rows = list[list[Action]]
 BLUE, PLAIN = "\x1b[34m", "\x1b[0m"

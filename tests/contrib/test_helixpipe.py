@@ -11,13 +11,13 @@ from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.report.gantt import save_gantt
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.report.gantt import save_gantt
 from scripts.bench.orders.unit import TOKENS, Unit, block_costs
 
 SHAPE = replace(shape_of(load_flags("llama3-8b")), num_layers=8)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from megatron_epp.cli.main import main
 from megatron_epp.contrib.foreign.pipelining import from_pipelining, launches_of
 from megatron_epp.plan import Op, PlanError, check, lower
 from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.tools.cli.main import main
 
 TABLE = """\
 0F0,0F1,,0I0,0W0,0B1

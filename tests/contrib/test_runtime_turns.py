@@ -15,8 +15,6 @@ from megatron_epp.contrib.overlap.turns import Collective, exchanges_of, run_tog
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages
-from megatron_epp.formulas import H100, analytic_profile, on_device
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, PlanError, Step, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -24,6 +22,8 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.tools.formulas import H100, analytic_profile, on_device
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, whole_run

@@ -23,10 +23,10 @@ from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.layouts import layout_choice
-from megatron_epp.planner.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import run_ahead
+from megatron_epp.tools.layouts import layout_choice
+from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
 from tests.support.plan.stages import stage_of
 

@@ -8,17 +8,17 @@ from typing import Literal
 
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.contrib.papers.slimpipe import even_slices
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.orders import LAYERS
 from scripts.bench.orders.orders import costs_of as bench_costs
 from scripts.bench.orders.random_batches import drawn

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.formulas import CPU, analytic_profile
-from megatron_epp.formulas.library import shape_of
 from megatron_epp.plan.planners import PLANNERS
+from megatron_epp.tools.formulas import CPU, analytic_profile
+from megatron_epp.tools.formulas.library import shape_of
 from scripts.parity.cells import Case
 from scripts.parity.compare import BATCH
 from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp import planner
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import Action, Copy, Op, PlanError, check, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.operations import (
@@ -27,6 +26,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
 from megatron_epp.planner.tables import tabulate
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.plan.queue_machine import makespan_us, stuck
 from tests.support.runtime.rank_processes import Ranks
 

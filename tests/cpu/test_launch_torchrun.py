@@ -8,8 +8,9 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_epp.launch import lifetime, short_log, torchrun
+from megatron_epp.launch import lifetime
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
+from megatron_epp.tools.launch import short_log, torchrun
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 

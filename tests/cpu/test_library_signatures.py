@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.cli.doctor import _TORCH
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import AttentionCase, flash
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.links import nccl, objects
+from megatron_epp.tools.cli.doctor import _TORCH
 from scripts import write_signatures
 from scripts.write_signatures import TORCH_FILE as FILE
 from scripts.write_signatures import Call, calls, fields, operator, trees

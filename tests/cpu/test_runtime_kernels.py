@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.cli.first_run import training
-from megatron_epp.cli.first_run.outcome import PASSED
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradient
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
+from megatron_epp.tools.cli.first_run import training
+from megatron_epp.tools.cli.first_run.outcome import PASSED
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 from tests.support.runtime.kernel_proofs import prove
 

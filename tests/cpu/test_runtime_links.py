@@ -25,8 +25,8 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import links, nccl
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.links.objects import Groups
-from megatron_epp.runtime.tools import queue_check
-from megatron_epp.runtime.tools.queue_check import EchoStage, check_queues, queue_plans, run_rank
+from megatron_epp.tools.machine import queue_check
+from megatron_epp.tools.machine.queue_check import EchoStage, check_queues, queue_plans, run_rank
 from tests.support.runtime.launch_recorder import RecordedStage, record
 from tests.support.runtime.plain_stage import HIDDEN
 from tests.support.runtime.rank_processes import Ranks

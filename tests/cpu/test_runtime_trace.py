@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.report.measured import Measured
-from megatron_epp.report.trace import trace
+from megatron_epp.plan.measured import Measured
+from megatron_epp.plan.trace import trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import ActivationOffload

@@ -11,11 +11,11 @@ import time
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_epp.launch.command import command_of
 from megatron_epp.launch.machine import free_port
 from megatron_epp.launch.yaml_settings import Launch
+from megatron_epp.tools.launch.command import command_of
 
-LAUNCH = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
 def script(folder, text):
@@ -66,7 +66,7 @@ def test_a_signal_that_hits_torchs_clock_is_named_too(tmp_path):
 import signal, sys, time
 from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from megatron_epp.launch.torchrun import main
+from megatron_epp.tools.launch.torchrun import main
 
 def clock():
     raise SignalException("interrupted", signal.SIGINT)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron_epp.runtime.tools.queue_check import check_queues, queue_plans
+from megatron_epp.tools.machine.queue_check import check_queues, queue_plans
 from tests.support.runtime.kernel_proofs import prove
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

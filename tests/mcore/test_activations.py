@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.formulas.library import load_flags
 from megatron_epp.plan.yaml_files import shipped
+from megatron_epp.tools.formulas.library import load_flags
 from tests.support.mcore.forked import job, returned
 
 BYTES_OF_A_CHUNK = 512

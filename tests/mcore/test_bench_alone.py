@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch import runs
 from megatron_epp.plan.serialize import load
+from megatron_epp.tools.launch import runs
 from scripts.bench import kit_report
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Action
-from megatron_epp.report.measured import Event, Measured
+from megatron_epp.plan.measured import Event, Measured
+from megatron_epp.tools.launch.runs import TrainingError
 from scripts.bench.gpu import bench as bench_gpu
 from scripts.bench.gpu import runs as gpu_runs
 from scripts.bench.gpu.ranks import TWO, Row, compare

@@ -14,13 +14,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_epp.cost import LinearTime
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, loss_obstacle, shard_logits
 from megatron_epp.mcore.model.trained_rows import trained_rows
 from megatron_epp.plan import EppError
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 
 class Group:

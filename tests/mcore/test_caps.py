@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.cli.planning_flags import cap_of
 from megatron_epp.cost.memory import SETUP_MARGIN_BYTES, room_bytes
-from megatron_epp.formulas import H100
-from megatron_epp.formulas.library import Cluster
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.tools.cli.planning_flags import cap_of
+from megatron_epp.tools.formulas import H100
+from megatron_epp.tools.formulas.library import Cluster
 
 GIB = 1 << 30
 

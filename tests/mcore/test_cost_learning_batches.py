@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore.iteration import base_run
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 FORMULAS = analytic_costs(SHAPE, CPU, [2, 2])

@@ -16,14 +16,14 @@ from torch.nn import Linear
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
-from megatron_epp.formulas.of_run import with_device_memory
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.megatron_facts import run_facts
 from megatron_epp.plan import EppError
 from megatron_epp.port.run_facts import AttentionSizes, RunFacts
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
+from megatron_epp.tools.formulas.of_run import with_device_memory
 from tests.mcore.test_refusals import arguments
 from tests.support.failing_disk import swept
 from tests.support.mcore.asking import ask_here

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.tools.cli import main as cli
 from scripts import write_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,10 @@ def anywhere(tmp_path_factory):
     for needed in ("configs", "docs", "scripts", "megatron_epp"):
         (folder / needed).symlink_to(ROOT / needed)
     (folder / "bin").mkdir()
-    for command, program in {"megatron-epp": f"{sys.executable} -m megatron_epp.cli.main", "python": sys.executable}.items():
+    for command, program in {
+        "megatron-epp": f"{sys.executable} -m megatron_epp.tools.cli.main",
+        "python": sys.executable,
+    }.items():
         (folder / "bin" / command).write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}:$PYTHONPATH" exec {program} "$@"\n')
         (folder / "bin" / command).chmod(0o755)
     return folder

@@ -13,7 +13,7 @@ def doctor(path=None):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     if path is not None:
         environment["PYTHONPATH"] = f"{path}:{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "megatron_epp.cli.main", "doctor", "--json"]
+    command = [sys.executable, "-m", "megatron_epp.tools.cli.main", "doctor", "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
     findings = json.loads(finished.stdout)
     return finished.returncode, {finding["subject"]: finding for finding in findings}

@@ -8,13 +8,13 @@ import pytest
 from megatron_epp.data import sampler
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.port.packed import PackedPlan
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.indexed_documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset
@@ -19,6 +18,7 @@ from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.losses import report_of
 from megatron_epp.plan import Segment
 from megatron_epp.plan.errors import EppError
+from megatron_epp.tools.cli.lengths import lengths_of
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 

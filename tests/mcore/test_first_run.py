@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.cli.first_run import STEPS
-from megatron_epp.cli.first_run.launch import read_launch
-from megatron_epp.cli.first_run.race import race
-from megatron_epp.cli.first_run.training import tiny_training
-from megatron_epp.cli.main import main
-from megatron_epp.launch import runs
 from megatron_epp.launch.machine import free_port
 from megatron_epp.mcore import pretrain_gpt
 from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_words
+from megatron_epp.tools.cli.first_run import STEPS
+from megatron_epp.tools.cli.first_run.launch import read_launch
+from megatron_epp.tools.cli.first_run.race import race
+from megatron_epp.tools.cli.first_run.training import tiny_training
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.launch import runs
 from tests.support import ROOT
 from tests.support.mcore import forked
 

@@ -19,7 +19,7 @@ from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.leftovers import alive, files
 
 LIMIT_S = 240
-TORCHRUN = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 TRAINING = ["-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
 SAVED = "latest_checkpointed_iteration.txt"
 WITH_MANAGER = """

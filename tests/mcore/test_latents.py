@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.formulas import CPU, analytic_profile
-from megatron_epp.formulas.of_run import model_shape
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.megatron_facts import run_facts
 from megatron_epp.mcore.model.kinds import latent_attention
 from megatron_epp.mcore.training import auto_choices
 from megatron_epp.plan import EppError
+from megatron_epp.tools.formulas import CPU, analytic_profile
+from megatron_epp.tools.formulas.of_run import model_shape
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore.asking import ask_here
 

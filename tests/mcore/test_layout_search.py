@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.formulas import of_run as formulas
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs.megatron_facts import facts, run_facts
 from megatron_epp.mcore.patches import install
@@ -17,6 +16,7 @@ from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
+from megatron_epp.tools.formulas import of_run as formulas
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.asking import ask_here

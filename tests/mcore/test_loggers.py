@@ -10,21 +10,21 @@ from megatron.training import global_vars
 
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
-from megatron_epp.launch.short_log import is_shown
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import base_run, loggers, sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.plan_figures import main_items
 from megatron_epp.plan.problem import Lengths
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.port.worker import WorkerError
-from megatron_epp.report.plan_figures import main_items
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
+from megatron_epp.tools.launch.short_log import is_shown
 
 LINE = {
     "iteration": 7, "makespan_us": {"planned": 2000.0, "measured": 2500.0},

@@ -15,11 +15,11 @@ import yaml
 from megatron.training import arguments
 
 from megatron_epp import wrap
-from megatron_epp.cli.train import checked_argv
 from megatron_epp.launch.yaml_settings import Settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.iteration import wrap as wrapping
+from megatron_epp.tools.cli.train import checked_argv
 from tests.support.mcore.jobs.frameworks import refusal
 from tests.support.mcore.launch import TINY
 

@@ -10,19 +10,19 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS
-from megatron_epp.formulas import H100, ModelShape, analytic_costs, analytic_profile, of_run
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.megatron_facts import facts, optimizer_bytes, run_facts
 from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.planning_flags import costs_of
+from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs, analytic_profile, of_run
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from tests.support.mcore import forked
 from tests.support.mcore.asking import ask_here
 from tests.support.mcore.jobs.optimizer import SETTINGS

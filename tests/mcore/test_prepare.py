@@ -16,7 +16,6 @@ import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_epp.cli.prepare import add_arguments, run
 from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
@@ -24,6 +23,7 @@ from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare
 from megatron_epp.plan.errors import EppError
+from megatron_epp.tools.cli.prepare import add_arguments, run
 from tests.support.failing_disk import swept
 
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]

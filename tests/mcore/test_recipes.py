@@ -10,18 +10,18 @@ import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.recipe import recipe_text
-from megatron_epp.cli.main import main
-from megatron_epp.cli.prepare import add_arguments
-from megatron_epp.cli.train import checked_argv
-from megatron_epp.formulas.library import load_cluster, load_flags
 from megatron_epp.launch.script_flags import argv_of
-from megatron_epp.launch.short_log import LOG_VARIABLE
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.advice.recipe import recipe_text
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.cli.prepare import add_arguments
+from megatron_epp.tools.cli.train import checked_argv
+from megatron_epp.tools.formulas.library import load_cluster, load_flags
+from megatron_epp.tools.launch.short_log import LOG_VARIABLE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))

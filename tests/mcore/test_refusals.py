@@ -17,7 +17,6 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.formulas.huggingface import flags_of_config
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
@@ -31,6 +30,7 @@ from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.patches import install, patching
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
+from megatron_epp.tools.formulas.huggingface import flags_of_config
 from tests.pure.test_huggingface import DENSE, GATED_DELTA, LATENT, NARROW, STATES
 from tests.support.mcore.launch import REPOSITORY
 

@@ -12,10 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp import run as way_in
-from megatron_epp.advice.question import Configuration
 from megatron_epp.callers import verl
-from megatron_epp.formulas import ModelShape
-from megatron_epp.formulas import of_run as formulas
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs.megatron_facts import kernel_of, run_facts
@@ -31,6 +28,9 @@ from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.plan.recompute import MLP, MODES
 from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.attention import kernels
+from megatron_epp.tools.advice.question import Configuration
+from megatron_epp.tools.formulas import ModelShape
+from megatron_epp.tools.formulas import of_run as formulas
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore.asking import ask_here
 from tests.support.runtime.device_audit import Audit, run

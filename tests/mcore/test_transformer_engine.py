@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_epp.cost.casts import RECIPES
-from megatron_epp.formulas import ModelShape
+from megatron_epp.tools.formulas import ModelShape
 from scripts.parity.runs import compare
 from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks

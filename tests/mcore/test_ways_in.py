@@ -153,8 +153,8 @@ def test_a_rank_imports_a_limited_part_of_the_package_and_its_planning_process_t
     of_ranks = {module for process, module in patched.imported if process in ranks}
     others = {module for process, module in patched.imported if process not in ranks}
     if "--epp" in reference.flags:
-        assert {"megatron_epp.planner.search", "megatron_epp.formulas.library"} <= others
-    elsewhere = ("megatron_epp.contrib", "megatron_epp.planner", "megatron_epp.formulas")
+        assert {"megatron_epp.planner.search", "megatron_epp.tools.formulas.library"} <= others
+    elsewhere = ("megatron_epp.contrib", "megatron_epp.planner", "megatron_epp.tools.formulas")
     assert [name for name in of_ranks if name.startswith(elsewhere)] == []
     files = {REPOSITORY.joinpath(*name.split(".")) for name in of_ranks}  # of which some are names in a module
     paths = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in files]

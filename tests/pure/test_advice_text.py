@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.advice.advice_text import as_json, as_text, why_slower
-from megatron_epp.advice.causes import CAUSES, Gain, Stock
-from megatron_epp.advice.configuration_search import Advice, _simplest_first
-from megatron_epp.advice.judge import Baseline, Judged, Misfit, Parts
-from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.formulas import H100
-from megatron_epp.formulas.library import Cluster
 from megatron_epp.planner import Decisions
+from megatron_epp.tools.advice.advice_text import as_json, as_text, why_slower
+from megatron_epp.tools.advice.causes import CAUSES, Gain, Stock
+from megatron_epp.tools.advice.configuration_search import Advice, _simplest_first
+from megatron_epp.tools.advice.judge import Baseline, Judged, Misfit, Parts
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.formulas import H100
+from megatron_epp.tools.formulas.library import Cluster
 from tests.support.plan.small_plans import one_f_one_b
 
 FLAGS = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 4096, "bf16": True}

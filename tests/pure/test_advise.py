@@ -6,21 +6,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron_epp.advice import configuration_search
-from megatron_epp.advice.advice_text import as_json, as_text
-from megatron_epp.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
-from megatron_epp.advice.configuration_search import NothingFitsError, advise
-from megatron_epp.advice.configurations import candidates
-from megatron_epp.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
-from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.advice.recipe import epp_settings, recipe_text, stock_settings
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.advise import plan_flags, question_of
-from megatron_epp.cli.lengths import batches_of, lengths_of
-from megatron_epp.cli.main import main
-from megatron_epp.formulas import H100, H100_NODE, analytic_profile
-from megatron_epp.formulas.analytic import exchange_line
-from megatron_epp.formulas.library import Cluster, load_cluster, load_flags, shape_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan import InfeasibleError
@@ -30,6 +15,21 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
 from megatron_epp.planner.baselines.contest import pack_whole
 from megatron_epp.planner.baselines.whole import UniformDecisions
+from megatron_epp.tools.advice import configuration_search
+from megatron_epp.tools.advice.advice_text import as_json, as_text
+from megatron_epp.tools.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
+from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise
+from megatron_epp.tools.advice.configurations import candidates
+from megatron_epp.tools.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.advice.recipe import epp_settings, recipe_text, stock_settings
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.advise import plan_flags, question_of
+from megatron_epp.tools.cli.lengths import batches_of, lengths_of
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.formulas import H100, H100_NODE, analytic_profile
+from megatron_epp.tools.formulas.analytic import exchange_line
+from megatron_epp.tools.formulas.library import Cluster, load_cluster, load_flags, shape_of
 from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli import plan as cli_plan
-from megatron_epp.cli import planning_flags
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import MOST_SIZE, check_nested, naming_file
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli import plan as cli_plan
+from megatron_epp.tools.cli import planning_flags
 from tests.support.plan.bad_files import SOUND, exit_code, signed, spoiled, written
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
@@ -64,7 +64,7 @@ def test_what_is_wrong_with_a_stream_is_one_line_or_silence_and_keeps_the_exit_c
         "FAULTY": spoiled("plan", "predicted", "makespan_us", to=1.0),
         "UMLAUT": signed(SOUND["plan"] | {"planner": "größe"}),
     }
-    words = {"EPP": f"{sys.executable} -m megatron_epp.cli.main"}
+    words = {"EPP": f"{sys.executable} -m megatron_epp.tools.cli.main"}
     words |= {name: written(tmp_path / f"{name}.json", content) for name, content in files.items()}
     for word, value in words.items():
         command = command.replace(word, value)

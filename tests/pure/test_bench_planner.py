@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines.contest import chunk_sizes
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.planner.fixed import FIXED, FixedRun, fixed_run
 from scripts.bench.planner.report import TUNED, against, text
 from scripts.bench.planner.runs import BATCHES, RunCase

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_epp.advice import configuration_search
-from megatron_epp.cli.main import _parser, main
-from megatron_epp.formulas import H100_NODE, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.layout import Layout, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.tools.advice import configuration_search
+from megatron_epp.tools.cli.main import _parser, main
+from megatron_epp.tools.formulas import H100_NODE, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from tests.pure.test_cli_refusals import INDEX
 
 SMALL = "--model tiny-gpt --cluster this-machine --pipeline-size 2 --layout even"

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_epp.formulas.library import load_costs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.tools.formulas.library import load_costs
 from tests.pure.test_cost_latents import costs as costs_of_latents
 from tests.support.plan.bad_files import SOUND, exit_code, signed, written
 

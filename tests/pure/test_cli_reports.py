@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli import terminal
-from megatron_epp.cli.compare import sizes_of
-from megatron_epp.cli.main import MODULES, NAMES, main
-from megatron_epp.cli.schedules import usual
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.planner import PLANNERS
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli import terminal
+from megatron_epp.tools.cli.compare import sizes_of
+from megatron_epp.tools.cli.main import MODULES, NAMES, main
+from megatron_epp.tools.cli.schedules import usual
 from tests.support.plan.bad_files import PLAN
 from tests.support.plan.report_plans import measured_run
 

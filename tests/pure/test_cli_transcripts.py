@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli import terminal
 from megatron_epp.plan.serialize import to_json
+from megatron_epp.tools.cli import terminal
 from tests.support.plan.bad_files import PLAN, SOUND, exit_code, signed
 
 GOLDEN = Path(__file__).parent.parent / "golden"

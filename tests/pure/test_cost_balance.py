@@ -7,11 +7,11 @@ import pytest
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import balanced_layers, load_flags, shape_of
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import balanced_layers, load_flags, shape_of
 
 SHORT, LONG = (2048,) * 64, (1 << 20,)
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)

@@ -11,16 +11,16 @@ from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.learning import fitted_costs
 from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
-from megatron_epp.formulas import CPU, H100, ModelShape, on_device
-from megatron_epp.formulas.analytic import analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.report.gantt import item_colours
-from megatron_epp.report.text import headline, peak_table
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, on_device
+from megatron_epp.tools.formulas.analytic import analytic_profile
+from megatron_epp.tools.report.gantt import item_colours
+from megatron_epp.tools.report.text import headline, peak_table
 from tests.support.plan.campaign import faults_of_answer, faults_of_breakdown
 from tests.support.plan.campaign_cases import Case
 

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.planning_flags import costs_source, flags_of
 from megatron_epp.cost import work_of
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.optimizer import OptimizerBytes
-from megatron_epp.formulas import H100, ModelShape, Rates
-from megatron_epp.formulas.analytic import analytic_profile, exchange_line
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.planning_flags import costs_source, flags_of
+from megatron_epp.tools.formulas import H100, ModelShape, Rates
+from megatron_epp.tools.formulas.analytic import analytic_profile, exchange_line
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -11,11 +11,11 @@ import pytest
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.cost.learning import of_whole_microbatches
-from megatron_epp.formulas import CPU, H100, ModelShape, Profile, analytic_costs, analytic_profile
-from megatron_epp.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.yaml_files import find, shipped
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, Profile, analytic_costs, analytic_profile
+from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BY_HAND = {

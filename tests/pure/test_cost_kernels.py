@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.planning_flags import costs_source
 from megatron_epp.cost import LinearTime, OptimizerBytes
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.casts import RECIPES, casts_of
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import work_of
-from megatron_epp.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
-from megatron_epp.formulas.analytic import profile_for
-from megatron_epp.formulas.attention import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
-from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from megatron_epp.plan.flags import FLASH_3, KERNELS
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.planning_flags import costs_source
+from megatron_epp.tools.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
+from megatron_epp.tools.formulas.analytic import profile_for
+from megatron_epp.tools.formulas.attention import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
+from megatron_epp.tools.formulas.library import load_cluster, load_flags, shape_of
 
 SHAPE = replace(shape_of(load_flags("llama3-8b") | {"tensor_model_parallel_size": 8}), num_layers=8)
 SEQUENCES = 200, 60, 16_000

@@ -13,9 +13,6 @@ from megatron_epp.cost.blocks import LAYER, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.timed import Timed, fitted_line
 from megatron_epp.cost.work import LinearTime, causal_pairs
-from megatron_epp.formulas import H100, ModelShape, Profile, analytic_profile, on_device
-from megatron_epp.formulas.analytic import profile_for
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import token_class
@@ -26,6 +23,9 @@ from megatron_epp.planner.chunks.in_runs import Shape, cut_in_runs, falling_time
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.planner.memory.kv_offload_choice import without_caches
+from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_profile, on_device
+from megatron_epp.tools.formulas.analytic import profile_for
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 TOKENS = 1 << 18
 LENGTHS = (TOKENS, 9000, 4000)

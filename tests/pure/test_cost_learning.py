@@ -23,9 +23,9 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.slowness import ITERATIONS, SLOWER, SlowStages, slowed_us
 from megatron_epp.cost.timed import Timed, fitted_line, undetermined
 from megatron_epp.cost.work import causal_pairs
-from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Action, Chunk, Op, Plan, Recompute, Segment, simulate
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)

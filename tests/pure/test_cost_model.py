@@ -8,9 +8,9 @@ import pytest
 from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, Static, causal_pairs
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.work import work_of
-from megatron_epp.formulas import CPU, H100, ModelShape, analytic_costs
-from megatron_epp.formulas.analytic import analytic_profile, expansion_line
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs
+from megatron_epp.tools.formulas.analytic import analytic_profile, expansion_line
 from tests.support.plan.stages import stage_of
 
 LENGTHS = (10, 3, 4)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cli import main as cli
 from megatron_epp.cost import LinearTime, work_of
 from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, PASS_US, VocabularyShards, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.cost.timed import Learnt
-from megatron_epp.formulas import CPU, H100, ModelShape, analytic_profile, on_device
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
 from megatron_epp.plan.serialize import load
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_profile, on_device
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=5000)

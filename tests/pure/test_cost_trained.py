@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.advice.question import Configuration
-from megatron_epp.advice.recipe import flags_text
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.advise import question_of
-from megatron_epp.cli.main import main
-from megatron_epp.cli.planning_flags import costs_of
 from megatron_epp.cost import LinearTime, OptimizerBytes, PipelineCosts, Static, work_of
 from megatron_epp.cost.blocks import HEAD, INPUT
 from megatron_epp.cost.optimizer import TRAINED_SHARE, Parameters
 from megatron_epp.cost.work import trained_tokens
-from megatron_epp.formulas import H100, ModelShape, analytic_profile
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import EppError
@@ -28,6 +21,13 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
+from megatron_epp.tools.advice.question import Configuration
+from megatron_epp.tools.advice.recipe import flags_text
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.advise import question_of
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.cli.planning_flags import costs_of
+from megatron_epp.tools.formulas import H100, ModelShape, analytic_profile
 from tests.support.plan.planner_cases import pipeline, problem
 
 TIMES = {"forward": LinearTime(5.0, 20.0), "backward": LinearTime(5.0, 40.0), "weight": LinearTime(0.0, 15.0)}

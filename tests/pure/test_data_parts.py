@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from megatron_epp.cli.lengths import limited
 from megatron_epp.data import sequence_lengths
 from megatron_epp.data.chat import example_lines
 from megatron_epp.data.indexed_documents import open_mask, sequences_of, stream_lengths
 from megatron_epp.plan.errors import EppError
+from megatron_epp.tools.cli.lengths import limited
 
 # ---- samples of conversations, with what is trained marked -----------------------------------------------------------
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli.main import MODULES
-from megatron_epp.formulas import H100, analytic_costs
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Op, check, load, report
 from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.serialize import to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.planning import BackgroundPlanner
-from megatron_epp.report.text import summary
+from megatron_epp.tools.cli.main import MODULES
+from megatron_epp.tools.formulas import H100, analytic_costs
+from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.report.text import summary
 from scripts import write_api
 from tests.support import ROOT
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.cli import doctor as cli_doctor
-from megatron_epp.cli.doctor import OK, PROBLEM, WARNING, Finding
+from megatron_epp.tools.cli import doctor as cli_doctor
+from megatron_epp.tools.cli.doctor import OK, PROBLEM, WARNING, Finding
 
 
 def fake_torch(has_gpu):

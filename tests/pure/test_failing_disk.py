@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cli.main import main
-from megatron_epp.launch.command import save_run
 from megatron_epp.launch.yaml_settings import Launch, Settings
 from megatron_epp.plan import EppError
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.launch.command import save_run
 from tests.support import ROOT
 from tests.support.failing_disk import swept
 

@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
-from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.flag import COUNT, Flag
 from megatron_epp.mcore.arguments.parser import add_epp_args, options_from
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.planner import Options
+from megatron_epp.tools.cli import main as cli
 
 BATCH = ["plan", "--lengths", "9,5"]
 GIVEN = [

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.formulas.huggingface import flags_of_config
-from megatron_epp.formulas.library import check_formulas, load_flags, shape_of
 from megatron_epp.plan import EppError
+from megatron_epp.tools.formulas.huggingface import flags_of_config
+from megatron_epp.tools.formulas.library import check_formulas, load_flags, shape_of
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,

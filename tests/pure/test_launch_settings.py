@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch import runs
 from megatron_epp.launch.run_folder import LOCK, hold
-from megatron_epp.launch.runs import reason_in
 from megatron_epp.launch.script_flags import argv_of
 from megatron_epp.launch.yaml_settings import Launch, Settings, load_settings
 from megatron_epp.plan import EppError
+from megatron_epp.tools.launch import runs
+from megatron_epp.tools.launch.runs import reason_in
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_the_reason_is_the_line_that_names_it(line, reason):
 
 def test_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
     def stand_in(command, log, limit_s, environment):
-        assert command[1:4] == ["-m", "megatron_epp.launch.torchrun", "--standalone"]
+        assert command[1:4] == ["-m", "megatron_epp.tools.launch.torchrun", "--standalone"]
         assert command[command.index("--nproc-per-node") + 1] == "2"
         assert command[-4:] == ["--num-layers", "4", "--epp-report-dir", str(tmp_path)]
         (tmp_path / "iterations.jsonl").write_text('{"iteration": 1, "tokens": 50, "loss": 2.5}\n')

@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 
 import megatron_epp
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.main import MODULES, NAMES
-from megatron_epp.formulas import ModelShape
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
@@ -23,6 +20,9 @@ from megatron_epp.plan.reading import naming_file
 from megatron_epp.plan.units import enough_gib, format_bytes, format_gib
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.message_room import MessageRoomError
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.main import MODULES, NAMES
+from megatron_epp.tools.formulas import ModelShape
 from tests.support.plan.bad_files import exit_code
 
 LLAMA = ["plan", "--lengths", "1000", "--model", "llama3-8b"]
@@ -56,13 +56,13 @@ def test_help_imports_nothing_heavy_and_a_command_no_other():
     """All run in one process, which names the first that imports such a package."""
     commands = ["check", "", *MODULES, *NAMES]
     program = (
-        "import sys; from megatron_epp.cli.main import main\n"
+        "import sys; from megatron_epp.tools.cli.main import main\n"
         f"for number, command in enumerate({commands}):\n"
         " try: main([*command.split(), '--help'])\n"
         " except SystemExit:\n"
         "  heavy = {'numba', 'torch', 'matplotlib', 'megatron', 'highspy'} & set(sys.modules)\n"
         "  if heavy: sys.exit(f'{command}: {heavy}')\n"
-        "  if number == 0 and 'megatron_epp.cli.advise' in sys.modules: sys.exit('check imports advise')\n"
+        "  if number == 0 and 'megatron_epp.tools.cli.advise' in sys.modules: sys.exit('check imports advise')\n"
         "  print('end of help')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -5,20 +5,20 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from megatron_epp.cli import main
 from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.work import work_of
-from megatron_epp.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
-from megatron_epp.formulas.analytic import profile_for
-from megatron_epp.formulas.library import check_formulas, load_flags, shape_of
-from megatron_epp.formulas.model_shape import Exchange
-from megatron_epp.formulas.parameters import kinds_of_layers, parameters_of, summary
-from megatron_epp.formulas.recurrent import DeltaShape, StateSpaceShape
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.tools.cli import main
+from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
+from megatron_epp.tools.formulas.analytic import profile_for
+from megatron_epp.tools.formulas.library import check_formulas, load_flags, shape_of
+from megatron_epp.tools.formulas.model_shape import Exchange
+from megatron_epp.tools.formulas.parameters import kinds_of_layers, parameters_of, summary
+from megatron_epp.tools.formulas.recurrent import DeltaShape, StateSpaceShape
 
 BILLIONS = {
     "qwen2.5-7b": 7.62, "qwen2.5-32b": 32.8, "qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,

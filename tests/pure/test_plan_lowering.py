@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp import planner
-from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan import Action, Op, PlanError, check, check_lockstep, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked, check_launches
 from megatron_epp.plan.launches import Launches
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.queue_machine import stuck, stuck_together
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import looped, make_plan, one_f_one_b, whole, with_rows, with_step

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.formulas import on_device
-from megatron_epp.formulas.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, Action, KVOffload, Op, check, lower, simulate
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peaks, in_units, kv_offload_changes, slices_of
@@ -16,6 +14,8 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.message_room import message_room
+from megatron_epp.tools.formulas import on_device
+from megatron_epp.tools.formulas.library import load_costs
 from tests.support.plan.planner_cases import web_lengths
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import evaluation, faults, make_plan, only_fault, sliced, whole

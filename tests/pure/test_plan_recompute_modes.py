@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES
+from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_epp"
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -64,15 +64,15 @@ COSTS = """            "attention": ModeCosts(attention_forward, hidden + shape.
 """
 ADDED = {  # file, line before which it is added, and what
     "plan/recompute.py": ('        RecomputeMode(\n            name="selective",\n', ROW),
-    "formulas/analytic.py": ('            "mlp": ModeCosts(', COSTS),
+    "tools/formulas/analytic.py": ('            "mlp": ModeCosts(', COSTS),
 }
 USE = """
 import sys
-from megatron_epp.formulas import H100, ModelShape, analytic_costs
+from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import check, from_json, to_grid, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.report.text import peak_table
+from megatron_epp.tools.report.text import peak_table
 
 shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=1000)
 costs = analytic_costs(shape, H100, [4, 4], state_bytes_per_parameter=0.0)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import causal_pairs
-from megatron_epp.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, least, plan
@@ -23,6 +22,7 @@ from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.validation import MOST_BYTES, check_amounts
+from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, named_cap_bytes, pipeline, problem, web_lengths
 
 COSTS = pipeline(2, 1)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import memory as item
-from megatron_epp.formulas import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, lower, simulate
 from megatron_epp.plan.check import check
 from megatron_epp.plan.check.lockstep import check_lockstep
@@ -16,6 +15,7 @@ from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.settings import WHOLE, Recipe
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 

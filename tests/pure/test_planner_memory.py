@@ -11,8 +11,6 @@ import pytest
 from megatron_epp.contrib.papers.spacing import whole_backwards
 from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.cost.blocks import INPUT, LAYER
-from megatron_epp.formulas import analytic_profile
-from megatron_epp.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
@@ -31,6 +29,8 @@ from megatron_epp.planner.passes import (
     recompute_of,
 )
 from megatron_epp.planner.tables import tabulate
+from megatron_epp.tools.formulas import analytic_profile
+from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default

@@ -9,11 +9,11 @@ import pytest
 from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas import on_device
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.tools.formulas import on_device
 from tests.support.plan.campaign import faults_of_breakdown
 from tests.support.plan.planner_cases import problem
 from tests.support.plan.stages import stage_of

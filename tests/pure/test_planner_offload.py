@@ -13,8 +13,6 @@ from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
-from megatron_epp.formulas import H100, analytic_profile, on_device
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
@@ -33,7 +31,9 @@ from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.report.text import summary
+from megatron_epp.tools.formulas import H100, analytic_profile, on_device
+from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.report.text import summary
 from tests.pure.test_planner_memory_breakdown import random_costs
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.formulas import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError, check, digest
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
 from tests.support import ROOT
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 

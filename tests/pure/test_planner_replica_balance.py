@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.problem import by_count, connected, imbalance
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.service.replica_balance import _Exchange, divide, longest_first
 from megatron_epp.port.planning import BackgroundPlanner
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
 COSTS = analytic_costs(SHAPE, CPU, [2, 2])

@@ -5,11 +5,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import LOCKSTEP_SHAPES, SHAPES, SMALL_ENDS, Shape, cut_in_runs, falling_times
 from megatron_epp.planner.order import slice_groups
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
 COSTS = analytic_costs(SHAPE, CPU, [4, 4])

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost.work import span_work_of, work_of
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN
@@ -20,10 +18,12 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import SHAPES, cut_in_runs, falling_times
 from megatron_epp.planner.estimate import about_us
-from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork
 from megatron_epp.planner.order import arranged, joint_losses
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.tables import tabulate
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.layouts.rank_work import WHOLE, LayerWork
 from tests.support.plan.campaign_cases import spans_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 

@@ -7,21 +7,16 @@ from itertools import product
 
 import pytest
 
-from megatron_epp.cli.main import main
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, load, lower, to_grid, to_json
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of
+from megatron_epp.plan.trace import trace
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.layouts.estimates import Estimates
-from megatron_epp.planner.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
-from megatron_epp.planner.layouts.rank_work import WHOLE, LayerWork, moved
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
@@ -29,8 +24,13 @@ from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import written
 from megatron_epp.planner.search import search
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.report.gantt import save_gantt
-from megatron_epp.report.trace import trace
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.layouts.estimates import Estimates
+from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
+from megatron_epp.tools.layouts.rank_work import WHOLE, LayerWork, moved
+from megatron_epp.tools.report.gantt import save_gantt
 from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import stuck
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.advice.configuration_search import advise
-from megatron_epp.cli import main as cli
-from megatron_epp.cli.advise import question_of
 from megatron_epp.cost import OptimizerBytes
-from megatron_epp.formulas import analytic_profile
-from megatron_epp.formulas.library import load_cluster, shape_of
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan.check import check
 from megatron_epp.plan.layout import even_layers
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.tools.advice.configuration_search import advise
+from megatron_epp.tools.cli import main as cli
+from megatron_epp.tools.cli.advise import question_of
+from megatron_epp.tools.formulas import analytic_profile
+from megatron_epp.tools.formulas.library import load_cluster, shape_of
 from tests.support.plan.planner_cases import web_lengths
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))

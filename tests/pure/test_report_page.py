@@ -9,24 +9,24 @@ from itertools import accumulate
 
 import pytest
 
-from megatron_epp.cli.first_run.training import deviation
-from megatron_epp.cli.main import main
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.measured import Event, Measured
 from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
+from megatron_epp.plan.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.trace import trace
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import plan as plan_batch
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.report.gantt import memory_picture, side_by_side
-from megatron_epp.report.measured import Event, Measured
-from megatron_epp.report.page.data import Shown, item_columns, plan_columns
-from megatron_epp.report.page.html import embedded, page, save_page
-from megatron_epp.report.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
-from megatron_epp.report.text import clip, format_cap, format_us, summary
-from megatron_epp.report.trace import trace
+from megatron_epp.tools.cli.first_run.training import deviation
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.report.gantt import memory_picture, side_by_side
+from megatron_epp.tools.report.page.data import Shown, item_columns, plan_columns
+from megatron_epp.tools.report.page.html import embedded, page, save_page
+from megatron_epp.tools.report.text import clip, format_cap, format_us, summary
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, v_shaped_plan, with_offload
 

@@ -18,8 +18,6 @@ import pytest
 from megatron_epp.contrib.helix.attention_operations import A
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas import H100, analytic_profile
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.placement import Placement
@@ -27,6 +25,8 @@ from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders import orders as compared
 from scripts.bench.orders.orders import LAYERS, TIE
 from scripts.bench.orders.unit import TOKENS, Unit, fewest, unit_costs

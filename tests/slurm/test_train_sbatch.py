@@ -127,7 +127,7 @@ def test_a_killed_task_puts_the_job_back_into_the_queue(jobs):
 def test_flags_settings_and_slurm_give_the_same_losses(jobs, documents):
     training, _ = jobs
     settings = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}"]
-    printed = launch(1, "-m", "megatron_epp.cli.main", "train", "--dry-run", *settings)
+    printed = launch(1, "-m", "megatron_epp.tools.cli.main", "train", "--dry-run", *settings)
     assert printed.returncode == 0, printed.output[-2000:]
     flags = shlex.split(printed.output.split("megatron_epp.mcore.pretrain_gpt ", 1)[1])
     by_flags = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.mcore.arguments.flag import AMOUNT
 from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.measured import Measured
-from megatron_epp.report.text import format_us
+from megatron_epp.tools.cli.terminal import Command, Parser, add_output, progress, say
+from megatron_epp.tools.report.text import format_us
 
 _EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side

@@ -21,26 +21,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_epp.cli.terminal import Command, Parser, output_folder, progress, say
 from megatron_epp.contrib.demos.forked_ranks import Forks
 from megatron_epp.contrib.demos.rounds import OthersMeter, doubt, turns
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.formulas.library import load_costs
 from megatron_epp.launch.machine import count_gpus, machine
-from megatron_epp.launch.runs import AS_MEGATRON, WARM_UP, RecordedRun, Start, learnt_costs, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.pinned import RECORD
 from megatron_epp.plan.errors import EppError, InfeasibleError
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.measured import Measured
-from megatron_epp.report.page.data import Shown
-from megatron_epp.report.page.html import save_page
-from megatron_epp.report.text import table
+from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
+from megatron_epp.tools.formulas.library import load_costs
+from megatron_epp.tools.launch.runs import (
+    AS_MEGATRON,
+    WARM_UP,
+    RecordedRun,
+    Start,
+    learnt_costs,
+    pipeline_size,
+    tiny_gpt,
+    train,
+)
+from megatron_epp.tools.report.page.data import Shown
+from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.text import table
 
 _EXAMPLE = """\
 example: a short one

@@ -20,7 +20,7 @@ from megatron_epp.port.run_facts import AttentionSizes, CostsFile, RunFacts
 
 Ask = Callable[..., Any]
 """Function that asks the planning process by name (`PlanningProcess.call`), for ranks that have one."""
-FORMULAS = "megatron_epp.formulas.of_run"
+FORMULAS = "megatron_epp.tools.formulas.of_run"
 """Module whose functions the process is asked for."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
 """Values of Megatron's flags by the types that it converts them to."""

@@ -25,7 +25,7 @@ _COPIED_BYTES = (1 << 20, 1 << 25)
 
 def measure_host_link(device: torch.device) -> tuple[float, float]:
     """Measure copies to the host and back, on a CPU in its memory: latency in microseconds, and microseconds per byte."""
-    from megatron_epp.runtime.tools.profiling import time_host_copies  # which a run without copies does not need
+    from megatron_epp.runtime.timer import time_host_copies  # which a run without copies does not need
 
     line = fit_line(time_host_copies(device, _COPIED_BYTES), pairs=False).line
     return line.fixed_us, line.per_token_us

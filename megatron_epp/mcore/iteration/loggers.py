@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan.errors import Names
-from megatron_epp.report.plan_figures import main_items
+from megatron_epp.plan.plan_figures import main_items
 
 logger = logging.getLogger(__name__)
 

@@ -41,10 +41,10 @@ from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
+from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
 from megatron_epp.port.planning import PlanningProcess
-from megatron_epp.report.plan_figures import offload_share
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.side_thread import SideThread

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.plan import Plan, PlanError
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.writing import append_line
-from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job
 from megatron_epp.runtime.side_thread import SideThread
 
@@ -121,7 +121,7 @@ class ReportFolder:
         with self._going_on("the folder"):
             self.path.mkdir(parents=True, exist_ok=True)
         if plan is not None and measured is not None and iteration in self.traced:
-            from megatron_epp.report.trace import save_trace  # which few trainings need
+            from megatron_epp.plan.trace import save_trace  # which few trainings need
 
             number = f"-{iteration}" if len(self.traced) > 1 else ""
             with self._going_on("plan, times and trace"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_epp.cost.line_fits import Point
 from megatron_epp.launch.machine import SHARED_GPUS
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.tools.profiling import Timer
+from megatron_epp.runtime.timer import Timer
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 """Context of the processes, which makes what they share."""

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from megatron_epp.cli.first_run.race import figures_of
-from megatron_epp.cli.first_run.training import deviation
-from megatron_epp.launch.runs import TrainingError
 from megatron_epp.plan import Op
-from megatron_epp.report.measured import Measured
+from megatron_epp.plan.measured import Measured
+from megatron_epp.tools.cli.first_run.race import figures_of
+from megatron_epp.tools.cli.first_run.training import deviation
+from megatron_epp.tools.launch.runs import TrainingError
 from scripts.bench.frame import RUNS, Bench
 from scripts.bench.gpu.loop import on_ranks
 from scripts.bench.gpu.ranks import ROWS, compare

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_epp.launch.machine import NO_TF32, sharing_gpus
-from megatron_epp.launch.runs import TrainingError, reason_in
+from megatron_epp.tools.launch.runs import TrainingError, reason_in
 from scripts.tiny_stage import config_of, stage_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def on_ranks(folder: Path, num_ranks: int, limit_s: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     figures, log, sharing = folder / "gradients.json", folder / "loop.log", sharing_gpus(num_ranks)
     figures.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(num_ranks), *(["--virtual-local-rank"] if sharing else [])]
     command += ["-m", "megatron_epp.run", __file__, str(figures)]
     variables = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **NO_TF32, **sharing}

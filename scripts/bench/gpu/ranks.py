@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.cli.first_run.training import deviation
 from megatron_epp.launch.machine import count_gpus
-from megatron_epp.launch.runs import AS_MEGATRON
+from megatron_epp.tools.cli.first_run.training import deviation
+from megatron_epp.tools.launch.runs import AS_MEGATRON
 from scripts.bench.gpu.runs import Launches, Settings, Sizes
 
 FP32_ALLOWED = 1e-5

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_epp.cli.first_run.training import TIMES
+from megatron_epp.tools.cli.first_run.training import TIMES
 from scripts.tables import table
 
 Part = dict[str, Any]

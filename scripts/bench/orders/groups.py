@@ -21,11 +21,11 @@ from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.cost import Costs
 from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.formulas import analytic_profile, on_device
-from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.tools.formulas import analytic_profile, on_device
+from megatron_epp.tools.formulas.library import load_cluster, load_flags, shape_of
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import DRAWS, SEQUENCES
 from scripts.tables import table

@@ -22,15 +22,15 @@ from pathlib import Path
 
 from megatron_epp.cost import Costs
 from megatron_epp.data import sequence_lengths
-from megatron_epp.formulas import analytic_profile, on_device
-from megatron_epp.formulas.library import load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan import Prediction
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.report.gantt import side_by_side
+from megatron_epp.tools.formulas import analytic_profile, on_device
+from megatron_epp.tools.formulas.library import load_cluster, load_flags, shape_of
+from megatron_epp.tools.report.gantt import side_by_side
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import equal, whale
 from scripts.tables import table

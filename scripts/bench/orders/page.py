@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.planners import PLANNERS
-from megatron_epp.report.gantt import side_by_side
+from megatron_epp.tools.report.gantt import side_by_side
 from scripts.bench.orders.orders import draw
 from scripts.bench.orders.unit import Unit, fewest
 from scripts.tables import table, with_tables

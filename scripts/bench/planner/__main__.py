@@ -14,10 +14,10 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.formulas import H100, analytic_costs
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.tools.formulas import H100, analytic_costs
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.report import RUNS, SPEED, TUNED, text
 from scripts.bench.planner.runs import RunCase, run_row

@@ -14,10 +14,10 @@ import numpy as np
 from megatron_epp.cost import Costs, PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
-from megatron_epp.formulas import ModelShape, analytic_profile
-from megatron_epp.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.tools.formulas import ModelShape, analytic_profile
+from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "agents": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""

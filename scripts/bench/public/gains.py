@@ -2,8 +2,8 @@
 the sizes that suit them best.
 
 Plans have the defaults of a training: what flags leave open of layers, output layer and weight gradients is chosen for other
-batches (`megatron_epp.planner.defaults`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
-Megatron's own schedule has virtual stages, layers, rows and recompute at their best (`megatron_epp.advice.causes`), with the
+batches (`tools/layouts/defaults.py`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
+Megatron's own schedule has virtual stages, layers, rows and recompute at their best (`tools/advice/causes.py`), with the
 recipe's parallel sizes, and with any. Times are by formula, for the same devices and memory. Nothing is fitted to what was
 measured.
 """
@@ -16,21 +16,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product, zip_longest
 
-from megatron_epp.advice.causes import CAUSES, PLANNER, Stock, gain_of
-from megatron_epp.advice.configuration_search import Advice, NothingFitsError, advise
-from megatron_epp.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
-from megatron_epp.advice.question import Configuration, Question
-from megatron_epp.cli.planning_flags import cap_of
-from megatron_epp.formulas.analytic import MICROSECONDS
-from megatron_epp.formulas.library import load_cluster
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import placements_of
 from megatron_epp.plan.problem import by_count
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.defaults import settle
-from megatron_epp.planner.layouts.layout_choice import Sample
 from megatron_epp.planner.microbatches import plan_as_given
-from megatron_epp.report.text import table
+from megatron_epp.tools.advice.causes import CAUSES, PLANNER, Stock, gain_of
+from megatron_epp.tools.advice.configuration_search import Advice, NothingFitsError, advise
+from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.cli.planning_flags import cap_of
+from megatron_epp.tools.formulas.analytic import MICROSECONDS
+from megatron_epp.tools.formulas.library import load_cluster
+from megatron_epp.tools.layouts.defaults import settle
+from megatron_epp.tools.layouts.layout_choice import Sample
+from megatron_epp.tools.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.recipes import RECIPES, Recipe
 from scripts.bench.public.steps import sizes_of

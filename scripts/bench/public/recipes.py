@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.advice.question import Configuration
 from megatron_epp.cost.optimizer import TRAINED_SHARE
-from megatron_epp.formulas.library import load_flags
+from megatron_epp.tools.advice.question import Configuration
+from megatron_epp.tools.formulas.library import load_flags
 from scripts.bench.public.rows import TRUNK_405B
 from scripts.bench.rl.rules import Rule, decreasing, padded, slime, verl
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.advice.question import Configuration
-from megatron_epp.formulas.library import load_flags
 from megatron_epp.plan.layout import even_layers
+from megatron_epp.tools.advice.question import Configuration
+from megatron_epp.tools.formulas.library import load_flags
 
 NORMS, ACTIVATION, EXPERTS, UP = "norms", "activation", "experts", "projections of latents"
 """Parts of a layer that recipes recompute: norms before attention and the MLP, the nonlinearity, experts with their exchanges,

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-from megatron_epp.advice.question import Configuration, Question
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas import ModelShape, Rates
-from megatron_epp.formulas.analytic import MICROSECONDS, exchange_line
-from megatron_epp.formulas.library import load_cluster
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.report.text import table
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.formulas import ModelShape, Rates
+from megatron_epp.tools.formulas.analytic import MICROSECONDS, exchange_line
+from megatron_epp.tools.formulas.library import load_cluster
+from megatron_epp.tools.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.rows import ACTIVATION, EXPERTS, NORMS, ROWS, UP, Row
 

@@ -4,7 +4,7 @@ Responses have the lengths of math problems or of agents' sessions: log-normal, 
 21,000 up to 131K. Four replicas share a batch. Frameworks divide it into parts of equal work and make microbatches by their own
 rules; these run in 1F1B and recompute every layer, as most recipes with pipeline stages do, or none, which may not fit.
 `Megatron` has all that its flags can say under the cap: virtual stages, layers of stages, rows and recompute at their best
-(`megatron_epp.advice.causes`). By plans run
+(`megatron_epp.tools.advice.causes`). By plans run
 
 order       verl's microbatches in the planned order, every layer recomputed
 recompute   the same, with recompute by plan under the cap
@@ -25,11 +25,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_epp.advice.causes import Stock, StockChoices
 from megatron_epp.cost import Costs
-from megatron_epp.formulas import analytic_profile
-from megatron_epp.formulas.hardware import H100_NODE
-from megatron_epp.formulas.library import load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
@@ -38,6 +34,10 @@ from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.microbatches import plan_as_given, plan_microbatches
 from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.port.packed import MicrobatchLengths
+from megatron_epp.tools.advice.causes import Stock, StockChoices
+from megatron_epp.tools.formulas import analytic_profile
+from megatron_epp.tools.formulas.hardware import H100_NODE
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.rl.rules import RULES, balanced, verl
 from scripts.tables import table

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import transformers
 
 from megatron_epp.cost.kept import KeptCosts, to_state
-from megatron_epp.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
 from megatron_epp.mcore.costs import learnt
@@ -27,6 +26,7 @@ from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.training import layout_search as layout
 from megatron_epp.mcore.training.checkpoints import TRACKER, settle_folder
 from megatron_epp.mcore.training.nccl_settings import link_settings, user_settings
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.fuzz import formats
 from tests.support.fuzz.damage import Damage, binary_damage, byte_fields, index_fields, json_damage, lines_damage, text_damage
 from tests.support.fuzz.formats import ALL, NUM_TOKENS, RECORD, keys, named

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from megatron_epp.contrib.demos.forked_ranks import Forks, serve
-from megatron_epp.launch import runs
 from megatron_epp.port.worker import started
+from megatron_epp.tools.launch import runs
 from tests.support.mcore import worker
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port

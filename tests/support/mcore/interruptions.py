@@ -95,7 +95,14 @@ class Starter:
         command = ["-m", "megatron_epp.mcore.pretrain_gpt", *map(str, arguments)]
         environment = ENVIRONMENT | {"TMPDIR": str(self._folder)}
         self._before, self._files = {process.pid for process in leftovers.alive(self._folder)}, set(self._folder.iterdir())
-        launcher = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", str(trial.ranks)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "megatron_epp.tools.launch.torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(trial.ranks),
+        ]
         with log.open("ab") as output:
             self.launcher = subprocess.Popen([*launcher, *command], env=os.environ | environment, stdout=output, stderr=output)
         return self._pool.submit(_waited, self.launcher)
@@ -112,7 +119,7 @@ class Starter:
         """Temporary files of multiprocessing and of this package; a start removes those of a launcher that was killed."""
         script = self._folder / "script.py"
         script.touch()
-        command = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", str(script)]
+        command = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", str(script)]
         subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
         return sorted(path.name for path in set(leftovers.files(self._folder)) - self._files)
 

@@ -2,7 +2,7 @@
 
 import shlex
 
-from megatron_epp.formulas import ModelShape
+from megatron_epp.tools.formulas import ModelShape
 from tests.support.mcore.launch import PLANNED
 
 LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)

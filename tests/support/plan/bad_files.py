@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cli.main import main
-from megatron_epp.formulas import CPU, ModelShape, analytic_profile
 from megatron_epp.plan.serialize import to_json
+from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
 PLAN = sliced_plan()

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.formulas import CPU, H100, ModelShape, analytic_profile, on_device
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN
 from megatron_epp.plan.problem import Spans, TokenSpan
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.result import plan_lockstep
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_profile, on_device
 
 HIDDEN, HEADS, HEAD_GROUPS = 256, 8, 2
 OTHERS = tuple(sorted(set(PLANNERS) - {"greedy", "milp"}))

@@ -12,11 +12,11 @@ from math import ceil, log2
 
 import numpy as np
 
-from megatron_epp.formulas import ModelShape
 from megatron_epp.plan import Plan
 from megatron_epp.plan.shape_classes import CallSize, token_class
 from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.planner import Options, plan
+from megatron_epp.tools.formulas import ModelShape
 from scripts.bench.planner.suite import DRAWS, Case
 
 SEQUENCES = {"wikipedia": 64, "code": 32, "agents": 32}

@@ -87,7 +87,7 @@ def normalized(x):
 
 def ruled(q, k, v, g, beta, **_):
     """Stand-in for the gated delta rule."""
-    from megatron_epp.formulas.recurrent import BLOCK_TOKENS
+    from megatron_epp.tools.formulas.recurrent import BLOCK_TOKENS
 
     pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
     return _Keeping.apply(v.detach().clone(), [q, k, v, decays, beta, pairs], q, k, v, g, beta), None
@@ -163,10 +163,10 @@ def run(cases):
 
 
 def _compared(flags, rope_utils, unfused):
-    from megatron_epp.formulas import CPU
-    from megatron_epp.formulas.analytic import analytic_profile
-    from megatron_epp.formulas.library import shape_of
-    from megatron_epp.formulas.recurrent import DeltaShape
+    from megatron_epp.tools.formulas import CPU
+    from megatron_epp.tools.formulas.analytic import analytic_profile
+    from megatron_epp.tools.formulas.library import shape_of
+    from megatron_epp.tools.formulas.recurrent import DeltaShape
     from tests.mcore.test_refusals import arguments
 
     args = arguments(*flags)

@@ -5,8 +5,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.formulas import CPU, analytic_profile
 from megatron_epp.mcore import entry
+from megatron_epp.tools.formulas import CPU, analytic_profile
 from scripts.parity.planner import share_planner
 from scripts.parity.runs import train
 from tests.support.mcore.memory_cases import COMMON, FAST_HOST, MORE, PIPELINES, SHAPE

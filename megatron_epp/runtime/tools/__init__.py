@@ -1,1 +1,0 @@
-"""Profiling of a model's parts, and emulation of a plan with timed waits."""

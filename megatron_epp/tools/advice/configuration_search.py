@@ -1,0 +1,293 @@
+"""The search over configurations: rough plans of all, exact plans of the best, and Megatron's own 1F1B for comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.problem import Share
+from megatron_epp.plan.units import format_gib
+from megatron_epp.tools.advice.causes import Gain, Steps, gain_of
+from megatron_epp.tools.advice.configurations import candidates
+from megatron_epp.tools.advice.judge import (
+    Baseline,
+    Judged,
+    Misfit,
+    choices_of,
+    exactly,
+    misfit,
+    roughly,
+    shares_by_work,
+    step_without_shards_us,
+)
+from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
+
+SEARCHED = 6
+"""Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
+PLANNED = 12
+"""Number of configurations that are evaluated exactly."""
+COMPARED = 6
+"""Number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B."""
+TIE = 0.03
+"""Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
+CLOSE = 0.02
+"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
+_MOST_TIMES = 8
+"""Largest factor by which more devices are proposed where nothing fits."""
+_NEAR = 8
+"""Number of refused configurations among which the one nearest to fitting is searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Result of the search.
+
+    Attributes:
+        question: input of the search.
+        best: configurations evaluated exactly, the best first; never empty.
+        slower: configurations ruled out by a rough plan, the best first.
+        refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
+        plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
+        gain: of the best over 1F1B, divided by cause.
+    """
+
+    question: Question
+    best: tuple[Judged, ...]
+    slower: tuple[Judged, ...]
+    refused: tuple[Misfit, ...]
+    plain: Baseline | None
+    gain: Gain
+
+    @property
+    def plain_is_as_good(self) -> bool:
+        return self.plain is not None and self.plain.step_us <= (1 + TIE) * self.best[0].parts.step_us
+
+    def tokens_per_s(self, step_us: float) -> float:
+        return self.question.tokens / (step_us * 1e-6)
+
+
+class NothingFitsError(InfeasibleError):
+    """No configuration fits. The message names the smallest changes with which one would fit."""
+
+
+def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
+    """Search for the best, deterministically.
+
+    Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
+
+    Raises:
+        NothingFitsError: no configuration can run.
+    """
+    configs, refused = candidates(question)
+    search = _Search(replace(question, options=replace(question.options, offload=False)), say)
+    search.look_at(configs, "configurations")
+    if question.options.offload and not search.entries:
+        search = _Search(question, say)
+        search.look_at(configs, "configurations with offload")
+    search.search_layouts()
+    search.plan_best(question)
+    if not search.exact:
+        raise _nothing_fits(search.question, [*refused, *search.refused])
+    question = search.with_weights(question)
+    ranked = _simplest_first(search.exact)
+    plain, gain = search.compare(question, ranked)
+    planned = {entry.config for entry in search.exact}
+    slower = [entry for entry in search.entries if entry.config not in planned]
+    return Advice(
+        question=question,
+        best=tuple(ranked),
+        slower=tuple(sorted(slower, key=_speed)),
+        refused=(*sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused),
+        plain=plain,
+        gain=gain,
+    )
+
+
+class _Search:
+    """State of the search: results found so far."""
+
+    def __init__(self, question: Question, say: Callable[[str], None]) -> None:
+        self.question, self.say = question, say
+        self.entries: list[Judged] = []
+        self.exact: list[Judged] = []
+        self.refused: list[Misfit] = []
+        self.steps: dict[Configuration, Steps] = {}
+        self._shares: dict[int, tuple[Share, ...]] = {}
+
+    def look_at(self, configs: Iterable[Configuration], what: str) -> None:
+        """Evaluate configurations by rough plans."""
+        listed = list(configs)
+        for number, config in enumerate(listed):
+            self.say(f"{number} of {len(listed)} {what}")
+            if (refusal := misfit(self.question, config)) is not None:
+                self.refused.append(refusal)
+                continue
+            if config.data not in self._shares:
+                self._shares[config.data] = shares_by_work(self.question, config)
+            shares = self._shares[config.data]
+            try:
+                self.entries.append(roughly(self.question, config, shares))
+            except InfeasibleError as error:
+                self._refuse(config, error)
+            if config.virtual == 1 and config.latents != "on":
+                self.steps[_sizes(config)] = choices_of(self.question, config, shares).steps(even_only=True)
+
+    def search_layouts(self) -> None:
+        """Search for the layout of the best configurations, as `--layout auto` does, and evaluate what is found."""
+        known, num_layers = {entry.config for entry in self.entries}, int(self.question.flags["num_layers"])
+        chunks = self.question.fixed.get("virtual", 1)
+        ranked = [entry.config for entry in sorted(self.entries, key=_speed)]
+        best = [config for config in ranked if 2 <= config.pipeline <= num_layers // chunks][:SEARCHED]
+        for number, config in enumerate(best):
+            self.say(f"layouts of {number} of {len(best)} configurations searched")
+            with suppress(InfeasibleError):
+                sample = self.question.sample(config, self._shares[config.data][0])
+                searched = config.with_layout(choose(sample).layout)
+                self.look_at([searched] if searched not in known else [], "searched layouts")
+
+    def plan_best(self, question: Question) -> None:
+        """Evaluate the best configurations exactly, with the question's offload; if one does not fit, the next replaces it."""
+        for entry in sorted(self.entries, key=_speed):
+            if len(self.exact) == PLANNED:
+                break
+            self.say(f"{len(self.exact)} of {PLANNED} configurations planned")
+            try:
+                self.exact.append(exactly(question, entry.config))
+            except InfeasibleError as error:
+                self.entries.remove(entry)
+                self._refuse(entry.config, error)
+
+    def with_weights(self, question: Question) -> Question:
+        """Split weight gradients off in the best, if a run would; return the question with the options of its plan."""
+        best = _simplest_first(self.exact)[0]
+        if not question.may_split_weights or question.options.split_weight or best.config.pipeline == 1:
+            return question
+        asked = replace(question, options=replace(question.options, split_weight=True))
+        with suppress(InfeasibleError):
+            split = exactly(asked, best.config)
+            whole_us, split_us = (judged.plan.predicted.makespan_us for judged in (best, split))
+            if split_us < (1 - least_gain_of_split(best.config.tensor)) * whole_us:
+                self.exact = [split if entry is best else entry for entry in self.exact]
+                return asked
+        return question
+
+    def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
+        """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.
+
+        Layers and virtual stages are searched at the sizes of the fastest plans, and at those where 1F1B of even layers comes
+        nearest; every cause is taken at the sizes that suit it best.
+        """
+        best = ranked[0]
+        near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))
+        if any(math.isfinite(_packed_us(steps)) for steps in self.steps.values()):
+            near = near[:COMPARED]  # otherwise other layers may fit anywhere
+        near = list(dict.fromkeys((_sizes(best.config), *near)))
+        tried: list[tuple[Configuration, Steps]] = [*self.steps.items()]
+        for number, sizes in enumerate(near):
+            self.say(f"Megatron's own schedule at {number} of {len(near)} sizes searched")
+            layouts = (entry.config.stages for entry in ranked if _sizes(entry.config) == sizes)
+            setting = choices_of(question, sizes, self._shares[sizes.data], layouts)
+            tried.append((sizes, setting.steps()))
+        firsts = [_fastest(tried, number) for number in range(3)]
+        packed = firsts[-1]
+        again = [packed]
+        for sizes in dict.fromkeys((best.config, *([packed.config] if packed else []))):
+            setting = choices_of(question, sizes, self._shares[sizes.data], [sizes.stages])
+            own = packed.stock if packed and _sizes(packed.config) == _sizes(sizes) else None
+            if (stock := setting.by_chunk(own)) is not None:
+                again.append(Baseline(sizes.with_layout(stock.layout), stock))
+        by_chunk = min(filter(None, again), key=lambda each: each.step_us, default=None)
+        stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
+        return packed, gain_of(stocks, step_without_shards_us(question, best), best.parts.step_us)
+
+    def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
+        needed, cap = error.least_cap_bytes, self.question.cap_bytes
+        of_cap = f"{format_gib(needed, cap)} of {format_gib(cap, needed)}"
+        why = f"a replica's share of this batch needs {of_cap}" if needed else error.message.rstrip()
+        self.refused.append(Misfit(config.name, why, needed, config))
+
+
+def _sizes(config: Configuration) -> Configuration:
+    """Return the parallel sizes alone."""
+    return replace(config, virtual=1, placement="looped", layers=(), shards_vocabulary=False, latents="")
+
+
+def _packed_us(steps: Steps) -> float:
+    return math.inf if steps[-1] is None else steps[-1].step_us
+
+
+def _fastest(tried: list[tuple[Configuration, Steps]], number: int) -> Baseline | None:
+    """Return the fastest of all steps with so many causes; None if none fits."""
+    each = [Baseline(sizes.with_layout(stock.layout), stock) for sizes, steps in tried if (stock := steps[number]) is not None]
+    return min(each, key=lambda baseline: (baseline.step_us, baseline.config), default=None)
+
+
+def _speed(entry: Judged) -> tuple[float, Configuration]:
+    return entry.parts.step_us, entry.config
+
+
+def _simplest_first(entries: list[Judged]) -> list[Judged]:
+    """Sort entries by time, but first put the simplest of all that are at most `CLOSE` slower than the fastest."""
+    ranked = sorted(entries, key=_speed)
+    close = [entry for entry in ranked if entry.parts.step_us <= (1 + CLOSE) * ranked[0].parts.step_us]
+    simplest = min(close, key=lambda entry: (entry.config.kinds, _speed(entry)))
+    return [simplest, *(entry for entry in ranked if entry is not simplest)]
+
+
+def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError:
+    """Make the error that names how much more memory, less context or how many more devices would let a configuration fit."""
+    with_sizes = (refusal for refusal in refused if refusal.config is not None)
+    tight = sorted(with_sizes, key=lambda refusal: (refusal.needed_bytes, refusal.name))
+    if not tight:
+        lines = "; ".join(f"{refusal.name}: {refusal.why}" for refusal in refused[:3])
+        return NothingFitsError(f"no configuration of {question.devices} devices can run. {lines}")
+    cap, _, nearest = min((_enough_bytes(question, refusal), refusal.name, refusal) for refusal in tight[:_NEAR])
+    assert nearest.config is not None
+    gb, device_gb = -(-cap // 2**30), question.cluster.device_memory_gb
+    changes = [f"--memory-cap-gb {gb}"] if device_gb is None or gb <= device_gb else []
+    if (context := _context_that_fits(question, nearest.config)) is not None:
+        changes.append(f"--context {context}")
+    if (devices := _enough_devices(question)) is not None:
+        changes.append(f"--devices {devices}")
+    return NothingFitsError(
+        f"nothing fits {format_gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
+        f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or f'devices of {gb} GiB or more'}",
+        least_cap_bytes=cap,
+    )
+
+
+def _enough_bytes(question: Question, refused: Misfit) -> int:
+    """Smallest memory cap under which a refused configuration fits, of those that it was refused with."""
+    assert refused.config is not None
+    cap = max(refused.needed_bytes, question.cap_bytes + 1)
+    while (again := misfit(replace(question, cap_bytes=cap), refused.config)) is not None:
+        cap = max(again.needed_bytes, cap + 1)
+    return cap
+
+
+def _context_that_fits(question: Question, config: Configuration) -> int | None:
+    """Largest context, halved repeatedly, with which a configuration fits; None if there is none."""
+    context = question.context
+    while (context := context // 2) >= config.tensor * config.context:
+        shorter = replace(question, context=context, lengths=tuple(min(length, context) for length in question.lengths))
+        refusal = misfit(shorter, config)
+        if refusal is None:
+            return context
+        if refusal.is_static:
+            return None
+    return None
+
+
+def _enough_devices(question: Question) -> int | None:
+    """Smallest multiple of the devices, up to `_MOST_TIMES`, for which a configuration fits; None if there is none."""
+    node = question.cluster.devices_per_node
+    multiples = (times * question.devices for times in range(2, _MOST_TIMES + 1))
+    for devices in (devices for devices in multiples if devices <= node or devices % node == 0):
+        more = replace(question, devices=devices)
+        if any(misfit(more, config) is None for config in reversed(candidates(more)[0])):
+            return devices
+    return None

@@ -1,0 +1,292 @@
+"""The input of the advice: a model, a cluster and a batch. A configuration of parallel sizes and its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Literal
+
+from megatron_epp.cost import OptimizerBytes, PipelineCosts
+from megatron_epp.cost.optimizer import TRAINED_SHARE
+from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
+from megatron_epp.plan.layout import Layout, even_layers, halves_of, layout_flag, staged_pattern
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem
+from megatron_epp.tools.formulas import ModelShape, Profile, Rates
+from megatron_epp.tools.formulas.analytic import MICROSECONDS, analytic_profile, profile_for
+from megatron_epp.tools.formulas.library import Cluster, shape_of, token_multiple_of
+from megatron_epp.tools.layouts.layout_choice import Sample
+
+type Sharing = tuple[int, int, int, int]
+"""Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
+REDUCED_BYTES = 4
+"""Bytes of a parameter's gradient in the reduction, which is in fp32."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Configuration:
+    """Distribution of a model and a batch over devices.
+
+    Attributes:
+        tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
+        expert: ranks that share experts; they are among the tensor-, context- and data-parallel ones.
+        expert_tensor: ranks that share an expert.
+        virtual: stages on each rank.
+        placement: of the stages if a rank has several, a value of ``--epp-placement``.
+        layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
+        shards_vocabulary: the output layer is divided over the pipeline ranks.
+        latents: what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+    placement: Literal["looped", "v"] = "looped"
+    layers: tuple[float, ...] = ()
+    shards_vocabulary: bool = False
+    latents: str = ""
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage of one replica."""
+        return self.tensor * self.context
+
+    @property
+    def sharing(self) -> Sharing:
+        """The sizes that determine the ranks that share a layer."""
+        return self.tensor, self.context, self.expert, self.expert_tensor
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds of parallelism, but for replicas; several stages on a rank, unequal layers and a divided output
+        layer count as one each.
+        """
+        sizes = (self.tensor, self.context, self.pipeline, self.expert, self.virtual, len(set(self.layers)))
+        return sum(size > 1 for size in sizes) + self.shards_vocabulary
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return Placement(self.placement, self.pipeline, self.virtual).rank_of
+
+    @property
+    def stages(self) -> Layout:
+        """Layers of the stages and their ranks."""
+        placement = Placement(self.placement, self.pipeline, self.virtual)
+        return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
+
+    def with_layout(self, layout: Layout) -> Configuration:
+        """Return the configuration with the stages and pipeline ranks of a layout."""
+        placement = layout.placement
+        return replace(
+            self,
+            pipeline=placement.num_ranks,
+            virtual=placement.num_chunks,
+            placement=placement.kind,
+            layers=layout.layers,
+            shards_vocabulary=layout.shards_vocabulary,
+        )
+
+    @property
+    def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of replicas that share experts; tensor- and context-parallel ranks share them first."""
+        size = max(1, self.expert * self.expert_tensor // self.ranks)
+        return tuple(tuple(range(first, first + size)) for first in range(0, self.data, size))
+
+    @property
+    def name(self) -> str:
+        """Name such as ``TP 2 CP 1 PP 4 DP 8``, followed by sizes other than the default."""
+        words = [f"TP {self.tensor} CP {self.context} PP {self.pipeline} DP {self.data}"]
+        words += [f"EP {self.expert}"] * (self.expert > 1)
+        words += [f"ETP {self.expert_tensor}"] * (self.expert_tensor > 1)
+        words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
+        words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1 or self.shards_vocabulary)
+        words += [f"latents {self.latents}"] * bool(self.latents)
+        return " ".join(words)
+
+    @property
+    def layers_text(self) -> str:
+        """Layers of the stages in order as a sum: ``4x8`` for four stages of eight, or ``9+2x8+7``."""
+        runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
+        text = "+".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
+        return text + " (vocabulary over all)" * self.shards_vocabulary
+
+    def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Megatron's flags for the configuration of a model, which has flags of its own, with underscores."""
+        flags: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor,
+            "sequence_parallel": self.tensor > 1,
+            "context_parallel_size": self.context,
+            "pipeline_model_parallel_size": self.pipeline,
+        }
+        if self.expert > 1:
+            flags["expert_model_parallel_size"] = self.expert
+        if model.get("num_experts") and self.expert_tensor != self.tensor:
+            flags["expert_tensor_parallel_size"] = self.expert_tensor
+        whole, is_whole = [*map(int, self.layers)], not any(count % 1 for count in self.layers)
+        if pattern := whole_pattern(model):  # says which stage has which layers
+            flags["hybrid_layer_pattern"] = staged_pattern(pattern, whole)
+        elif is_whole and len(set(whole)) > 1:  # `--epp-layout` says half layers
+            flags["pipeline_model_parallel_layout"] = layout_flag(whole, model.get("mtp_num_layers") or 0)
+        elif is_whole and self.virtual > 1:
+            flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
+        return flags | {"use_distributed_optimizer": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Input of the advice.
+
+    Attributes:
+        flags: Megatron's flags of the model; parallel sizes among them are ignored.
+        cluster: kind of machine.
+        devices: number of devices to use.
+        cap_bytes: memory cap of one device.
+        lengths: tokens of every sequence of a global batch.
+        context: largest number of tokens of a sequence.
+        fixed: sizes that are not searched, by names of `Configuration`.
+        options: of the planner.
+        measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
+        costs_files: path of each of them.
+        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`.
+        opens_weights: weight gradients are split where plans are faster with it, if the options do not split them anyway.
+        documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
+    """
+
+    flags: dict[str, Any]
+    cluster: Cluster
+    devices: int
+    cap_bytes: int
+    lengths: tuple[int, ...]
+    context: int
+    fixed: dict[str, int] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
+    measured: dict[Sharing, Profile] = field(default_factory=dict)
+    costs_files: dict[Sharing, str] = field(default_factory=dict)
+    documents: str = "split"
+    vocabulary: tuple[bool, ...] = (False,)
+    opens_weights: bool = False
+
+    @property
+    def may_split_weights(self) -> bool:
+        """True unless Transformer Engine's layers have biases, with which a training computes weight gradients in backwards."""
+        has_biases = not self.flags.get("disable_bias_linear") or self.flags.get("add_qkv_bias")
+        return self.opens_weights and not has_biases
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def bytes_per_value(self) -> int:
+        return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the model's parameters that train."""
+        return float(self.flags.get(TRAINED_SHARE, 1.0))
+
+    def shape(self, config: Configuration) -> ModelShape:
+        """Return the model's shape with the configuration's sizes. Raises `EppError` if ranks cannot share the heads."""
+        latents = {"epp_latents": config.latents} if config.latents else {}
+        sizes = config.settings(self.flags) | self._expert_sizes(config)
+        return shape_of(self.flags | sizes | latents | {"seq_length": self.context})
+
+    def _expert_sizes(self, config: Configuration) -> dict[str, int]:
+        """Sizes of expert parallelism as Megatron's flags; a model's own are replaced by those that are not said, too."""
+        return {"expert_model_parallel_size": config.expert, "expert_tensor_parallel_size": config.expert_tensor}
+
+    @property
+    def rates(self) -> Rates:
+        """Rates of the cluster, with the links between ranks."""
+        return self.cluster.linked(self.devices)
+
+    def profile(self, config: Configuration) -> Profile:
+        """Profile measured with the configuration's sizes, or by formula if there is none."""
+        measured = self.measured.get(config.sharing)
+        return profile_for(measured, self.shape(config), self.rates).training(self.trained_share)
+
+    def costs(self, config: Configuration) -> PipelineCosts:
+        """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
+        profile = self.profile(config)
+        sizes = {"data_parallel_size": config.data} | self._expert_sizes(config)
+        optimizer = OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes)
+        return profile.costs_on_device(config.stages, optimizer, config.data)
+
+    def token_multiple(self, config: Configuration) -> int:
+        """Multiple to which chunks are padded, as in training."""
+        return token_multiple_of(self.flags | config.settings(self.flags))
+
+    def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
+        """Planning problem of one iteration of one replica."""
+        caps = (self.cap_bytes,) * config.pipeline
+        return Problem(lengths, config.rank_of, caps, token_multiple=self.token_multiple(config))
+
+    def problem_of(self, config: Configuration, share: Iterable[int]) -> Problem:
+        """Planning problem of the replica that has the sequences at these positions of the batch."""
+        return self.problem(config, tuple(self.lengths[at] for at in share))
+
+    @property
+    def open_latents(self) -> tuple[str, ...]:
+        """Values of ``--epp-latents`` to choose from; one empty value where there is no choice."""
+        is_open = self.flags.get("multi_latent_attention") and self.flags.get("epp_latents") not in ("on", "off")
+        return ("off", "on") if is_open else ("",)
+
+    def even_layers(self, config: Configuration) -> tuple[int, ...]:
+        """Layers of every stage. Raises `EppError` if there are more stages than layers."""
+        return even_layers(int(self.flags["num_layers"]), config.num_stages)
+
+    def sample(self, config: Configuration, share: Iterable[int]) -> Sample:
+        """Return the input of the search for a layout, with the other sizes of a configuration and a replica's share."""
+        ranks, chunks = config.pipeline, self.fixed.get("virtual")
+        kinds: list[Literal["looped", "v"]] = ["looped", "v"] if chunks == 2 else ["looped"]
+        return Sample(
+            problems=(self.problem_of(config, share),),
+            costs_of=lambda layout: self.costs(config.with_layout(layout)),
+            num_layers=int(self.flags["num_layers"]),
+            options=self.options,
+            placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
+            vocabulary=self.vocabulary,
+            halves=not pattern_of(self.flags),
+        )
+
+    def reduction_us(self, config: Configuration) -> float:
+        """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
+
+        It is the slowest rank's, without overlap with compute. A ring over nodes uses every member's link.
+        """
+        shape, holders = self.shape(config), config.context * config.data
+        rank_of, sharing = config.rank_of, config.expert * config.expert_tensor
+        layer, slowest_us = analytic_profile(shape, self.rates).mean_layer, 0.0
+        experts, others = layer.expert_parameters, layer.parameters - layer.expert_parameters
+        for rank in range(config.pipeline):
+            count = sum(layers for on, layers in zip(rank_of, config.layers, strict=True) if on == rank)
+            last = 1 / config.pipeline if config.shards_vocabulary else rank == rank_of[-1]
+            dense = count * others + ((rank == rank_of[0]) + last) * shape.vocabulary_parameters / config.tensor
+            dense_us = self._ring_us(dense, holders, config.tensor)
+            expert_us = self._ring_us(count * experts, max(1, holders * config.tensor // sharing), sharing)
+            slowest_us = max(slowest_us, dense_us + expert_us)
+        return slowest_us
+
+    def _ring_us(self, parameters: float, group: int, spacing: int) -> float:
+        """Time of `reduction_us` for a group of ranks with the given parameters each, `spacing` ranks apart in a node."""
+        rates, node = self.cluster.rates, self.cluster.devices_per_node
+        in_node = max(1, min(group, node // spacing))
+        rate = rates.exchange_bytes
+        if group > in_node:
+            rate = min(rate, in_node * rates.message_bytes)
+        moved_bytes = self.trained_share * parameters * (REDUCED_BYTES + self.bytes_per_value) * (1 - 1 / group)
+        return MICROSECONDS * moved_bytes / rate

@@ -1,0 +1,262 @@
+"""The command that advises on parallel sizes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.mcore.arguments.flag import COUNT
+from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.table import ROWS
+from megatron_epp.plan import is_unlimited
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_words
+from megatron_epp.plan.reading import brief, naming_file, whole
+from megatron_epp.plan.units import format_bytes
+from megatron_epp.plan.writing import write_text
+from megatron_epp.plan.yaml_files import find, shipped
+from megatron_epp.planner import Options
+from megatron_epp.tools.advice.advice_text import as_json, as_text
+from megatron_epp.tools.advice.configuration_search import advise
+from megatron_epp.tools.advice.configurations import check_devices
+from megatron_epp.tools.advice.judge import Judged
+from megatron_epp.tools.advice.question import Configuration, Question, Sharing
+from megatron_epp.tools.advice.recipe import (
+    command_text,
+    epp_settings,
+    flags_text,
+    megatron_settings,
+    recipe_text,
+    stock_settings,
+    without_sizes,
+)
+from megatron_epp.tools.cli.lengths import SOURCES, drawn, is_distribution, sampled
+from megatron_epp.tools.cli.planning_flags import (
+    FP8_FLAGS,
+    OPTIMIZER_FLAGS,
+    SHAPE_FLAGS,
+    add_optimizer,
+    add_shape,
+    cap_of,
+    cluster_of,
+    flags_of,
+    of_model,
+)
+from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
+from megatron_epp.tools.formulas import Profile
+from megatron_epp.tools.formulas.library import check_formulas, load_costs, load_flags
+from megatron_epp.tools.report.text import format_us
+
+_EXAMPLE = """\
+example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
+  megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia \\
+    --context 131072 -o recipe.yaml
+the lengths of your own documents, with tensor parallelism left at 2
+  megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx \\
+    --tensor-parallel 2
+"""
+_SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
+"""Settings that are searched unless they are given."""
+_NAMES = {name: name.partition("_")[0] for name in _SIZES} | {"expert_tensor_parallel": "expert_tensor"}
+"""Fields of `Configuration` by settings of sizes that may be given."""
+_FREE = ("num_layers", "loss_block_tokens", "relays_latents")
+"""Model settings in which a pipeline may differ from the model that was measured."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags."""
+    machine = parser.add_argument_group("machine")
+    add(machine, "devices", required=True, help="devices to use, in all")
+    rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
+    add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
+    share = f"{100 * DEVICE_SHARE:.0f}%%"
+    add(machine, "attention_kernel")
+    held = f"what one device may hold, in 2^30 bytes (default: {share} of the cluster's device memory)"
+    add(machine, "cap_bytes", help=held)
+    batch = parser.add_argument_group("batch", "sequences are drawn from the lengths")
+    batch.add_argument("--lengths", required=True, metavar="FILE|N,N,...|NAME", help=SOURCES)
+    longest = "the most tokens of a sequence, and one as long must fit (default: the longest length)"
+    add(batch, "context", help=longest)
+    add(batch, "documents", "global_batch_size")
+    add(batch, "seed", help="seed of the draw (default: 0)")
+    add_shape(model := parser.add_argument_group("model", "(default: an 8B model)"))
+    add(model, *FP8_FLAGS, "latents", default=None)
+    add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
+    fixed = parser.add_argument_group("sizes", "searched where they are not given")
+    for setting in _SIZES:
+        what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
+        add(fixed, setting, dest=setting, help=what[0].lower() + what[1:])
+    what = "ranks that share an expert (default: 1, with which the others are neighbours)"
+    add(fixed, "expert_tensor_parallel", dest="expert_tensor_parallel", help=what)
+    parser.set_defaults(sequence_parallel=False)
+    plans = parser.add_argument_group("plans", "as training would make them")
+    add(
+        plans,
+        "costs_file",
+        action="append",
+        help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
+        "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
+    )
+    add(
+        plans,
+        "offload",
+        help="as in training; auto: left to the plans, where the cluster has a link to host memory (default: auto)",
+    )
+    add(plans, "split_weight", "vocab_parallel")
+    out = parser.add_argument_group("output")
+    out.add_argument("--show", type=COUNT, default=5, metavar="N", help="configurations in the table (default: %(default)s)")
+    out.add_argument("--all", action="store_true", help="say of every configuration why it loses, not only of the nearest")
+    out.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_output(out, "write the best as a recipe for `megatron-epp train -c` (default: do not)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print, and write the recipe."""
+    question = question_of(args)
+    check_devices(question)
+    where = [""]
+    with progress("advising", lambda: where[0]):
+        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
+    best = advice.best[0]
+    if args.json:
+        settings: dict[str, Any] = {
+            "megatron": megatron_settings(question, best.config),
+            "epp": epp_settings(question, best.config),
+        }
+        if advice.plain is not None:
+            settings["megatron_alone"] = stock_settings(question, advice.plain)
+        say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
+    else:
+        say(as_text(advice, args.show, args.all))
+        if advice.plain is not None and advice.plain_is_as_good:
+            own = command_text(stock_settings(question, advice.plain))
+            say("\nFlags of Megatron's own schedule, for rows packed so:\n" + textwrap.indent(own, "  "))
+        say("\nFlags of the best plans:\n" + textwrap.indent(flags_text(question, best.config), "  "))
+        say("\n" + "\n".join(_again(args, question, best)))
+    if args.output:
+        model = args.model if _is_as_shipped(args.model, question) else None
+        text = recipe_text(question, best.config, model, f"--lengths {args.lengths}")
+        write_text(args.output, text)
+    return 0
+
+
+def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterator[str]:
+    """Yield a heading, and the commands that plan the best configuration again and show its memory."""
+    plan, config = best.plan, best.config
+    if len(config.lockstep_groups[0]) > 1:
+        yield "Replicas that share experts are planned together, which no other command does."
+        return
+    whose = "The plan of the slowest replica" if config.data > 1 else "Its plan"
+    yield f"{whose}, {format_us(plan.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
+    for command in ("plan", "memory"):
+        yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
+
+
+def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
+    """Return the flags with which `plan` makes the plan of an evaluated configuration.
+
+    Args:
+        args: parsed flags of `advise`, of which `question_of` made the question.
+        best: the evaluated configuration, whose replicas share no experts.
+    """
+    config = best.config
+    lengths = [",".join(map(str, best.plan.lengths))]
+    if is_distribution(args.lengths) and config.data == 1:
+        lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
+    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *FP8_FLAGS, *OPTIMIZER_FLAGS, "trained_parameters")]
+    flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
+    flags |= {
+        "context": question.context,
+        "cluster": args.cluster,
+        "attention_kernel": args.attention_kernel,
+        "devices": question.devices,
+        "stages": config.pipeline,
+        "layout": ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers),
+        "tensor_parallel": config.tensor,
+        "context_parallel": config.context,
+        "expert_parallel": config.expert if config.expert > 1 else None,
+        "expert_tensor_parallel": config.settings(question.flags).get("expert_tensor_parallel_size"),
+        "sequence_parallel": config.tensor > 1,
+        "data_parallel": config.data,
+        "token_multiple": question.token_multiple(config),
+        "vocab_parallel": "on" if config.shards_vocabulary else "off",
+        "latents": config.latents or question.flags.get("epp_latents"),
+        "offload": "on" if question.options.offload else None,
+        "split_weight": "on" if question.options.split_weight else "off",
+        "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),
+        "seed": args.seed or None,
+        "costs": question.costs_files.get(config.sharing),
+    }
+    return ["--lengths", *lengths, *flag_words(flags)]
+
+
+def _is_as_shipped(model: str | None, question: Question) -> bool:
+    """True if the model's flags are the shipped file's."""
+    if model not in shipped("models") or Path(model).is_file():
+        return False
+    return without_sizes(load_flags(model)) == without_sizes(question.flags)
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Return the question that parsed flags ask. Raises `EppError`."""
+    cluster = cluster_of(args)
+    assert cluster is not None  # there is a default
+    sample = sampled(args.lengths, args, args.global_batch_size)
+    context = args.context or max(sample)
+    flags = flags_of(args)
+    with of_model(args):
+        check_formulas(flags)
+    for name, ranks in (("expert", args.expert_parallel), ("expert-tensor", args.expert_tensor_parallel)):
+        if flags.get("num_experts") is None and (ranks or 1) > 1:
+            raise EppError(f"--{name}-parallel {ranks} is for a model with --experts: leave it out")
+    may_offload = args.offload == "on" or (args.offload == AUTO and bool(cluster.rates.host_bytes))
+    question = Question(
+        flags=flags,
+        cluster=cluster,
+        devices=args.devices,
+        cap_bytes=cap_of(args.memory_cap_gb, cluster),
+        lengths=drawn(sample, args.global_batch_size, args.seed),
+        context=context,
+        fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
+        documents=args.documents,
+        opens_weights=args.split_weight == AUTO,
+        vocabulary={"off": (False,), "on": (True,), "auto": (False, True)}[args.vocab_parallel],
+        options=Options(context=context, offload=may_offload, split_weight=args.split_weight == "on", seed=args.seed),
+    )
+    measured, files = {}, {}
+    for name in args.costs or ():
+        sizes, profile = _measured(name, question)
+        measured[sizes], files[sizes] = profile, str(find("profiles", name))
+    return replace(question, measured=measured, costs_files=files)
+
+
+def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
+    """Read a profile and the sizes that share a layer in it. Raises `EppError` if it is not of this model."""
+    profile = load_costs(name)
+    shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
+    if not isinstance(profile, Profile) or not isinstance(shape, dict):
+        raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
+    with naming_file(f"--costs {name}: origin.shape"):
+        tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
+        sharing = whole(shape.get("expert_tensor_parallel") or (tensor if shape.get("num_experts") else 1), 1)
+    shape_here = asdict(question.shape(Configuration(tensor, context, 1, 1, expert, sharing)))
+    shape_here["dense_layers"] = list(shape_here["dense_layers"])  # as JSON has them
+    for key, value in shape.items():
+        if key not in _FREE and value != shape_here.get(key, value):
+            raise EppError(
+                f"--costs {name} was measured with {key} {brief(value)}, and the model here has {shape_here[key]}: measure it, "
+                "or give the model that was measured"
+            )
+    return (tensor, context, expert, sharing), profile
+
+
+_PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
+COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)

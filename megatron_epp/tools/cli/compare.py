@@ -1,0 +1,313 @@
+"""The command that sets planners side by side, over one batch or several, each with its best packing size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+from megatron_epp.mcore.arguments.flag import planner
+from megatron_epp.mcore.arguments.parser import names_of, options_from
+from megatron_epp.mcore.arguments.table import PLANNER_NAMES
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.layer_flags import pattern_of
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan_figures import recompute_share
+from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.planner.chunks.chunker import round_up
+from megatron_epp.tools.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
+from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout, even, settle_latents
+from megatron_epp.tools.cli.lengths import batches_of
+from megatron_epp.tools.cli.planning_flags import (
+    add_problem,
+    costs_by,
+    costs_of,
+    costs_source,
+    flags_of,
+    problem_of,
+    tell_sharing,
+    token_multiple,
+)
+from megatron_epp.tools.cli.schedules import ALL, layout_at, usual
+from megatron_epp.tools.cli.terminal import (
+    EXACT_PLANNER_LOG,
+    Command,
+    Parser,
+    add_output,
+    is_page,
+    latest_message,
+    picture_or_page,
+    progress,
+    say,
+)
+from megatron_epp.tools.formulas import Profile
+from megatron_epp.tools.report.gantt import save_picture, side_by_side
+from megatron_epp.tools.report.page.data import Shown
+from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.text import comparison
+
+_EXAMPLE = """\
+example: 512 documents like Wikipedia's on eight stages, and a picture of all plans
+  megatron-epp compare --lengths wikipedia --model llama3-8b --cluster h100x8 --stages 8 \\
+    --context 65536 -o compared.png
+one planner of a paper against ours
+  megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
+"""
+_IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
+"""Planners that fill rows of whole sequences up to `context`, which is their size."""
+_MOST_SIZES = 5
+"""Most packing sizes that are tried for a planner."""
+_MOST_ACTIONS = 1 << 15
+"""Most chunks times stages, over all sizes together, that are tried for a planner: large batches take long to plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Result of one planner for one batch, with the size that is best for it.
+
+    Attributes:
+        planner: its name.
+        plan: None where there is none.
+        refusal: why there is none.
+        planning_ms: processor time.
+        note: what the exact planner says of its plan.
+        size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
+    """
+
+    planner: str
+    plan: Plan | None
+    refusal: str
+    planning_ms: float
+    note: str = ""
+    size: int | None = None
+
+    @property
+    def makespan_us(self) -> float:
+        return math.inf if self.plan is None else self.plan.predicted.makespan_us
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags."""
+    add_problem(parser, several_batches=True)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
+    parser.add_argument(
+        "--planner",
+        action="append",
+        type=lambda text: text if text == ALL else planner(text),
+        metavar="NAME",
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
+        f"placements with layers of their own (default: {', '.join(usual())})",
+    )
+    below = "the plans of one batch below each other, as .html to explore, .png, .svg or .pdf (default: none)"
+    add_output(parser, below, type=picture_or_page)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch to compare planners over.
+
+    Attributes:
+        args: parsed flags.
+        longest: tokens of the longest sequence of all batches.
+        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
+        entries: results of the planners.
+    """
+
+    args: argparse.Namespace
+    name: str
+    lengths: tuple[int, ...]
+    longest: int
+    chosen: Chosen
+    entries: list[Entry] = field(default_factory=list)
+
+
+type StockGain = tuple[Stock | None, Gain] | None
+"""Megatron's own schedule at its best, and the gain of "greedy" over it; None where they are not compared."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
+
+    Raises:
+        EppError: the arguments make no sense, or matplotlib is missing.
+    """
+    asked = batches_of(args)
+    if args.output and len(asked) > 1:
+        raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
+    names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
+    tell_sharing(args)
+    typical = [lengths for _, lengths in asked]
+    settle_latents(args, typical, names)
+    chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
+    batches = [Batch(args, name, lengths, longest, chosen) for name, lengths in asked]
+    total = len(names) * len(batches)
+    with progress(
+        "planning", lambda: f"{sum(len(each.entries) for each in batches)} of {total} plans, each with its best size"
+    ):
+        for batch in batches:
+            for name in names:
+                batch.entries.append(_best(batch, name))
+        gains = [*map(_gain, batches)]
+    if ALL in (args.planner or ()):
+        for batch in batches:
+            batch.entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
+    plans = [(entry.planner, entry.plan) for batch in batches for entry in batch.entries if entry.plan is not None]
+    if args.output and is_page(args.output):
+        save_page([Shown(name, shown_plan) for name, shown_plan in plans], args.output)
+    elif args.output:
+        save_picture(side_by_side(plans), args.output)
+    paired = [*zip(batches, gains, strict=True)]
+    if args.json:
+        common = {"layers": args.layout or BALANCED, "latents": args.latents == "on"}
+        say(json.dumps([_row(batch, entry, gain) | common for batch, gain in paired for entry in batch.entries], indent=1))
+        return 0
+    texts = [_text(batch, gain, titled=len(batches) > 1) for batch, gain in paired]
+    say("\n\n".join([*texts, *["\n".join(lines) for lines in [chosen.lines(args)] if lines and plans]]))
+    return 0
+
+
+def _best(batch: Batch, name: str) -> Entry:
+    """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size."""
+    sizes = (None, *sizes_of(batch.args, batch.lengths, batch.chosen.layout.placement.num_ranks, name))
+    return min((_entry(batch, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
+
+
+def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
+    """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
+
+    Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
+    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
+
+    Args:
+        args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
+    """
+    longest, multiple = max(lengths), token_multiple(args)
+    entry = PLANNERS.entry(name)
+    if args.chunk_tokens is not None or args.slices is not None or entry is None or entry.has_own_size:
+        return []
+    powers = [size for size in (1 << power for power in range(64)) if size % multiple == 0]
+    if name in _IN_ROWS:
+        whole, most = round_up(longest, multiple), args.context or sum(lengths)
+        sizes = sorted({whole, *(size for size in powers if whole <= size <= most)})[:_MOST_SIZES]
+    else:
+        sizes = [size for size in powers if size <= longest // 2][: -_MOST_SIZES - 1 : -1]
+    actions = accumulate((len(lengths) + sum(lengths) // size) * num_ranks for size in sizes)
+    return sorted(size for size, so_far in zip(sizes, actions, strict=True) if so_far <= _MOST_ACTIONS)
+
+
+def _entry(batch: Batch, name: str, size: int | None) -> Entry:
+    """Plan one batch with one planner, with a size of its rows or chunks; None for the flags' size."""
+    args, lengths = batch.args, batch.lengths
+    start_s = time.process_time()
+    known = PLANNERS.entry(name)
+    try:
+        layout = layout_at(args, batch.chosen, name, lengths)
+        options = options_from(args, planner=name)
+        if size is not None:
+            options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)
+        if known is not None:
+            split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
+            options = replace(options, split_weight=split, offload=offload)
+        with latest_message(EXACT_PLANNER_LOG) as latest:
+            problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout, batch.longest)
+            planned, refusal = plan(problem, costs, options), ""
+    except EppError as error:
+        planned, refusal = None, error.text(names_of(args.parser))
+    note = "" if planned is None else latest()
+    if size is None:
+        row = args.context or round_up(max(lengths), token_multiple(args))
+        size = row if name in _IN_ROWS else args.chunk_tokens
+    return Entry(name, planned, refusal, (time.process_time() - start_s) * 1e3, note, size)
+
+
+def _gain(batch: Batch) -> StockGain:
+    """Compare with Megatron's own schedule, which may have several stages per rank where the plans may have them: where the
+    layout has, or was searched.
+    """
+    args, lengths, chosen = batch.args, batch.lengths, batch.chosen
+    plans = {entry.planner: entry.plan for entry in batch.entries}
+    ours, source = plans.get("greedy"), costs_source(args, batch.longest)[0]
+    if ours is None or PLANNER not in plans or args.forward_only or not isinstance(source, Profile):
+        return None
+    alone = argparse.Namespace(**vars(args) | {"loss_block_tokens": 0, "latents": "off"})
+    whole, _ = costs_source(alone, batch.longest)
+    assert isinstance(whole, Profile)  # as the other
+    layout, options, num_layers = chosen.layout, options_from(args, planner="greedy"), chosen.layout.num_layers
+    problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(costs_by, args, source))
+    best_us = whole_us = ours.predicted.makespan_us
+    if layout.shards_vocabulary or options.split_weight:
+        whole_us, options_then = math.inf, replace(options, split_weight=False)
+        for other in without_shards(layout, problem, own_costs_of, halves=not pattern_of(flags_of(args))):
+            with suppress(InfeasibleError):
+                whole_us = min(whole_us, plan(problem, own_costs_of(other), options_then).predicted.makespan_us)
+    choices = StockChoices(
+        problems=(problem,),
+        costs_of=cache(partial(costs_by, alone, whole)),
+        own_costs_of=own_costs_of,
+        num_layers=num_layers,
+        context=args.context or max(lengths),
+        options=options,
+        even=even(num_layers, layout.placement.num_ranks),
+        counts=STAGES_PER_RANK if chosen.choice is not None or layout.placement.num_chunks > 1 else (1,),
+        layouts=(layout,),
+    )
+    return choices.gain(whole_us, best_us)
+
+
+def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
+    lengths, entries = batch.lengths, batch.entries
+    lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
+    sizes = [("own" if entry.size is None else f"{entry.size:,}",) for entry in entries]
+    lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("size",), sizes))
+    lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
+    for is_so, what, flag in (
+        ("splits_weight", "weight gradients are split off in", "--split-weight in all"),
+        ("offloads", "activations may be offloaded in", "--offload in all"),
+        ("joins", "exchanges are overlapped in", "--overlap-exchanges in greedy"),
+    ):
+        names = [entry.planner for entry in entries if entry.plan and getattr(PLANNERS.entry(entry.planner), is_so, False)]
+        lines += [f"{what} {', '.join(names)}; with {flag}"] * bool(names)
+    lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
+    lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
+    if gain is not None:
+        stock, causes = gain
+        lines += ["", *causes.lines()]
+        lines.append("Megatron's own at its best: " + ("nothing fits" if stock is None else stock_text(stock)))
+        lines.append("(several stages on each rank only where plans may have them: --layout auto, or one with several)")
+    return "\n".join(lines)
+
+
+def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "batch": batch.name,
+        "sequences": len(batch.lengths),
+        "tokens": sum(batch.lengths),
+        "planner": entry.planner,
+        "planning_ms": entry.planning_ms,
+        "size": entry.size,
+    } | ({"note": entry.note} if entry.note else {})
+    if entry.plan is None:
+        return row | {"refusal": entry.refusal}
+    predicted = entry.plan.predicted
+    row |= {
+        "makespan_us": predicted.makespan_us,
+        "makespan_over_best": predicted.makespan_us / min(other.makespan_us for other in batch.entries),
+        "lower_bound_us": predicted.lower_bound_us,
+        "bubble_fraction": predicted.bubble_fraction,
+        "peak_bytes": list(predicted.peak_bytes),
+        "cap_bytes": list(entry.plan.cap_bytes),
+        "recompute_share": recompute_share(entry.plan),
+        "chunks": len(entry.plan.chunks),
+    }
+    return row | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
+
+
+_PURPOSE = "plan batches with several planners and print them side by side"
+COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -1,0 +1,75 @@
+"""Steps of the first run on a machine, what each found, and the report of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_epp.tools.cli.first_run.setting import Setting
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a step.
+
+    Attributes:
+        status: ``passed``, ``failed`` or ``skipped``.
+        found: lines for people.
+        todo: what to do about a failure or a skip; empty where nothing is to be done.
+        figures: the same for programs, with units in the names.
+        time_s: that the step took.
+    """
+
+    status: str
+    found: tuple[str, ...]
+    todo: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    time_s: float = 0.0
+
+    @staticmethod
+    def judged(holds: bool, lines: Sequence[str], todo: str, figures: dict[str, Any]) -> Outcome:
+        """Make the result of a step that passes if a condition holds; `todo` is for the case that it does not."""
+        return Outcome(PASSED if holds else FAILED, tuple(lines), todo * (not holds), figures)
+
+    def lines(self) -> str:
+        """Format the result, indented below the step's heading."""
+        lines = [*self.found, f"{self.status}, {self.time_s:.1f} s", *[f"-> {self.todo}"] * bool(self.todo)]
+        return "\n".join(f"  {line}".rstrip() for text in lines for line in text.split("\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCheck:
+    """One step.
+
+    Attributes:
+        name: one word, by which ``--steps`` selects it.
+        purpose: what it does.
+        expect: what one sees where all is well.
+        on_failure: what to do where the step ends in an error.
+        gpu_minutes: estimated time on a node of GPUs.
+        run: does it. Raises `EppError`.
+        is_asked_for: it is run only where it is asked for.
+    """
+
+    name: str
+    purpose: str
+    expect: str
+    on_failure: str
+    gpu_minutes: int
+    run: Callable[[Setting], Outcome]
+    is_asked_for: bool = False
+
+
+def verdict(done: Mapping[str, Outcome]) -> str:
+    """Summarize the results of all steps, by name, in a line."""
+    counts = []
+    for status in (PASSED, FAILED, SKIPPED):
+        if names := [name for name, outcome in done.items() if outcome.status == status]:
+            counts.append(f"{len(names)} {status}" + f" ({', '.join(names)})" * (status != PASSED))
+    return f"{', '.join(counts)}, {sum(outcome.time_s for outcome in done.values()):.0f} s in all"
+
+
+REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"

@@ -1,0 +1,219 @@
+"""Lengths of batches from the command line: numbers, text files, or Megatron's index files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_epp.data import sequence_lengths
+from megatron_epp.data.indexed_documents import document_tokens, sequences_of, stream_lengths
+from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
+from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
+from megatron_epp.tools.cli.terminal import PROGRAM, tell
+
+LIKE = {
+    "wikipedia": sequence_lengths.wikipedia,
+    "code": sequence_lengths.code,
+    "chat": sequence_lengths.chat,
+    "agents": sequence_lengths.agents,
+}
+"""Length distributions to draw from when no file is given, by name."""
+_DRAWN = 512
+_SAMPLE = 65536
+"""Smallest number of documents of a distribution of which a batch is drawn."""
+SOURCES = (
+    "tokens of every document: a file of numbers, a Megatron .idx file or its prefix, - for stdin, the numbers themselves, or "
+    f"{', '.join(LIKE)} for lengths drawn like those"
+)
+"""Help text for the sources that `read_lengths` accepts."""
+
+
+def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Add the flags that name the batch, or with `several` the batches."""
+    batch = parser.add_argument_group("batches" if several else "batch")
+    batch.add_argument(
+        "--lengths",
+        "--lengths-file",
+        action="append" if several else "store",
+        required=True,
+        metavar="FILE|N,N,...",
+        help=f"{SOURCES} ({_DRAWN} without --batch-size)" + "; repeat it for more batches" * several,
+    )
+    add(batch, "context", "documents")
+    batch.add_argument(
+        "--batch-size",
+        type=SEQUENCES,
+        metavar="N",
+        help="a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)",
+    ).setting = "global_batch_size"  # type: ignore[attr-defined]
+    if several:
+        batch.add_argument(
+            "--batches", type=COUNT, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
+        )
+    add(batch, "forward_only")
+
+
+def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the lengths of the one batch. Raises `EppError`."""
+    if is_distribution(args.lengths):
+        size = args.batch_size or _DRAWN
+        return drawn(sampled(args.lengths, args, size), size, args.seed)
+    lengths = sampled(args.lengths, args)
+    _tell_if_fewer(args.lengths, lengths, args.batch_size or 0)
+    return lengths[: args.batch_size]
+
+
+def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and lengths of every batch. Raises `EppError`."""
+    batches = []
+    for source in args.lengths:
+        size = args.batch_size
+        count = _DRAWN if size is None else size * args.batches
+        lengths = sampled(source, args, count)
+        if is_distribution(source):
+            lengths = drawn(lengths, count, args.seed)
+        if size is None:
+            batches.append((source, lengths))
+            continue
+        _tell_if_fewer(source, lengths, count)
+        for number in range(min(args.batches, -(-len(lengths) // size))):
+            part = lengths[number * size : (number + 1) * size]
+            batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
+    return batches
+
+
+def _tell_if_fewer(source: str, lengths: tuple[int, ...], asked: int) -> None:
+    if len(lengths) < asked:
+        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {len(lengths):,} sequences, and {asked:,} are asked for")
+
+
+def is_distribution(source: str) -> bool:
+    """True if ``--lengths`` names a distribution to draw from, and no file."""
+    return source in LIKE and not Path(source).is_file()
+
+
+def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
+    """Return the lengths of a source; from a distribution, enough for `drawn` to draw a batch of them. Raises `EppError`.
+
+    Args:
+        source: as in `read_lengths`.
+        args: parsed flags; ``--seed`` is the seed of the draw.
+    """
+    count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
+    return limited(read_lengths(source, count, seed), args, source)
+
+
+def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
+    """Draw a batch without replacement; when all lengths are used up, begin again."""
+    order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
+    return tuple(lengths[order[at % len(order)]] for at in range(size))
+
+
+def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
+    """Lengths that ``--lengths`` names.
+
+    Args:
+        source: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
+        count: of lengths to draw where it is a name; None for a batch of common size.
+
+    Raises:
+        EppError: it is none of these, or holds no lengths.
+    """
+    if is_distribution(source):
+        return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
+    if re.fullmatch(r"[\d,\s]+", source):
+        with naming_file(f"--lengths {brief(source)}"):
+            return _numbers(source)
+    if source == "-":
+        with naming_file("--lengths -"):
+            return _numbers(_stdin(), has_lines=True)
+    path = Path(source)
+    if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
+        return _index(Path(f"{source}.idx"))
+    if path.is_dir():
+        raise EppError(
+            f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
+        )
+    if not path.is_file():
+        wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
+        raise EppError(
+            f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, nor one of "
+            f"{', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
+        )
+    if path.suffix == ".idx":
+        return _index(path)
+    if path.suffix == ".bin":
+        index = path.with_suffix(".idx")
+        missing = "" if index.is_file() else "; it is not there"
+        raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
+    with naming_file(f"--lengths {source}"):
+        return _numbers(read_text(path), has_lines=True)
+
+
+def _stdin() -> str:
+    text = sys.stdin.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
+    return text
+
+
+def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
+    words = _words(text)
+    if wrong := next((word for word in words if not _is_count(word)), None):
+        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
+        where = f"line {number}: " if has_lines else ""
+        raise EppError(
+            f"{where}{brief(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
+        )
+    if not words:
+        raise EppError("no lengths")
+    return tuple(map(int, words))
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _index(path: Path) -> tuple[int, ...]:
+    """Read how many positions each document of a Megatron index trains: its tokens but one. Shorter documents are left out."""
+    try:
+        positions = document_tokens(str(path)) - 1
+    except EppError as error:
+        raise EppError(f"--lengths {error}") from None
+    lengths = tuple(positions[positions > 0].tolist())
+    if not lengths:
+        raise EppError(f"--lengths {path}: no document of two tokens or more")
+    return lengths
+
+
+def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = "") -> tuple[int, ...]:
+    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``.
+
+    Args:
+        lengths: positions of each document.
+
+    Raises:
+        EppError: a document that is not cut has more tokens than any sequence may have.
+    """
+    if args.context is None:
+        if (longest := max(lengths)) > MOST_SIZE:
+            raise EppError(
+                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are "
+                "the most: give the --context at which training cuts it"
+            )
+        return lengths
+    tokens = np.asarray(lengths, dtype=np.int64) + 1
+    if args.documents == "stream":
+        return tuple(stream_lengths(tokens, args.context).tolist())
+    sequences = sequences_of(tokens, args.context, args.documents)
+    return tuple(sequences.lengths.tolist())
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 11 and 0 < int(text) <= MOST_SIZE

@@ -1,0 +1,178 @@
+"""The command that writes documents as Megatron's ``.bin``/``.idx`` pairs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import warnings
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from megatron_epp.data.chat import ASSISTANT, TURNS
+from megatron_epp.data.indexed_documents import MASK_SUFFIX
+from megatron_epp.data.records import RECORD_SUFFIXES
+from megatron_epp.data.token_record import SUFFIX
+from megatron_epp.mcore.arguments.flag import COUNT
+from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megatron_encoder
+from megatron_epp.mcore.data.inputs import SUFFIXES
+from megatron_epp.mcore.data.prepare import prepare, refuse_existing
+from megatron_epp.plan.errors import EppError
+from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
+
+# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
+_TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
+    "--tokenizer-type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
+    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "name of a Hugging Face model, or file or folder of the tokenizer"},
+    "--vocab-file": {"metavar": "FILE", "help": "vocabulary of GPT2BPETokenizer and its kin"},
+    "--merge-file": {"metavar": "FILE", "help": "merges of GPT2BPETokenizer and its kin"},
+    "--vocab-size": {
+        "metavar": "N",
+        "type": COUNT,
+        "help": "vocabulary size of NullTokenizer, whose text is ids, and TikTokenizer",
+    },
+    "--tiktoken-pattern": {"metavar": "NAME", "help": "pattern of TikTokenizer"},
+    "--tokenizer-special-tokens": {
+        "metavar": "TOKEN",
+        "nargs": "+",
+        "dest": "special_tokens",
+        "help": "special tokens to add to the tokenizer",
+    },
+    "--tokenizer-hf-no-include-special-tokens": {
+        "action": "store_true",
+        "help": "leave out what a Hugging Face tokenizer puts around every text",
+    },
+    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
+}
+
+
+def add_tokenizer_arguments(parser: ArgumentParser) -> None:
+    """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
+    group = parser.add_argument_group(
+        "tokenizer",
+        "the tokenizer of the model to train, by the flags of its training; without any, tokens are bytes (0-255, and 256 ends "
+        "a document), for models of bytes",
+    )
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        unsaid = "" if "default" in settings["help"] else " (default: none)"
+        group.add_argument(flag, default=None, **settings | {"help": settings["help"] + unsaid})
+
+
+def encoder_from(args: Namespace) -> Encoder:
+    """Return the encoder that the flags of `add_tokenizer_arguments` name; byte-level if none is given."""
+    values: dict[str, object] = {}
+    flags: list[str] = []
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
+        value = getattr(args, field)
+        if value is not None:
+            values[field] = value
+            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+    if not values:
+        return BYTES
+    if args.tokenizer_type is None:
+        raise EppError(f"{flags[0]} needs --tokenizer-type")
+    return megatron_encoder(values, shlex.join(flags))
+
+
+def add_arguments(parser: Parser) -> None:
+    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="folders (a document per file), files of JSONL (compressed or not) or Parquet, or single files",
+    )
+    files.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
+    )
+    files.add_argument(
+        "--suffixes",
+        nargs="+",
+        metavar=".SUFFIX",
+        help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(RECORD_SUFFIXES)}), "
+        "compressed (.gz, .bz2, .xz, .zst) or not",
+    )
+    files.add_argument(
+        "--json-key",
+        metavar="KEY",
+        help="where a line or a row holds its document (default: text; with --chat messages or conversations)",
+    )
+    files.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="end documents with a token (default: yes; with --chat where the last answer has no stop token)",
+    )
+    files.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
+    add_tokenizer_arguments(parser)
+    add_chat_arguments(parser)
+
+
+def add_chat_arguments(parser: ArgumentParser) -> None:
+    """Flags of conversations, of which only some messages are trained."""
+    group = parser.add_argument_group(
+        "chats",
+        "lines of JSONL or rows of Parquet with a list of messages, each with role and content, or as ShareGPT has them with "
+        "from and value, for a Hugging Face tokenizer with a chat template",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help=f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
+    )
+    group.add_argument("--train-on", nargs="+", metavar="ROLE", help=f"roles whose messages are trained (default: {ASSISTANT})")
+    group.add_argument(
+        "--chat-turns",
+        choices=TURNS,
+        default=TURNS[0],
+        help="which answers are trained: all, each as a sample of its own where the chat template changes earlier answers, or "
+        "the last of each conversation (default: all)",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own (default: the tokenizer's)"
+    )
+
+
+def run(args: Namespace) -> int:
+    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
+    of_chats = {"--train-on": args.train_on, "--chat-template": args.chat_template, "--chat-turns": args.chat_turns != TURNS[0]}
+    if not args.chat and any(of_chats.values()):
+        raise EppError(f"{next(flag for flag, value in of_chats.items() if value)} is for conversations: add --chat")
+    if not args.overwrite:
+        refuse_existing(args.output_prefix)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_epp").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        # On import Megatron warns of missing GPU libraries, which play no part here.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        encoder = encoder_from(args)
+        what = f"preparing {', '.join(map(str, args.input))}"
+        with progress(what):  # loading Megatron's writer of .idx files takes seconds, too
+            summary = prepare(
+                args.input,
+                args.output_prefix,
+                encoder=encoder,
+                append_eod=args.append_eod,
+                suffixes=args.suffixes,
+                json_key=args.json_key,
+                chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template, args.chat_turns)
+                if args.chat
+                else None,
+            )
+    say(str(summary))
+    return 0
+
+
+_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL, Parquet, chats or single files (needs torch and Megatron)"
+_EXAMPLE = """\
+example: a folder of text files, with the tokenizer of Llama 3
+  megatron-epp prepare --input texts --output-prefix documents \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B
+conversations, of which the assistant's messages are trained
+  megatron-epp prepare --chat --input chats.jsonl --output-prefix chats \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B-Instruct
+"""
+COMMAND = Command("prepare", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -1,0 +1,88 @@
+"""The table of planners, and the layout that each of them needs."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.planners import PLANNERS, PlannerEntry
+from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, balanced_at, chosen_layout
+from megatron_epp.tools.cli.terminal import Command, help_width, say
+from megatron_epp.tools.report.text import table
+
+ALL = "all"
+_LEGEND = """\
+stages: on one rank; V: in a V, the first and the last stage on one rank
+uses: W, gradients of weights as actions of their own; offload, copies to host memory"""
+_COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap."
+
+
+def layout_for(planner: str, layout: Layout) -> Layout:
+    """Return the layout with which a planner can plan: the given one, or even layers at the placement of its schedule.
+
+    Args:
+        planner: its name; of one of a user's own, the layout stays.
+
+    Raises:
+        EppError: there are more stages than layers, or the schedule needs another division of them.
+    """
+    entry = PLANNERS.entry(planner)
+    if entry is None or entry.fixed is None:
+        return layout
+    placement = layout.placement
+    fixed_layout = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
+    if fixed_layout.placement.rank_of == placement.rank_of:
+        return layout
+    return replace(fixed_layout, shards_vocabulary=layout.shards_vocabulary and fixed_layout.is_movable)
+
+
+def usual() -> list[str]:
+    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans can run."""
+    return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
+
+
+def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
+    """Return the chosen layout as a planner needs it (`layout_for`), balanced where the chosen one is."""
+    layout = layout_for(planner, chosen.layout)
+    was_chosen = chosen.kind == BALANCED or chosen.choice is not None
+    return balanced_at(args, layout, lengths) if was_chosen and layout != chosen.layout else layout
+
+
+def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
+    """Return a command's layout for its planner, without the search's figures if it is another layout."""
+    chosen = chosen_layout(args, [lengths])
+    layout = layout_at(args, chosen, args.planner, lengths)
+    return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print the table of planners."""
+    entries, rows = PLANNERS.entries(), []
+    for name, entry in entries.items():
+        uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
+        summary = f"{entry.summary} ({entry.source})" + "; planned, not run" * bool(entry.lacks)
+        rows.append([name, _stages(entry), ", ".join(uses), summary])
+    lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
+    column = lines[0].index("what it does")
+    wrapped = [
+        row
+        for line in lines
+        for row in textwrap.wrap(line[column:], help_width() - 2, initial_indent=line[:column], subsequent_indent=" " * column)
+    ]
+    lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
+    say("\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE]))
+    return 0
+
+
+def _stages(entry: PlannerEntry) -> str:
+    """Say how many stages of a rank a planner plans for."""
+    if entry.fixed is None:
+        return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
+    return entry.fixed.stages
+
+
+_PURPOSE = "list the planners that plans can follow, with their papers"
+COMMAND = Command("schedules", _PURPOSE, lambda _: None, run)

@@ -1,0 +1,284 @@
+"""Parser and output of all commands: errors are one line, and a line on stderr tells what takes long.
+
+Control characters in the text of files are printed as escapes, so no terminal obeys them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from megatron_epp.launch.script_flags import SuggestingParser
+from megatron_epp.plan.reading import printable
+from megatron_epp.tools.report.text import clip
+
+PROGRAM = "megatron-epp"
+ERROR = 2
+"""Exit code of a command that ended with an error that it told."""
+EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"
+"""Package of the exact planner, whose last message commands print."""
+_WIDEST = 2000
+"""Characters after which a line of an error is cut."""
+PATIENCE_S = 2.0
+"""Seconds before the first progress line: shorter work prints nothing."""
+_TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
+PICTURES = (".png", ".svg", ".pdf")
+PAGE = ".html"
+_HELP_WIDTH = 100
+"""Most characters of a line of help."""
+_FLAG_WIDTH = 20
+"""Characters of a flag before its text, if it is not longer."""
+
+
+def help_width() -> int:
+    """Return the width of help texts on this terminal, in characters."""
+    return min(_HELP_WIDTH, shutil.get_terminal_size().columns) - 2
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help: a flag goes by one name, its text begins in its line and goes on below it, and long lines of descriptions
+    are wrapped; commands of examples, which are indented, stay as they are.
+    """
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=help_width())
+
+    def _format_action(self, action: argparse.Action) -> str:
+        names = self._format_action_invocation(action).ljust(_FLAG_WIDTH)
+        text = f"{names}  {self._expand_help(action) if action.help else ''}".rstrip()
+        indent = " " * self._current_indent
+        below = f"{indent}    "
+        return textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False) + "\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [name for name in action.option_strings if not name.startswith("--")] + long_names(action)[:1]
+        value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(names)} {value}".rstrip()
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            lines += [line] if line.startswith(" ") or len(line) <= width else textwrap.wrap(line, width)
+        return "\n".join(indent + line for line in lines)
+
+
+def long_names(action: argparse.Action) -> list[str]:
+    """Return the names of a flag that are words."""
+    return [name for name in action.option_strings if name.startswith("--")]
+
+
+class Parser(SuggestingParser):
+    """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"formatter_class": HelpFormatter, "add_help": False}
+        super().__init__(*args, **defaults | settings)
+        self.set_defaults(parser=self)
+
+    def add_help_flags(self) -> None:
+        """Add ``--help`` and ``--debug`` behind the command's own flags, and list flags without a group last."""
+        self.add_argument("-h", "--help", "--help-all", action="help", help="print this help")
+        self.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
+        self._action_groups.sort(key=lambda group: group is self._optionals)
+        self.usage = self.usage or self._usage()
+
+    def _usage(self) -> str:
+        """Name the arguments that a command needs."""
+        formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
+        for action in sorted(self._actions, key=lambda argument: not argument.option_strings):
+            if action.required or not action.option_strings:
+                value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+                words += [*long_names(action)[:1], value]
+        return " ".join(words)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
+
+        The subcommand reports words that it does not know, and output files and folders that it could not write.
+        """
+        args: argparse.Namespace
+        args, unknown = self.parse_known_args(argv)
+        command: Parser = args.parser
+        if unknown:
+            command.refuse(unknown)
+        for action in command._actions:
+            path = getattr(args, action.dest, None)
+            look = unusable if action.type is output_folder else unwritable
+            if action.type in (output, output_folder, picture, picture_or_page) and path and (why := look(Path(path))):
+                command.error(f"argument {'/'.join(action.option_strings)}: {why}")
+        return args
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with the words that this command does not know."""
+        self.error(f"this command knows no {self.named(unknown)}")
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required") and (unknown := self.unknown_flags()):
+            self.refuse(unknown)
+        self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        name: word that selects it.
+        purpose: line for the list of commands.
+        add_arguments: adds its flags to a parser.
+        run: runs it and returns the exit code.
+        example: text below its help.
+    """
+
+    name: str
+    purpose: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
+    example: str = ""
+
+
+def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
+    """Add the flag that names the file to write."""
+    settings: dict[str, Any] = {"type": output, "metavar": "FILE", "help": help}
+    parser.add_argument("-o", "--output", **settings | changes)
+
+
+def output(text: str) -> str:
+    """Mark an argument as a file to write, which `unwritable` checks beforehand."""
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Mark an argument as a folder to write to, which `unusable` checks beforehand."""
+    return text
+
+
+def picture(text: str) -> str:
+    """Check that an argument names a picture to write."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
+    return text
+
+
+def picture_or_page(text: str) -> str:
+    """Check that an argument names a picture, or a page, to write."""
+    if Path(text).suffix.lower() not in (*PICTURES, PAGE):
+        raise argparse.ArgumentTypeError(
+            f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
+        )
+    return text
+
+
+def is_page(path: str) -> bool:
+    """True for the name of a page."""
+    return Path(path).suffix.lower() == PAGE
+
+
+def unwritable(path: Path) -> str:
+    """Return why a file cannot be written, known before anything is computed; empty if it can."""
+    if path.is_dir():
+        return f"{path} is a folder: give a file in it"
+    return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"
+
+
+def unusable(folder: Path) -> str:
+    """Return why a folder cannot be made or written to, known before anything is computed; empty if it can."""
+    if (there := next(path for path in (folder, *folder.absolute().parents) if path.exists())) and not there.is_dir():
+        return f"{there} is a file: give a folder"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror}): give another folder"
+
+
+def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
+    """Print lines on stdout. Characters that its encoding lacks are escaped; if its reader is gone, the rest is dropped."""
+    _write(sys.stdout, _lines(text) + end, flush)
+
+
+def tell(text: str) -> None:
+    """Print lines on stderr, where progress and errors go."""
+    _write(sys.stderr, _lines(text) + "\n", flush=True)
+
+
+def tell_error(text: str) -> None:
+    """Print an error. Very long lines are truncated."""
+    tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
+
+
+@contextmanager
+def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
+    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds."""
+    done = threading.Event()
+    thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def latest_message(name: str) -> Iterator[Callable[[], str]]:
+    """Yield a function that returns the last INFO message of a package's loggers; empty before the first."""
+    logger, messages = logging.getLogger(name), deque([""], maxlen=1)
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lambda: messages[-1]
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _write(stream: TextIO | None, text: str, flush: bool) -> None:
+    if stream is None:  # the shell has closed it
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if flush:
+            stream.flush()
+    except OSError as error:
+        devnull = os.open(os.devnull, os.O_WRONLY)  # Python writes what is still buffered once more when it exits
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
+            raise
+
+
+def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
+    start, terminal, has_printed = time.monotonic(), sys.stderr.isatty(), False
+    wait_s = PATIENCE_S
+    while not done.wait(wait_s):
+        parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
+        sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
+        sys.stderr.flush()
+        has_printed, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
+    if has_printed and terminal:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()

@@ -1,0 +1,403 @@
+"""A profile: costs of one layer, the embedding and the head of a model on one machine, from which any pipeline is composed.
+
+JSON form, times in microseconds and sizes in bytes, everything per rank::
+
+    {"schema": "megatron-epp/profile", "version": 1, "name": "measured:h100", "origin": {...},
+     "layer": {"forward": {"fixed_us": 90.0, "per_token_us": 0.8, "per_pair_us": 4e-05}, "backward": {...}, "weight": {...},
+               "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808,
+               "recompute": {"mlp": {"again": {"fixed_us": 40.0, ...}, "bytes_per_token": 90000.0}, ...}},
+     "attention": {...}, "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
+
+`origin` records the source of the figures (machine, versions, date, model shape, residuals); nothing is computed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
+
+from megatron_epp.cost.blocks import (
+    ATTENTION,
+    CODEC,
+    HANDOVER,
+    HEAD,
+    INPUT,
+    LAYER,
+    MLP,
+    PREDICTION,
+    BlockCosts,
+    PartCosts,
+    StageCosts,
+    check_part,
+    check_within,
+)
+from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
+from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes, VocabularyShards
+from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
+from megatron_epp.plan import EppError
+from megatron_epp.plan.codec import FileFormat
+from megatron_epp.plan.layout import Layout, halves_of
+from megatron_epp.tools.formulas.device import on_device
+from megatron_epp.tools.formulas.hardware import divide
+
+_OF_PART = tuple(field.name for field in fields(PartCosts))
+_PASSES = ("forward", "backward", "weight")
+_TIMES, _KEPT = (*_PASSES, "exchange"), ("bytes_per_token", "weight_bytes_per_token")
+_PARTS = ("layer", "dense_layer", "attention", "embedding", "head", "prediction")
+FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart(PartCosts):
+    """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks.
+
+    Attributes:
+        parameters: on one rank.
+        expert_parameters: of experts, among these.
+        largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
+            unknown.
+    """
+
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
+    largest_weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Costs of a model's parts on one machine.
+
+    Attributes:
+        name: for the plan's record.
+        num_layers: of the profiled model; a pipeline made from the profile may have another number.
+        layer, embedding, head: the parts.
+        dense_layer: a layer with one MLP, in a model whose other layers have experts; None if all layers are alike.
+        dense_layers: numbers of the layers that it stands for, from 0.
+        attention: the part of a layer up to the MLP's norm.
+        prediction: a depth of multi-token prediction without its logits.
+        predictions: how many depths there are, on the last stage.
+        cached_predictions: keys and values of these, which all attend, in numbers of the mean layer's; 0: one for each.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
+        kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
+        handed_bytes: that a layer hands on to the next slice alone, in the mean of the layers.
+        handed_tokens: tokens of a sequence from which on it does; fewer have a part of them.
+        hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
+        weight_bytes: of a weight as the model computes with it.
+        stage_ranks: ranks that share each layer, tensor and context parallel.
+        host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
+            link; infinite if there is no link.
+        host_sharing: consecutive devices that share that link.
+        context_exchange_us: see `PipelineCosts`.
+        shards: what shards of the output layer hold; None in a file from before it was recorded.
+        exchange_bytes_per_token: see `PipelineCosts`.
+        cast_bytes: of the casts to FP8 of a parameter of a layer.
+        uncast_bytes_per_token: see `on_device`.
+        least_working_bytes_per_token: see `on_device`.
+        origin: machine, versions, date, shape, residuals.
+    """
+
+    name: str
+    num_layers: int
+    layer: ModelPart
+    attention: ModelPart
+    embedding: ModelPart = ModelPart()
+    head: ModelPart = ModelPart()
+    dense_layer: ModelPart | None = None
+    dense_layers: tuple[int, ...] = ()
+    prediction: ModelPart = ModelPart()
+    predictions: int = 0
+    cached_predictions: int = 0
+    recomputed_layer_bytes_per_token: float
+    kv_bytes_per_token: float
+    kv_heads: int = 1
+    queries_per_key: int = 1
+    expanded_bytes_per_token: float = 0.0
+    expanded_heads: int = 0
+    handed_bytes: float = 0.0
+    handed_tokens: int = 0
+    hidden_bytes_per_token: float
+    weight_bytes: float = 2.0
+    message_latency_us: float = 0.0
+    message_us_per_byte: float = 0.0
+    stage_ranks: int = 1
+    host_latency_us: float = 0.0
+    host_us_per_byte: float = math.inf
+    host_sharing: int = 1
+    context_exchange_us: tuple[float, ...] = ()
+    shards: ShardBytes | None = None
+    exchange_bytes_per_token: float = 0.0
+    cast_bytes: float = 0.0
+    uncast_bytes_per_token: float = 0.0
+    least_working_bytes_per_token: float = 0.0
+    origin: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def costs(
+        self,
+        layers_per_stage: Sequence[float],
+        *,
+        state_bytes_per_parameter: float = 18.0,
+        optimizer: OptimizerBytes | None = None,
+        replicas: int = 1,
+        vocabulary_shares: Sequence[float] = (),
+    ) -> PipelineCosts:
+        """Costs of a pipeline of this model. The first stage embeds; the last has the head.
+
+        Args:
+            layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
+            state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
+                weights and nothing sharded. With a distributed optimizer over d ranks it is 6 + 12 / d.
+            optimizer: bytes of a training, which take the place of these.
+            replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
+                host.
+            vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
+                if the last stage has all of it.
+
+        Raises:
+            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage.
+        """
+        if min(layers_per_stage, default=-1) < 0:
+            raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
+        last = len(layers_per_stage) - 1
+        halves = [*map(halves_of, layers_per_stage)]
+        kinds = zip(halves, accumulate(halves, initial=0), range(last + 1), strict=False)
+        stages_of_kind: dict[Any, StageCosts] = {}
+        stages = []
+        for count, start, stage in kinds:
+            share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
+            begins_with_mlp = start % 2 == 1
+            first = start // 2 + (begins_with_mlp and count % 2)  # whose MLP counts as a whole layer's
+            dense = sum(first <= layer < first + count // 2 for layer in self.dense_layers)
+            half = begins_with_mlp and start // 2 in self.dense_layers
+            kind = count, begins_with_mlp, dense, half, stage == 0, stage == last and not vocabulary_shares, share
+            if kind not in stages_of_kind:
+                stages_of_kind[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
+            stages.append(stages_of_kind[kind])
+        at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
+        return PipelineCosts(
+            name=self.name,
+            stages=tuple(stages),
+            hidden_bytes_per_token=self.hidden_bytes_per_token,
+            message_latency_us=self.message_latency_us,
+            message_us_per_byte=self.message_us_per_byte,
+            host_latency_us=self.host_latency_us,
+            host_us_per_byte=at_once * self.host_us_per_byte,
+            host_turns=turns,
+            vocabulary=self._shards(vocabulary_shares) if vocabulary_shares else None,
+            context_exchange_us=self.context_exchange_us,
+        )
+
+    def costs_on_device(
+        self, layout: Layout, optimizer: OptimizerBytes, replicas: int, fragmentation_share: float | None = None
+    ) -> PipelineCosts:
+        """Costs of the stages of a layout (`costs`) with the device memory that autograd does not keep (`on_device`)."""
+        shares = layout.vocabulary_shares
+        costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=shares)
+        buffers = self.gradient_buffers(len(layout.halves))
+        return on_device(
+            costs,
+            fragmentation_share,
+            buffers=buffers,
+            exchange_bytes_per_token=self.exchange_bytes_per_token,
+            uncast_bytes_per_token=self.uncast_bytes_per_token,
+            least_working_bytes_per_token=self.least_working_bytes_per_token,
+        )
+
+    def training(self, share: float) -> Profile:
+        """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'
+        gradients. It counts for every part alike, whichever parameters they are.
+        """
+        if share == 1.0:
+            return self
+        on_rank = self.num_layers * self.mean_layer.parameters + self.embedding.parameters + self.head.parameters
+        parts = {name: part for name in _PARTS if (part := getattr(self, name)) is not None}
+        changed: dict[str, Any] = {name: _training(part, share, share * on_rank) for name, part in parts.items()}
+        return replace(self, **changed)
+
+    def _shards(self, shares: Sequence[float]) -> VocabularyShards:
+        """Divide the head over shards.
+
+        `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
+        logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
+        The broadcast carries a message's bytes; the reduction carries fp32 gradients, once towards the last stage.
+        """
+        if self.shards is None:
+            raise EppError(
+                "the profile does not say what shards of the output layer hold: write it again with megatron-epp profile"
+            )
+        head, is_blocked = self.head, self.head.workspace_bytes > 0
+        gradient = head.backward.scaled(2 / 3) if is_blocked else head.weight
+        if gradient == NO_TIME:
+            gradient = head.backward.scaled(0.5)
+        logits = head.forward + head.backward.without(gradient)
+        hops, fp32_bytes = max(0, len(shares) - 1), self.hidden_bytes_per_token * FP32_BYTES / self.weight_bytes
+        latency = LinearTime(math.ceil(math.log2(max(1, len(shares)))) * self.message_latency_us)
+
+        def moved(num_bytes: float) -> LinearTime:
+            return (latency + LinearTime(0.0, self.message_us_per_byte * num_bytes)) if hops else NO_TIME
+
+        return VocabularyShards(
+            shares=tuple(shares),
+            logits=logits,
+            gradient=gradient,
+            **asdict(self.shards),
+            spread=moved(self.hidden_bytes_per_token),
+            gather=moved(fp32_bytes),
+        )
+
+    @property
+    def mean_layer(self) -> ModelPart:
+        """Costs of a layer in the mean of the model's."""
+        if self.dense_layer is None:
+            return self.layer
+        return mean_of(self.layer, self.dense_layer, min(1.0, len(self.dense_layers) / self.num_layers))
+
+    def _stage(
+        self,
+        halves: int,
+        begins_with_mlp: bool,
+        dense: int,
+        is_dense_half: bool,
+        first: bool,
+        last: bool,
+        share: float,
+        held: OptimizerBytes | float,
+    ) -> StageCosts:
+        layers, has_half = divmod(halves, 2)
+        layer, dense_layer = self.layer, self.dense_layer or self.layer
+        if dense:
+            layer = dense_layer if dense == layers else mean_of(layer, dense_layer, dense / layers)
+        depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
+        mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
+        parts = (layers, layer), (depths, ahead), (has_half, mlp if begins_with_mlp else self.attention)
+        inside = sum(count * part.parameters for count, part in parts)
+        experts = sum(count * part.expert_parameters for count, part in parts)
+        reads = first or depths > 0  # tokens ahead are embedded on the last stage
+        extras = [part for part, there in ((self.embedding, reads), (self.head, last)) if there]
+        others = sum(part.parameters for part in extras) + share * self.head.parameters
+        wide = self.kv_bytes_per_token * FP32_BYTES / self.weight_bytes
+        kv = KVBytes(
+            bytes_per_token=self.kv_bytes_per_token,
+            many_gradient_bytes_per_token=wide,
+            heads=self.kv_heads,
+            queries_per_key=self.queries_per_key,
+            expanded_bytes_per_token=self.expanded_bytes_per_token,
+            expanded_heads=self.expanded_heads,
+        )
+        attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
+        most = max(self.layer.bytes_per_token, dense_layer.bytes_per_token) if 0 < dense < layers else None
+        blocks = [_block(LAYER, layer, count=layers, full_bytes_per_token=most, **attends)]
+        if has_half and begins_with_mlp:
+            blocks.insert(0, _block(MLP, mlp))
+        elif has_half:
+            blocks.append(_block(ATTENTION, self.attention, **attends))
+        elif begins_with_mlp and layers:
+            blocks = [replace(blocks[0], first_mlp_bytes_per_token=mlp.bytes_per_token)]
+        if isinstance(held, OptimizerBytes):
+            of_stage = Parameters(
+                matrices=inside - experts,
+                experts=experts,
+                others=others,
+                largest=max(self.layer.largest_weight, dense_layer.largest_weight),
+                largest_other=max((part.parameters for part in extras), default=share * self.head.parameters),
+            )
+            static = held.static(of_stage)
+        else:
+            static = Static.of(inside + others, held, self.weight_bytes)
+        static = replace(static, weights=static.weights + int(inside * self.cast_bytes))
+        received = _block(INPUT, self.embedding if first else ModelPart())
+        received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
+        if depths:
+            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=self.cached_predictions or depths))
+        head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
+        handed_bytes = self.handed_bytes * sum(block.count for block in blocks if block.kv is not None)
+        if handed_bytes:
+            blocks.insert(0, BlockCosts(kind=HANDOVER, state_bytes=handed_bytes, state_tokens=self.handed_tokens))
+        return StageCosts((received, *blocks, *head), static)
+
+    def _mlp_of(self, whole: ModelPart) -> ModelPart:
+        """Costs of a layer's MLP: the layer's without its attention's."""
+        own = self.attention
+        times = {name: getattr(whole, name).without(getattr(own, name)) for name in _PASSES}
+        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in (*_KEPT, "parameters")}
+        return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
+
+    def gradient_buffers(self, num_stages: int) -> list[int]:
+        """Bytes of the largest weight's gradient on each stage."""
+        dense = 0.0 if self.dense_layer is None else self.dense_layer.largest_weight
+        sizes = [max(self.layer.largest_weight, dense)] * num_stages
+        sizes[0] = max(sizes[0], self.embedding.largest_weight)
+        sizes[-1] = max(sizes[-1], self.head.largest_weight)
+        return [int(size * self.weight_bytes) for size in sizes]
+
+    def to_json(self) -> str:
+        """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""
+        return FORMAT.write(self)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read `to_json`. Raises `EppError` for any other text."""
+        return FORMAT.read(Profile, text, _check)
+
+
+def _training(part: ModelPart, share: float, most: float) -> ModelPart:
+    # By blocks a loss has no weight gradient of its own: its backward has that product and another one more than its forward.
+    weight = part.weight if not part.workspace_bytes else part.backward.without(part.forward).scaled(0.5)
+    return replace(
+        part,
+        backward=part.backward.without(weight.scaled(1 - share)),
+        weight=part.weight.scaled(share),
+        largest_weight=min(part.largest_weight, most),
+    )
+
+
+def mean_of(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:
+    """Return the mean of layers of two kinds: times and kept bytes are linear in layers; of two peaks it has the larger."""
+
+    def mean(first: Any, second: Any) -> Any:
+        if isinstance(first, LinearTime):
+            return first.scaled(1 - share) + second.scaled(share)
+        return (1 - share) * first + share * second
+
+    def mode(first: ModeCosts, second: ModeCosts) -> ModeCosts:
+        peaks = (own.full_bytes_per_token or layer.bytes_per_token for own, layer in ((first, routed), (second, dense)))
+        return ModeCosts(mean(first.again, second.again), mean(first.bytes_per_token, second.bytes_per_token), max(peaks))
+
+    def larger(first: float | None, second: float | None) -> float | None:
+        return None if first is None or second is None else max(first, second)
+
+    peaks = "attended_bytes_per_token", "apart_bytes_per_token", "apart_attended_bytes_per_token"
+    mixed: dict[str, Any] = {name: larger(getattr(routed, name), getattr(dense, name)) for name in peaks}
+    mixed["largest_weight"] = max(routed.largest_weight, dense.largest_weight)
+    for name in (*_TIMES, *_KEPT, "parameters", "expert_parameters"):
+        mixed[name] = mean(getattr(routed, name), getattr(dense, name))
+    mixed["recompute"] = {
+        name: mode(own, dense.recompute[name]) for name, own in routed.recompute.items() if name in dense.recompute
+    }
+    return replace(routed, **mixed)
+
+
+def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:
+    """Return a block with the times and kept bytes of so many; they run one after the other."""
+    lines = {name: getattr(block, name).scaled(number) for name in _TIMES}
+    sizes = {name: number * getattr(block, name) for name in _KEPT}
+    return replace(block, count=count, **lines, **sizes) if number > 1 else replace(block, count=count)
+
+
+def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
+    of_part: dict[str, Any] = {name: getattr(part, name) for name in _OF_PART}
+    return BlockCosts(kind=kind, **of_part | {"weight": part.weight.within(part.backward)} | more)
+
+
+def _check(profile: Profile) -> None:
+    if profile.dense_layers and profile.dense_layer is None:
+        raise EppError("dense_layers names layers, and there is no dense_layer")
+    for name in ("layer", "embedding", "head"):
+        check_part(getattr(profile, name), name)
+    for name in _PASSES:
+        check_within(getattr(profile.attention, name), getattr(profile.layer, name), f"attention.{name}")
