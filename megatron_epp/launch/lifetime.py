@@ -41,7 +41,7 @@ _REFUSAL_KEY, _EXIT_CODE_KEY = "megatron_epp", "exit_code"
 
 
 def end_with_launcher() -> None:
-    """Make this process end with the torchrun that started it, if one did: when killed, it leaves ranks running by itself."""
+    """Make this process end with the torchrun that started it, if any, which by itself leaves ranks running when killed."""
     if _UNDER_TORCHRUN not in os.environ or multiprocessing.parent_process() is not None:
         return
     end_with_parent()

@@ -95,7 +95,7 @@ class Worker:
 def started(
     serve: Callable[..., None], *args: object, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start an interpreter that calls a module's function with the handle of a connection; return it and our end.
+    """Start an interpreter that calls a module's function with a connection's handle; return the process and our end.
 
     `environment` is set before anything is imported, in addition to this process's variables.
     """

@@ -20,7 +20,7 @@ from megatron_epp.plan.plan import Plan
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
-    """Find every violation of lockstep between the first replica's plan and another's, where `rank` and `position` are."""
+    """Find every violation of lockstep between the first replica's plan and another, in which `rank` and `position` are."""
     faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
     if faults or not plans:
         return faults

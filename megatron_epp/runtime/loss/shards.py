@@ -83,7 +83,7 @@ class Logits:
 def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -> Logits:
     """Compute a rank's logits of a chunk by blocks of tokens, and what is needed of them.
 
-    `x` is the layer's input, ``[tokens, in]``; labels ``[tokens]`` are rows of all; the shard has at least one row.
+    `x` is the layer's input, ``[tokens, in]``; labels, ``[tokens]``, are rows of the whole vocabulary. The shard has some.
     """
     index, is_here = shard.index(labels)
     parts, rounded, rows = [], None, []
@@ -128,7 +128,7 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
 def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, weights: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
-    What `logits` has kept is overwritten. `log_sum` is of all ranks' logits, `weights` each token's gradient, ``[tokens]``.
+    What `logits` has kept is overwritten. `log_sum` is of all ranks' logits, `weights` the loss's, ``[tokens]``.
     """
     summary, (index, is_here) = logits.summary, shard.index(labels)
     of_label = (_label_terms(summary, log_sum) * weights)[:, None]
