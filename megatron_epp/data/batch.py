@@ -165,22 +165,19 @@ class ChunkArrays:
     """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
     What a run does not need (`ahead`, `of_loss`, `of_inputs`) is None.
-
-    Attributes:
-        labels: the token that follows each input, int64 as the inputs are.
-        loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
-            is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
-        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several axes.
-        routes: int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose.
     """
 
     tokens: torch.Tensor
-    labels: torch.Tensor
+    labels: torch.Tensor  # the token that follows each input, int64 as the inputs are
+    # float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label is a trained
+    # token of the dataset, and its input is not the batch's `mask_loss_of`.
     loss_mask: torch.Tensor
+    # int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several axes.
     position_ids: torch.Tensor
     ahead: AheadArrays | None = None
     of_loss: LossArrays | None = None
     of_inputs: InputArrays | None = None
+    # int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose
     routes: torch.Tensor | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:

@@ -36,26 +36,20 @@ class DisagreementError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """Source of the plans of a rank's replica.
+    """Source of the plans of a rank's replica."""
 
-    Attributes:
-        make_plans: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the
-            ranks that receive their plans from another rank.
-        exchange_plans: called by all ranks of these replicas together, once per batch, with the plans or errors of the planning
-            rank and an empty list on the others; returns those of the planning rank.
-        replica_position: index of this rank's replica among them.
-        check_division: called by all ranks once per batch, with the checksum of its division, or None if its planning failed;
-            planning ranks compare, and raise if replicas have divided it differently or another's planning has failed.
-        rank: this rank's index in the pipeline.
-        prepare: makes what this rank runs a planned batch with, given its lowered actions, in a thread while the batch before
-            runs.
-    """
-
+    # Divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the ranks that
+    # receive their plans from another rank
     make_plans: MakePlans | None
+    # Called by all ranks of these replicas together, once per batch, with the plans or errors of the planning rank and an empty
+    # list on the others; returns those of the planning rank
     exchange_plans: Callable[[list[PlansOrError]], list[PlansOrError]] = lambda plans: plans
-    replica_position: int = 0
+    replica_position: int = 0  # index of this rank's replica among them
+    # Called by all ranks once per batch, with the checksum of its division, or None if its planning failed; planning ranks
+    # compare, and raise if replicas have divided it differently or another's planning has failed
     check_division: Callable[[int | None], None] = lambda checksum: None
-    rank: int = 0
+    rank: int = 0  # this rank's index in the pipeline
+    # Makes what this rank runs a planned batch with, given its lowered actions, in a thread while the batch before runs
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 

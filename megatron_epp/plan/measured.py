@@ -53,15 +53,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One iteration as it ran.
+    """One iteration as it ran."""
 
-    Attributes:
-        plan_digest: digest of the plan that was run.
-        ranks: the events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and
-            waits for messages (under the name of the receive) may be included.
-    """
-
-    plan_digest: str
+    plan_digest: str  # digest of the plan that was run
+    # The events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and waits for
+    # messages (under the name of the receive) may be included.
     ranks: tuple[tuple[Event, ...], ...]
 
     @property

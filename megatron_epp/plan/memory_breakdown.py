@@ -31,22 +31,18 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """The bytes of a simulated plan by item.
-
-    Attributes:
-        static: held throughout, by rank.
-        takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
-            `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
-        order: names of the items that are not static, as reports list them. The last one is the allocator's loss.
-        loss_share: that loss, as a share of all other items that are not static; `takes` and `gives` include it in every item,
-            and it is separated here.
-    """
+    """The bytes of a simulated plan by item."""
 
     timeline: Timeline
-    static: tuple[Items, ...]
+    static: tuple[Items, ...]  # held throughout, by rank
+    # takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
+    # `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
     takes: Mapping[Action, Items]
     gives: Mapping[Action, Items]
+    # Names of the items that are not static, as reports list them. The last one is the allocator's loss.
     order: tuple[str, ...]
+    # That loss, as a share of all other items that are not static; `takes` and `gives` include it in every item, and it is
+    # separated here
     loss_share: float = 0.0
     _peaks: dict[int, MemorySample] = field(default_factory=dict, init=False, repr=False, compare=False)
 

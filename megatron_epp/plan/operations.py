@@ -59,17 +59,14 @@ class Of(Enum):
 
 
 class MessageKind(NamedTuple):
-    """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank.
-
-    Attributes:
-        send, receive: the operations that lowering adds on both sides.
-        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of an
-            added operation, whose times by chunk are in `plan.messages.message_us`.
-    """
+    """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank."""
 
     text: str
+    # send, receive: the operations that lowering adds on both sides
     send: Op
     receive: Op
+    # The table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of an added
+    # operation, whose times by chunk are in `plan.messages.message_us`
     times: Literal["activation_us", "gradient_us"] | None = None
 
 
@@ -141,51 +138,40 @@ def of_ranks(placement: Sequence[int]) -> Sequence[int]:
 
 
 class OperationRows(NamedTuple):
-    """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them.
-
-    Attributes:
-        takes, gives: bytes that an action allocates when it starts and frees when it ends.
-        collective_us: time by chunk of every collective that carries its results, or its needs.
-        message_us: time by chunk, between two ranks, of every message of its own, by the operation that sends it.
-    """
+    """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them."""
 
     time_us: list[list[float]]
+    # takes, gives: bytes that an action allocates when it starts and frees when it ends
     takes: list[list[int]]
     gives: list[list[int]]
-    collective_us: Mapping[Op, Sequence[float]]
+    collective_us: Mapping[Op, Sequence[float]]  # time by chunk of every collective that carries its results, or its needs
+    # Time by chunk, between two ranks, of every message of its own, by the operation that sends it
     message_us: Mapping[Op, Sequence[float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """Definition of a kind of action.
-
-    Attributes:
-        text: for people, such as ``weight gradient``.
-        colour: of its boxes in pictures, ``#RRGGBB``.
-        together: operations that a plan has if it has this one.
-        sites: from the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
-        needs, before: the actions it waits for, and actions of other operations that wait for it.
-        in_layers: it runs layers, whose experts exchange tokens with other replicas.
-        gives_gradients: of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage.
-        side: for a lowered operation that other ranks take part in, the event it is a side of.
-        rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action.
-            Without this function, planners have columns of their own for it, or do not order it.
-    """
+    """Definition of a kind of action."""
 
     op: Op
-    text: str
+    text: str  # for people, such as ``weight gradient``
+    # Of its boxes in pictures, ``#RRGGBB``
     colour: str = "#999999"
     track: Track = Track.COMPUTE
     role: Role = Role.NEITHER
     presence: Presence = Presence.OPTIONAL
-    together: tuple[Op, ...] = ()
+    together: tuple[Op, ...] = ()  # operations that a plan has if it has this one
+    # From the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
     sites: Callable[[Sequence[int]], Sequence[int]] = of_stages
+    # needs, before: the actions it waits for, and actions of other operations that wait for it
     needs: tuple[Need, ...] = ()
     before: tuple[Before, ...] = ()
-    in_layers: bool = False
+    in_layers: bool = False  # it runs layers, whose experts exchange tokens with other replicas
+    # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
-    side: Side | None = None
+    side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
+    # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this
+    # function, planners have columns of their own for it, or do not order it.
     rows: Callable[[Any, Sequence[int], Any], OperationRows | None] | None = None
 
 

@@ -23,23 +23,19 @@ from megatron_epp.runtime.upload import Upload
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """One chunk on one stage while it runs.
-
-    Attributes:
-        view: the chunk's slice of a long sequence, or None when all its sequences are whole.
-        begun: the beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None.
-        attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
-        loss_group: chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own.
-    """
+    """One chunk on one stage while it runs."""
 
     chunk: int
     table: SegmentTable
     kv_cache: SlicedKVCache
-    view: SliceView | None = None
+    view: SliceView | None = None  # the chunk's slice of a long sequence, or None when all its sequences are whole
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
+    # Attention output of a layer that is recomputed without its attention; None otherwise
     attention_output: CachedAttentionOutput | None = None
+    # Chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own
     loss_group: tuple[int, ...] = ()
+    # The beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None
     begun: SliceView | None = None
 
     @property

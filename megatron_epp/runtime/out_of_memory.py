@@ -70,16 +70,12 @@ def device_retries() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """Report of a rank's action that ran out of memory.
+    """Report of a rank's action that ran out of memory."""
 
-    Attributes:
-        usage: function from the rank's static bytes to its usage, or to None if that is not counted.
-        recompute_is_fixed: the planner was not free to choose the amount of recompute.
-        makes_chunks: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
-    """
-
+    # Function from the rank's static bytes to its usage, or to None if that is not counted
     usage: Callable[[int], Usage | None] = device_usage
-    recompute_is_fixed: bool = False
+    recompute_is_fixed: bool = False  # the planner was not free to choose the amount of recompute
+    # The plan has made the chunks; otherwise they are a script's microbatches, which the script makes
     makes_chunks: bool = True
     names: Names = field(default_factory=dict)
 

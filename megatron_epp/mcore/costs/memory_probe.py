@@ -359,21 +359,17 @@ class _LayerBytes:
 
 
 class _Slices(NamedTuple):
-    """Bytes per token.
+    """Bytes per token."""
 
-    Attributes:
-        cache, gradient: of a layer's keys and values, and of their gradient.
-        left: the most that the last layer's backward holds when this gradient is created, above what was live when that
-            backward began and not counting the gradient itself.
-        hands_over: the first slice hands over more than keys and values.
-        ahead: that a backward has freed when it has made the first gradient of keys and values of multi-token prediction; None
-            if it makes none.
-    """
-
+    # cache, gradient: of a layer's keys and values, and of their gradient
     cache: float
     gradient: float
+    # The most that the last layer's backward holds when this gradient is created, above what was live when that backward began
+    # and not counting the gradient itself
     left: float
-    hands_over: bool
+    hands_over: bool  # the first slice hands over more than keys and values
+    # That a backward has freed when it has made the first gradient of keys and values of multi-token prediction; None if it
+    # makes none
     ahead: float | None
 
 

@@ -46,7 +46,7 @@ BYTES = Encoder(
 
 
 def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
-    """Build an encoder from ``TokenizerConfig``'s options, which a run gives as `flags`. Raises `EppError` if Megatron cannot."""
+    """Build an encoder from ``TokenizerConfig``'s options, which a run gives as `flags`. Raises `EppError`."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     kind, model = str(options.get("tokenizer_type")), options.get("tokenizer_model")

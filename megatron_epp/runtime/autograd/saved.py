@@ -26,23 +26,16 @@ Owner = tuple[int, int]
 
 
 class Storage:
-    """Storage that saved tensors share, counted once.
-
-    Attributes:
-        memory: None while it is offloaded.
-        rest: while offloaded, the last bytes, which stay on the device; None if all bytes are offloaded.
-        num_bytes: its size on the device when it is not offloaded.
-        owner: the stage and chunk whose forward saved tensors in it; None if there is not exactly one.
-    """
+    """Storage that saved tensors share, counted once."""
 
     __slots__ = ("memory", "num_bytes", "num_held", "owner", "rest")
 
     def __init__(self, memory: torch.UntypedStorage, owner: Owner | None) -> None:
-        self.memory: torch.UntypedStorage | None = memory
-        self.rest: Tensor | None = None
-        self.num_bytes = memory.nbytes()
+        self.memory: torch.UntypedStorage | None = memory  # None while it is offloaded
+        self.rest: Tensor | None = None  # while offloaded, the last bytes, which stay on the device; None if all are offloaded
+        self.num_bytes = memory.nbytes()  # on the device when it is not offloaded
         self.num_held = 0
-        self.owner = owner
+        self.owner = owner  # the stage and chunk whose forward saved tensors in it; None if there is not exactly one
 
     @property
     def is_ours(self) -> bool:

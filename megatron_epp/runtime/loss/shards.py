@@ -67,15 +67,12 @@ class ShardSummary:
 
 @dataclass(slots=True)
 class Logits:
-    """Result of `logits_pass`.
-
-    Attributes:
-        part: ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted.
-        exponentials: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed.
-    """
+    """Result of `logits_pass`."""
 
     summary: ShardSummary
+    # ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted
     part: Tensor | None = None
+    # ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed
     exponentials: Tensor | None = None
 
 

@@ -22,21 +22,17 @@ from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 
 class Head(NamedTuple):
-    """Options of the loss computation.
+    """Options of the loss computation."""
 
-    Attributes:
-        block_tokens: largest number of tokens of a block. Blocks are as even as whole tokens allow.
-        group: ranks that split the vocabulary: equal shares, in the order of ranks. None if this rank has all of it.
-        gather: returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each.
-        accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
-            ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
-        rows: indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
-    """
-
-    block_tokens: int
+    block_tokens: int  # largest number of tokens of a block. Blocks are as even as whole tokens allow.
+    # Ranks that split the vocabulary: equal shares, in the order of ranks. None if this rank has all of it.
     group: dist.ProcessGroup | None = None
+    # Returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each
     gather: Callable[[Tensor], Tensor] = lambda x: x
+    # Adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient ``[tokens,
+    # out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
     accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+    # Indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
     rows: Tensor | None = None
     has_entropy: bool = False
 

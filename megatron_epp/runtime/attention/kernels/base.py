@@ -46,25 +46,22 @@ class Kernel:
     Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values ``[keys, kv_heads,
     value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to the bottom right:
     the last query of a segment sees all of its keys.
-
-    Attributes:
-        forward: function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what
-            backward needs.
-        backward: function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v; gradients of k
-            and v cover the prefixes too.
-        obstacle: returns why it cannot be used for a case here, or None.
-        of_heads: selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs.
-        log_sums: returns a view of the log-sum-exp among them, ``[query_heads, tokens]``.
-        builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
-            backwards, in every thread and for every number of heads.
     """
 
     name: str
+    # Function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what backward
+    # needs
     forward: Forward
+    # Function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v; gradients of k and v cover
+    # the prefixes too
     backward: Backward
-    obstacle: Callable[[AttentionCase], str | None]
+    obstacle: Callable[[AttentionCase], str | None]  # returns why it cannot be used for a case here, or None
+    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+    # Returns a view of the log-sum-exp among them, ``[query_heads, tokens]``
     log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
+    # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
+    # every thread and for every number of heads
     builds_plans: bool = False
 
 
