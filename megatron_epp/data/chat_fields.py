@@ -128,14 +128,10 @@ def count_fields(
     first: int = 0,
     tools: object = None,
 ) -> None:
-    """Add a conversation's counts.
+    """Add a conversation's counts, from the message `first` on, which has not been counted with an earlier part of it.
 
     Conversations are rendered once, and again only if messages have more fields than role and content: with marks instead of
     their texts, and where no mark is found, without these fields, of all messages at once and then of fewer and fewer.
-
-    Args:
-        without_tools: renders without tools; None for a conversation that has none.
-        first: index of the first message that has not been counted yet, with an earlier part of the conversation.
     """
     whole, counted = render(messages), list(enumerate(messages))[first:]
     items = [(number, name) for number, message in counted for name in _fields_of(message, whole)]

@@ -76,12 +76,9 @@ def deps(
 ) -> Needs:
     """Build the function from an action to the actions that must have ended before it starts.
 
-    Where a transfer is between the two (`Need.carries`), it must have arrived as well.
-
-    Args:
-        optional: the actions of the plan for which others wait only if it has them, such as `R` and `L` before a backward.
-        placement: the rank of every stage; of use for operations whose sites are not stages.
-        loss_groups: groups of chunks whose loss is computed together (`Plan.loss_groups`).
+    Where a transfer is between the two (`Need.carries`), it must have arrived as well. `optional` are the plan's actions for
+    which others wait only if it has them, such as `R` and `L` before a backward; `placement` is of use for operations whose
+    sites are not stages.
     """
     links, present = ChunkLinks(chunks, loss_groups), frozenset(optional)
     where = tuple(placement or range(num_stages))

@@ -27,7 +27,6 @@ class Timer:
         self._now_s = time.thread_time if host_alone else time.perf_counter
 
     def now_us(self) -> float:
-        """Wait for the device and read the clock, in microseconds."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return self._now_s() * 1e6

@@ -35,9 +35,7 @@ _BRIDGE_CONFIG = "run_config.yaml"
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
-    """Refuse what Megatron would refuse later, and modify flags as training does; all problems of ours are told at once.
-
-    Raises `ArgumentError` with a line per problem.
+    """Refuse what Megatron would refuse later by an `ArgumentError` with a line per problem, and modify flags as training does.
 
     Args:
         args: parsed flags that Megatron has not validated yet.

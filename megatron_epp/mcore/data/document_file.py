@@ -26,15 +26,9 @@ Every token and every value of a mask is checked again when it is used; the samp
 class DocumentFile:
     """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken. No token is read.
 
-    Raises `EppError` if a file is missing, empty, truncated, not an index, or does not match the others.
-
-    Args:
-        prefix: path without suffix, as in ``--data-path``.
-        mmap: map the ``.bin`` file and the mask instead of reading from them (``--no-mmap-bin-files`` turns it off).
-
-    Attributes:
-        num_tokens: number of tokens of each document, int32 or int64, summed over its sentences.
-        mask: of trained tokens, from the file next to the pair; None without one.
+    With `mmap`, the ``.bin`` file and the mask are mapped instead of read (``--no-mmap-bin-files`` turns it off). `num_tokens`
+    of each document, int32 or int64, are summed over its sentences; `mask` is None without a file. Raises `EppError` if a file
+    is missing, empty, truncated, not an index, or does not match the others.
     """
 
     def __init__(self, prefix: str, mmap: bool = True) -> None:

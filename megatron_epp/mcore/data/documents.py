@@ -98,7 +98,6 @@ def build_splits(
 
     Args:
         num_samples: numbers of sequences that train, validation and test will draw.
-        tokenizer: of the run, which must have made all files' tokens.
         train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
     if getattr(args, "epp_samples", None):

@@ -39,12 +39,9 @@ class BlockedAt(NamedTuple):
 def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list[BlockedAt]:
     """Find launches that wait for each other; an empty list if all rows run to their ends.
 
-    Returns the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner
-    is in no row. Each is the first of its row that cannot end.
-
-    Args:
-        replicas: the lowered rows of each data-parallel replica of one pipeline: reductions join them.
-        lockstep: the replicas share experts, so every forward, backward and recompute joins them too.
+    Returns the launches of a cycle, each waiting for the next and the last for the first, or the one launch whose partner is in
+    no row: each the first of its row that cannot end. Reductions join the rows of a pipeline's data-parallel replicas, and with
+    `lockstep`, for shared experts, so do all forwards, backwards and recomputes.
     """
     joined = list(map(Launches.of, replicas))
     ranks = [(replica, rank) for replica, launches in enumerate(joined) for rank in range(launches.num_ranks)]

@@ -149,7 +149,6 @@ def chunk_attention(
         cached: keys and values, ``[tokens, kv_heads, width]`` each.
         layer: number of the layer, unique in its stage.
         scale: factor on the scores, usually ``channels ** -0.5``.
-        preference: of kernels, a key of `kernels.PREFERENCES`.
         sinks: one more score of every softmax, whose value is zero, ``[query_heads]``.
         window: tokens ahead of a token that it sees besides itself; None for all.
     """

@@ -195,11 +195,9 @@ class SlicedKVCache:
     ) -> Tensors:
         """Accumulate the gradient of all that a chunk attended to; return its own tokens' gradient, ``[tokens, heads, width]``.
 
-        After the backward of the sequence's first slice its cache is freed.
-
-        Args:
-            grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
-            heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
+        Gradients are ``[keys, heads, width]`` each, of some heads, first to last, or of all; a tail's may become the
+        accumulator, so the caller must not keep a reference. After the backward of the sequence's first slice its cache is
+        freed.
         """
         progress, store, group = self._progress(layer, view, part), self._store(view), HeadGroup(layer, part)
         own = store.add_gradient(view, group, tuple(grads), heads, self._is_wide(view))

@@ -90,13 +90,9 @@ class Links:
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
-        Raises `EppError` if messages between different ranks would wait for each other.
-
-        Args:
-            pipeline_ranks: global ranks of this rank's pipeline, in order.
-            control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
-            used: directions in which messages are sent; None for one stage per rank, in order.
-            options: of the groups that carry messages; None for the backend's defaults.
+        Global `pipeline_ranks` are in order; `control_ranks` must run the same plan: the pipelines of every tensor- and
+        context-parallel rank. By default messages are between neighbours of one stage per rank. Raises `EppError` if messages
+        between different ranks would wait for each other.
         """
         _check_pairs(len(pipeline_ranks))
         pipeline = tuple(pipeline_ranks)

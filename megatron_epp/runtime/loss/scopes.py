@@ -67,11 +67,9 @@ class _Columns(dict[str, Tensor]):
 class ScopedLoss:
     """Loss of the chunks of an iteration. `context_ranks` share the tokens of a chunk; None if this rank has all.
 
-    Attributes:
-        scale: factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens.
-        keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained, or values of the model; None if
-            they are not wanted.
-        name_of: returns the name of a sequence of the batch in errors.
+    `scale` is a factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens. `keeps`
+    gets each chunk and its log-probabilities, 0 for tokens that are not trained, or the model's values, if it is a list.
+    `name_of` returns the name of a sequence of the batch in errors.
     """
 
     def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:

@@ -82,13 +82,12 @@ def check_queues(
 ) -> list[QueueRun]:
     """Run plans on ranks of this machine: on GPUs over NCCL, one on each as far as there are enough, or processes over gloo.
 
-    Raises `EppError` if a rank failed, or a message did not complete; the message says which action waits for what.
+    Raises `EppError`, which says what waits for what, if a rank failed, or a message did not complete.
 
     Args:
         width: fp32 values of a token in a message.
         limit_s: limit in seconds of an action without progress.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
-        run: the part of one rank, in place of `run_rank`.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:

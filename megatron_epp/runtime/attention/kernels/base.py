@@ -153,12 +153,9 @@ def backward_by_heads(
 
     Returns the gradient of q, and what `take` returns, of all heads. Results are bitwise equal to one call with all heads, if
     the kernel's order of summation does not depend on the number of heads. FlashAttention sums dq by atomics in any order, so
-    its last bits differ, as they do between two calls with all heads.
-
-    Args:
-        take: called with the gradients of keys and values of one group after the other, first to last, which are freed
-            afterwards.
-        count: key heads at a time; None to choose it by the memory that the gradients need.
+    its last bits differ, as they do between two calls with all heads. `take` gets the gradients of keys and values of one group
+    after the other, first to last, which are freed afterwards. By default the memory that they need decides the number of
+    heads, `count`.
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:
