@@ -41,10 +41,7 @@ def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: Any) -> str:
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
-    """Return every parameter's gradient over all replicas, by name.
-
-    The distributed optimizer reduces a part on each replica; the parts are gathered.
-    """
+    """Return every parameter's gradient by name, with the distributed optimizer's parts gathered from all replicas."""
     whole = {}
     for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         whole[buffer] = buffer.grad_data.clone()

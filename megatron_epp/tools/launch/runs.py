@@ -46,12 +46,7 @@ class TrainingError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One finished training run.
-
-    Attributes:
-        lines: the figures of each iteration, as `--epp-report-dir` writes them.
-        iteration_ms: Megatron's own time of each iteration, optimizer included.
-    """
+    """One finished training run: the figures of `--epp-report-dir` and Megatron's own times (with optimizer), by iteration."""
 
     lines: tuple[dict[str, Any], ...]
     iteration_ms: tuple[float, ...]
@@ -67,12 +62,10 @@ class RecordedRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over the iterations that count."""
         return 1e3 * sum(int(line["tokens"]) for line in self.lines[self.counted]) / sum(self.iteration_ms[self.counted])
 
     @property
     def peak_activation_bytes(self) -> list[int]:
-        """Peak activation bytes over all iterations, per pipeline rank."""
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
 
 
@@ -100,17 +93,10 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine, and read the figures.
+    """Train on this machine, and read the figures; those of an earlier run in the folder are removed.
 
-    Args:
-        folder: folder of the log and the figures; figures of an earlier run are removed.
-        num_ranks: number of processes. More than there are GPUs share them, which NCCL can from 2.30 on.
-        settings: flags, `--epp` ones included.
-        timeout_s: limit in seconds for the whole run.
-        start: how ranks start; `torchrun` if None.
-
-    Raises:
-        TrainingError: the run failed, or takes longer than `timeout_s`.
+    More processes than there are GPUs share them, which NCCL can from 2.30 on. Raises `TrainingError` if the run failed, or
+    takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
@@ -127,11 +113,7 @@ def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str
 
 
 def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
-    """Train until costs are learnt; return the file with them, for `--epp-costs`.
-
-    Args:
-        how: further arguments of `train`.
-    """
+    """Train until costs are learnt; return the file with them, for `--epp-costs`."""
     iterations = NOT_RECORDED + RECORDED
     learning = {"epp_costs": "learn", "train_iters": iterations, "save": folder, "save_interval": iterations + 1}
     train(folder, num_ranks, settings | learning, **how)
@@ -139,14 +121,9 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
-    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
+    """Run a command that trains and writes figures to a folder (`--epp-report-dir`), and read them, not those of earlier runs.
 
-    Args:
-        folder: folder of the log and the figures; figures of an earlier run are removed.
-        timeout_s: limit in seconds for the whole run.
-
-    Raises:
-        TrainingError: it cannot be started, failed, or takes longer than `timeout_s`.
+    Raises `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
     """
     log = _begun(folder)
     log.write_text(shlex.join(command) + "\n", encoding="utf-8")

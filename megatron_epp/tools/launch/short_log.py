@@ -40,11 +40,7 @@ def is_shown(line: bytes) -> bool:
 
 
 class ShortLog:
-    """File of all output, and the short form on the terminal.
-
-    Attributes:
-        path: of the file, to which output is appended.
-    """
+    """File to which all output is appended, and the short form on the terminal."""
 
     def __init__(self, path: Path, terminal: int) -> None:
         self.path = path
@@ -77,14 +73,7 @@ class ShortLog:
 
 @contextlib.contextmanager
 def divided(path: str | None) -> Iterator[ShortLog | None]:
-    """Send what this process and its children print in the body to a file, and its short form to the terminal.
-
-    Args:
-        path: of the file; None leaves the output as it is.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Send what this process and its children print in the body to a file, if any, and the short form to the terminal."""
     if path is None:
         yield None
         return

@@ -1,9 +1,7 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
-Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
-environment says otherwise.
-
-`python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes. `short_log.LOG_VARIABLE` shortens the log.
+Temporary files are in a folder that it removes at its end, and segments of GPU memory expand unless the environment says
+otherwise. `python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes. `short_log.LOG_VARIABLE` shortens the log.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run torchrun; exit with the code of a refusal, or with 1, if it raises for a process that failed or for a signal.
-
-    The code is `INTERRUPTED` for SIGINT, also before torchrun listens.
-    """
+    """Run torchrun; exit with the code of a refusal, 1, or `INTERRUPTED` for SIGINT, also before torchrun listens."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())

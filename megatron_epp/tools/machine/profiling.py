@@ -50,8 +50,7 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
     """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
     The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
-    ``embedding``, each ``forward`` and ``backward``, and ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for
-    tokens.
+    ``embedding``, each ``forward`` and ``backward``, the first and third also ``weight``; ``host copy`` by bytes.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
@@ -108,7 +107,6 @@ class _Bench:
         return self._random(tokens, self.hidden).requires_grad_()
 
     def linear(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time a layer without its attention."""
         x, grad = self._input(tokens), self._random(tokens, self.hidden)
 
         def run() -> Tensor:

@@ -1,10 +1,9 @@
 """Check of links and of the premise of every plan: messages posted in the plan's order complete, and arrive as they were sent.
 
-Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
-whole plans with the runtime's own executor and links, on communicators with the options of training. Compute is a small matrix
-product, so that the host runs ahead of the device as in training; a message has the size that training gives it and carries the
-number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as
-tensor-parallel ranks do: collectives and waiting messages hold multiprocessors at the same time.
+Ranks of this machine, on a GPU each or over gloo, open every communicator of a pipeline with training's options, and run whole
+plans with the runtime's own executor and links. Compute is a small matrix product, so that the host runs ahead as in training;
+a message has the size that training gives it and carries the number of its chunk. Where pipelines run side by side, ranks that
+share stages sum a tensor after each action: collectives and waiting messages hold multiprocessors at the same time.
 """
 
 from __future__ import annotations
@@ -53,21 +52,13 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueueRun:
-    """A plan that ran to its end on all ranks.
-
-    Attributes:
-        name: of the plan.
-        num_messages: messages of one run, over all ranks.
-        message_bytes: size of the largest.
-        time_us: of the fastest run on the slowest rank.
-        num_wrong: values that did not arrive as they were sent, in all runs.
-    """
+    """A plan that ran to its end on all ranks."""
 
     name: str
-    num_messages: int
-    message_bytes: int
-    time_us: float
-    num_wrong: int
+    num_messages: int  # messages of one run, over all ranks
+    message_bytes: int  # size of the largest
+    time_us: float  # of the fastest run on the slowest rank
+    num_wrong: int  # values that did not arrive as they were sent, in all runs
 
 
 def queue_plans(num_ranks: int) -> dict[str, Plan]:
@@ -89,17 +80,14 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine.
+    """Run plans on ranks of this machine: on GPUs over NCCL, one on each as far as there are enough, or processes over gloo.
+
+    Raises `EppError`, which says what waits for what, if a rank failed, or a message did not complete.
 
     Args:
         width: fp32 values of a token in a message.
-        gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
         limit_s: limit in seconds of an action without progress.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
-        run: the part of one rank, in place of `run_rank`.
-
-    Raises:
-        EppError: a rank failed, or a message did not complete; the message says which action waits for what.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +139,6 @@ class EchoStage:
         return torch.full(shape, context.chunk + offset, dtype=dtype, device=device)
 
     def _exchange(self) -> None:
-        """Sum a tensor over the ranks that share the stage."""
         if self._exchanging is not None:
             total = torch.ones(_EXCHANGED, device=self.wrong.device)
             dist.all_reduce(total, group=self._exchanging)
