@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class RankVocabulary(RunFeature):
     """A rank's shard of the output layer during training.
 
-    Args:
-        tied_group: of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
+    `tied_group` is of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
     """
 
     adds_gradients = True
@@ -152,7 +151,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:
-    """Gather the parts of tensor-parallel ranks, and take rows of the whole."""
     group = mpu.get_tensor_model_parallel_group()
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
@@ -167,11 +165,8 @@ def end_without_head(run: Run, models: Sequence[torch.nn.Module], ends: StageEnd
 def rank_vocabulary(run: Run) -> RankVocabulary:
     """Return this rank's part of vocabulary parallelism. Every rank of the job must call this.
 
-    Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
-    its first use.
-
-    Raises:
-        EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
+    Communicators have the options of links. Each is used once here, since NCCL makes a communicator on its first use. Raises
+    `EppError` for a frozen parameter: a shard does not know what was done with the weight that it replaces.
     """
     models = [stage.model for stage in run.stages.values()]
     if any(from_each_of_job(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):

@@ -1,8 +1,8 @@
 """Input embedding of a model whose output layer is tied to it and divided over the pipeline ranks.
 
-The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which computes
-with the whole table. After the last backward the first stage sends each shard the gradient of its rows, in fp32, before
-gradients are reduced over data-parallel ranks. This takes the place of Megatron's all-reduce of two whole copies' gradients.
+The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which after the last
+backward sends each the gradient of its rows, in fp32, before data-parallel reductions. This replaces Megatron's all-reduce of
+two whole copies' gradients.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 class TiedTable:
     """Exchange of the embedding's rows and gradients between the first stage and the shards.
 
-    Args:
-        table: the first stage's word embeddings, without a weight; None on other ranks.
-        ranks: global ranks of the pipeline; the first stage is on the first.
+    `table` is the first stage's word embeddings, without a weight; None on other ranks. `ranks` of the pipeline are global.
     """
 
     def __init__(self, shard: VocabularyShard, table: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -83,7 +81,6 @@ class TiedTable:
         return slice(rows.start, rows.stop)
 
     def _rows_of_others(self, whole: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the global rank of every rank but the first, with its rows."""
         return [(rank, whole[self._rows(position)]) for position, rank in enumerate(self._ranks) if position > 0]
 
     @staticmethod
