@@ -286,7 +286,7 @@ class MegatronStage:
         return output if scale is None else scale(output), None
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``. Raises `EppError` to keep weights that are not split."""
+        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``. Raises `EppError` to keep unsplit weights."""
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
         if grad is None:
