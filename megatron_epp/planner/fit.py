@@ -20,7 +20,7 @@ from megatron_epp.planner.kernels import live_bytes as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.live_bytes import fit, fit_rank, peak
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
@@ -72,8 +72,8 @@ def fit_recompute(
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
-    if options.recompute != "auto" or not tables.backward_us:
-        fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
+    if options.recompute != "auto" or not tables.trains:
+        fixed = options.recompute if options.recompute != "auto" and tables.trains else 0
         recompute_steps = uniform_steps(tables, fixed)
         return RecomputeFit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
@@ -225,7 +225,7 @@ def by_stage(column: IntegerList, num_chunks: int) -> RecomputeSteps:
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
 
-def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
+def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, PassTable]:
     codes = order if isinstance(order, Codes) else encode_known(order, tables.num_chunks)
     return codes, tables.columns_with(codes.kinds)
 

@@ -18,7 +18,7 @@ KIND_BITS = 3
 KIND_MASK = (1 << KIND_BITS) - 1
 
 FORWARD, BACKWARD, WEIGHT = range(3)
-"""Kinds whose bytes have columns of their own; kinds from `ADDED` on share `Columns.added_takes` and the like."""
+"""Kinds whose bytes have columns of their own; kinds from `ADDED` on share `PassTable.added_takes` and the like."""
 ADDED = 3
 
 Kinds = tuple[Op, ...]

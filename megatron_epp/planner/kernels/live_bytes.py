@@ -6,11 +6,11 @@ import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 
 
 @compiled
-def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recompute_steps: IntegerList, static: int) -> int:
+def peak(actions: IntegerList, begin: int, stop: int, columns: PassTable, recompute_steps: IntegerList, static: int) -> int:
     """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
 
     Args:
@@ -27,7 +27,7 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
             way = columns.first_way[item] + recompute_steps[item]
             live -= columns.kept_bytes[way]
             most = max(most, live + columns.whole[way])
-            live += columns.residual[item]
+            live += columns.backward_residual[item]
         elif op >= ADDED:
             added = (op - ADDED) * columns.num_items + item
             live += columns.added_takes[added]
@@ -39,7 +39,7 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
 @compiled
 def step_bytes(
     actions: IntegerList,
-    columns: Columns,
+    columns: PassTable,
     recompute_steps: IntegerList,
     split: IntegerList,
     takes: IntegerList,
@@ -65,7 +65,7 @@ def step_bytes(
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
             takes[at] = (columns.split[way] if split[item] else columns.whole[way]) - stays
-            gives[at] = takes[at] + stays - columns.residual[item] - held
+            gives[at] = takes[at] + stays - columns.backward_residual[item] - held
         else:
             takes[at] = 0
             gives[at] = columns.weight_bytes[item]
@@ -76,7 +76,7 @@ def fit_rank(
     actions: IntegerList,
     begin: int,
     stop: int,
-    columns: Columns,
+    columns: PassTable,
     limit: IntegerList,
     caps: IntegerList,
     static: int,
@@ -125,7 +125,7 @@ def fit_rank(
         elif op == BACKWARD:
             live -= columns.kept_bytes[first + recompute_steps[item]]
             held = columns.whole[first + recompute_steps[item]]
-            change = columns.residual[item]
+            change = columns.backward_residual[item]
         else:
             added = (op - ADDED) * columns.num_items + item
             live += columns.added_takes[added]
@@ -147,7 +147,7 @@ def fit_rank(
 def fit(
     actions: IntegerList,
     starts: IntegerList,
-    columns: Columns,
+    columns: PassTable,
     caps: IntegerList,
     caps_at: IntegerList,
     recompute_steps: IntegerList,
@@ -174,7 +174,7 @@ def fit(
 @compiled_with_lists
 def give_cheapest(
     alive: list[tuple[float, int, int, int]],
-    columns: Columns,
+    columns: PassTable,
     limit: IntegerList,
     recompute_steps: IntegerList,
     leaves: IntegerList,
@@ -213,7 +213,7 @@ def trim(
     actions: IntegerList,
     begin: int,
     stop: int,
-    columns: Columns,
+    columns: PassTable,
     recompute_steps: IntegerList,
     cap: int,
     static: int,

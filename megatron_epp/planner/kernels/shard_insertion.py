@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
@@ -66,7 +66,7 @@ class Shards(NamedTuple):
 
 @compiled
 def insert(
-    actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: Columns, recompute_steps: IntegerList, run: Shards
+    actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: PassTable, recompute_steps: IntegerList, run: Shards
 ) -> float:
     """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if not all can run.
 
@@ -129,7 +129,7 @@ def reset(actions: IntegerList, starts: IntegerList, ends: IntegerList, run: Sha
 
 
 @compiled
-def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns, run: Shards) -> None:
+def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: PassTable, run: Shards) -> None:
     """Choose what a rank runs next, and when, from what is known. Arguments as in `insert`."""
     chunks, ranks, items = len(run.line), len(ends), columns.num_items
     now = run.clock_us[rank]
@@ -166,7 +166,7 @@ def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns,
 
 
 @compiled
-def commit(rank: int, actions: IntegerList, columns: Columns, run: Shards) -> None:
+def commit(rank: int, actions: IntegerList, columns: PassTable, run: Shards) -> None:
     """Run what a rank has chosen. Arguments as in `insert`."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank

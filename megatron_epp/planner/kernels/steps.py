@@ -7,9 +7,9 @@ from typing import NamedTuple
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.live_bytes import fit_rank, trim
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.shard_insertion import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER_GAP, Filled, Whole, split_off
-from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
 NEVER_US = 1e300
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
     """
 
     starts: IntegerList
-    columns: Columns
+    columns: PassTable
     group_of: IntegerList
     caps: IntegerList
     caps_at: IntegerList
@@ -62,7 +62,7 @@ class Facts(NamedTuple):
     whole: Whole
     filled: Filled
     away: IntegerList
-    full: Columns
+    full: PassTable
     shards: Shards
 
 

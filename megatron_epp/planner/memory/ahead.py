@@ -31,7 +31,8 @@ def longest_lived_shares(tables: Tables) -> Shares:
     """
     shares: list[list[float]] = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     for stages in tables.stages_of:
-        left_us = sum(sum(tables.forward_us[stage]) + sum(tables.backward_us[stage]) for stage in stages)
+        rows = ((tables.passes[stage].forward_us, tables.passes[stage].backward_us) for stage in stages)
+        left_us = sum(sum(forward_us.tolist()) + sum(backward_us.tolist()) for forward_us, backward_us in rows)
         for stage in stages:
             both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(tables.num_chunks))
             if both_us > left_us and stage != stages[0]:

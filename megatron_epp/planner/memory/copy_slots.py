@@ -141,7 +141,7 @@ class Chooser:
             kept_bytes: bytes that the stage keeps of the chunk.
         """
         allowed = int(kept_bytes * self.tables.offloadable_share)
-        return 0 if allowed < min(kept_bytes, self.tables.layer_input[stage][c]) else allowed
+        return 0 if allowed < min(kept_bytes, self.tables.layer_input(stage, c)) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
@@ -155,7 +155,7 @@ class Chooser:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_of(kept_bytes, tables.layer_input[stage][c], share)
+        moved = moved_of(kept_bytes, tables.layer_input(stage, c), share)
         took_us, needed_us = tables.host_us(moved), float(self.start[leaves])
         out = earliest((self.own, self.out), float(self.end[entered]), wanted_us, took_us)
         if out is None:
