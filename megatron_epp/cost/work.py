@@ -195,7 +195,6 @@ def work_of(
 
     Args:
         lengths: tokens of every sequence of the batch.
-        token_multiple: chunks are padded to a multiple of this.
         trained: trained tokens of every sequence; empty if all tokens are trained.
         spans: of every sequence; empty if there are none.
 

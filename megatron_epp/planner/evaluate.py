@@ -70,18 +70,13 @@ def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
 
     Args:
-        kept_bytes: bytes that the chunk keeps from forward to backward.
-        layer_input: bytes of the input of one layer.
         share: share of the kept bytes; nothing moves where it is zero.
     """
     return max(int(kept_bytes * share), min(kept_bytes, layer_input)) if share > 0.0 else 0
 
 
 def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> float:
-    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
-
-    Arguments as in `play`.
-    """
+    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
     return _play(order, tables, recompute_steps, copies)[0]
 
 
@@ -92,7 +87,6 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
     all they ask for; `check` has the last word on that.
 
     Args:
-        recompute_steps: recompute steps ``[stage][chunk]``.
         copies: offloads and loads of every rank, in order.
 
     Raises:

@@ -46,7 +46,6 @@ class RecomputeFit:
         """Judge a recompute by the peak bytes of every rank with it.
 
         Args:
-            recompute_steps: recompute steps ``[stage][chunk]``.
             peaks: most bytes of every rank.
             caps: bytes that every rank may hold.
         """
@@ -66,7 +65,6 @@ def fit_recompute(
     When recompute of everything meets the caps, they are met (`least_peaks`).
 
     Args:
-        caps: bytes of every rank.
         options: recompute that the user fixed, if any.
         by_stay: prefer chunks that stay long (`fit_rank`).
     """
@@ -92,7 +90,6 @@ def fit_lockstep(
 
     Args:
         tables: of every replica; their times are the same (`replicas.slowest_times`).
-        by_stay: as `fit_recompute` takes it.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:
@@ -133,7 +130,6 @@ def fit_with_copies(
     """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
-        caps: bytes, by position among the rank's actions.
         limit: most recompute steps of each stage and chunk.
 
     Returns:
@@ -157,11 +153,7 @@ def caps_at(codes: Codes, caps: Sequence[int]) -> IntegerList:
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
-    """Most bytes live at one time on every rank.
-
-    Args:
-        recompute_steps: recompute steps ``[stage][chunk]``.
-    """
+    """Most bytes live at one time on every rank."""
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 
@@ -181,7 +173,6 @@ def step_bytes(
 
     Args:
         order: the actions of every rank; no codes with `sharing`.
-        recompute_steps: recompute ``[stage][chunk]``.
         sharing: change of the bytes of a rank; None if every action holds its own.
     """
     codes, columns = _coded(order, tables)
@@ -200,12 +191,7 @@ def step_bytes(
 def held_bytes(
     order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> list[NDArray[np.int64]]:
-    """Bytes live while each action runs, ``[rank][position]``.
-
-    Args:
-        order, sharing: as `step_bytes` takes them.
-        recompute_steps: recompute steps ``[stage][chunk]``.
-    """
+    """Bytes live while each action runs, ``[rank][position]``."""
     rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, sharing), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 

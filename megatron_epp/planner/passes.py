@@ -411,9 +411,6 @@ def passes_of(
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
     last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
     the keys and values, and of everything else a forward holds only what it needs while it runs.
-
-    Args:
-        modes, in_order: as `recompute_frontier` takes them.
     """
     none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
     opened, goes = costs.opened_bytes(stage, work)

@@ -131,10 +131,7 @@ class Replicas:
         return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
 
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
-        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
-
-        Arguments as in `kv_offload`.
-        """
+        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few."""
         every = zip(table.chunks, self.problems, pairs, strict=True)
         return [
             [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, self.costs, mine)]

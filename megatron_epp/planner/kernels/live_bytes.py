@@ -11,11 +11,7 @@ from megatron_epp.planner.kernels.pass_table import PassTable
 
 @compiled
 def peak(actions: IntegerList, begin: int, stop: int, columns: PassTable, recompute_steps: IntegerList, static: int) -> int:
-    """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
-
-    Args:
-        static: bytes that the rank holds throughout.
-    """
+    """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``."""
     live = most = static
     for at in range(begin, stop):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
@@ -48,7 +44,6 @@ def step_bytes(
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        actions, columns, recompute_steps: as `peak` takes them.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
     """
     for at in range(len(actions)):
@@ -92,9 +87,7 @@ def fit_rank(
     within the limits.
 
     Args:
-        actions, begin, stop, columns, static: as `peak` takes them.
         limit: most recompute steps of each item.
-        caps: bytes, by position among the actions.
         recompute_steps: the result, by item; items of other ranks are left alone.
         leaves: working storage, a number per item.
         by_stay: nonzero for the order of bytes times stay. A stay is counted in actions of the rank.
@@ -157,10 +150,8 @@ def fit(
     """Have every rank that is above its cap recompute as much as `fit_rank` finds; True if all stay under theirs.
 
     Args:
-        caps: bytes of every rank.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
-        by_stay: as `fit_rank` takes it.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
@@ -222,7 +213,6 @@ def trim(
     """Undo recompute that the cap does not need after all, dearest first.
 
     Args:
-        actions, begin, stop, columns, static: as `peak` takes them.
         recompute_steps: recompute steps by item, updated.
         cap: bytes of the rank.
     """

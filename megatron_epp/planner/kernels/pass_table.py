@@ -96,10 +96,7 @@ type Carried = tuple[MessageKind | Collective | None, int]
 def _needs(
     kinds: Kinds, rank_of: tuple[int, ...], num_items: int, num_chunks: int
 ) -> tuple[Numbers, Numbers, list[list[Carried]]]:
-    """Return `PassTable.need_starts` and `needs`, and the transfers for every kind and site that has needs.
-
-    Arguments as in `need_columns`.
-    """
+    """Return `PassTable.need_starts` and `needs`, and the transfers for every kind and site that has needs."""
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
     needs, carried = [np.zeros(0, dtype=np.int64)], []

@@ -111,7 +111,6 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
     """Append an action to a rank's list and set its clock to the action's end, which is returned.
 
     Args:
-        rank, ready: as `take` takes them.
         action: its stage and chunk, with its kind in the lowest bits.
         ended: end of the action in microseconds.
     """

@@ -110,7 +110,6 @@ def split_off(
 
     Args:
         whole: the order; all else in it is written.
-        caps: bytes of every rank.
         away: bytes that copies have taken away while each action runs, by position; empty where there are none.
         gap_share: share of a weight gradient's time that a gap needs for it to run there.
     """

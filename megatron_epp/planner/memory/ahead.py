@@ -56,9 +56,6 @@ def fit_ahead(
     Chunks that stay recompute where ranks are above their caps.
 
     Args:
-        caps: bytes of the ranks.
-        host_room: bytes that each rank may have away at one time.
-        wanted: the shares.
         limit_us: makespan at which no further recompute is tried.
         limit: most recompute steps of each stage and chunk; None for all.
 
@@ -91,12 +88,7 @@ def fit_ahead(
 
 
 def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, wanted: Shares) -> Offload:
-    """Copy the chunks for which the link has time, in the order in which their forwards end.
-
-    Args:
-        steps: recompute ``[stage][chunk]``.
-        wanted: the shares.
-    """
+    """Copy the chunks for which the link has time, in the order in which their forwards end."""
     played, held = play(codes, tables, steps), held_bytes(codes, tables, steps)
     links = {link: (Busy(), Busy()) for link in tables.host_links}
     shared = len(links) < len(order)

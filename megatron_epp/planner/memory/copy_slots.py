@@ -135,11 +135,7 @@ class Chooser:
                 return
 
     def most_bytes(self, stage: int, c: int, kept_bytes: int) -> int:
-        """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy.
-
-        Args:
-            kept_bytes: bytes that the stage keeps of the chunk.
-        """
+        """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy."""
         allowed = int(kept_bytes * self.tables.offloadable_share)
         return 0 if allowed < min(kept_bytes, self.tables.layer_input(stage, c)) else allowed
 

@@ -51,7 +51,6 @@ def with_kv_offload(
 
     Args:
         tables: of a plan without KV offload.
-        pairs: stages and sequences whose keys and values are in host memory.
         sharing: one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of_table(chunks, problem)
@@ -121,7 +120,6 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
     """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once.
 
     Args:
-        pairs: stages and sequences whose keys and values are in host memory.
         sharing: factor by which the link is slower for each of its uses.
     """
     equal_stages, stages = costs.equal_stages, sorted({stage for stage, _ in pairs})
@@ -130,10 +128,7 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
 
 
 def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[KVOffload, ...]:
-    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
-
-    Arguments as in `with_kv_offload`.
-    """
+    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence."""
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)
     host_costs, entries = _kv_offload_costs(costs, work, pairs), []
@@ -154,9 +149,6 @@ def choices(
     in_order: bool = False,
 ) -> tuple[Pairs, Pairs]:
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
-
-    Args:
-        tables, chunks, problem, costs, modes, in_order: as `with_kv_offload` takes them.
 
     Returns:
         two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
@@ -191,11 +183,7 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    """List, for every rank, the stages and sequences open to KV offload, largest cache first.
-
-    Args:
-        tables: sizes in bytes.
-    """
+    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
     slices = slices_in(chunks, problem.lengths)
 
     def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:

@@ -101,7 +101,6 @@ def fit_offload(
 
     Args:
         tables: of every replica; their times are the same (`replicas.slowest_times`).
-        caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
 
     Returns:
@@ -167,7 +166,6 @@ def _fit_copies(
     met after `ROUNDS`, or the start is slower than `limit_us` by `MOST_START_RATIO`.
 
     Args:
-        caps: bytes of the ranks.
         recompute_steps: recompute ``[stage][chunk]`` to start from.
         limit_us: makespan of the best so far; None where there is none.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
@@ -263,10 +261,7 @@ def peaks_with_copies(order: Order | Codes, tables: Tables, offload: Offload, pl
 
 
 def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[int]]:
-    """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
-
-    Arguments as in `peaks_with_copies`.
-    """
+    """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``."""
     away_rows = []
     for rank, starts in enumerate(played.start_us):
         at, more = _changes(tables, offload, played, rank)
@@ -277,10 +272,7 @@ def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[in
 
 
 def _changes(tables: Tables, offload: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
-    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
-
-    Arguments as in `peaks_with_copies`.
-    """
+    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes."""
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions, moved = [action for action, _ in offload.copies[rank]], cache(lambda stage, c: offload.moved(tables, stage, c))
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
