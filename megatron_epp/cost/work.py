@@ -174,7 +174,6 @@ class LayerPeak(NamedTuple):
     """Peak memory of a layer while its backward runs, as columns over chunks.
 
     Attributes:
-        num_bytes: total.
         gradient: the part for accumulated gradients of keys and values, which remain allocated.
         prefix: the part for that gradient as attention's backward makes it, see `kv_costs.prefix_bytes`.
     """

@@ -132,11 +132,7 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
 
 
 def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
-    """Return the error that names the smallest cap of all tables, to less than half a percent.
-
-    Args:
-        floors: tables, and bytes that they need at least.
-    """
+    """Return the error that names the smallest cap of all tables, to less than half a percent."""
     replicas, needs, least = Replicas((problem,), costs, options), Floors(), 0
     for floor, table in sorted(floors, key=itemgetter(0)):
         if not needs or floor < min(needs, key=itemgetter(0))[0] * _MESSAGES_RATIO:

@@ -249,9 +249,7 @@ class StagePasses:
     """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``. Equal stages share one.
 
     Attributes:
-        stage, work, costs: what the figures are of.
         trains: there are backwards; without, all that is theirs is zero.
-        num_layers: of the stage.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
         saved_by_split_us: by which the backward is shorter if its weight gradient is split off.

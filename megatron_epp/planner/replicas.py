@@ -27,7 +27,6 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
 from megatron_epp.planner.kernels.codes import Codes, coded
-from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload_choice import Pairs, choices, kv_offload_host_bytes, with_kv_offload
 from megatron_epp.planner.message_room import raised
 from megatron_epp.planner.order import Order
@@ -48,8 +47,6 @@ class Replicas:
 
     Attributes:
         problems: of every replica; they differ in nothing but their lengths.
-        costs: time and memory of every stage, the same for all replicas.
-        options: the user's settings.
     """
 
     problems: tuple[Problem, ...]
@@ -163,7 +160,6 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Return every replica's tables with the times of the slowest at each stage and chunk, and room for the largest chunk."""
     if len(tables) == 1:
         return tuple(tables)
-    message_us: Numbers = np.max([own.message_us for own in tables], axis=0)
     hops = tuple(np.max(rows, axis=0) for rows in zip(*(own.hops for own in tables), strict=True))
     added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
     room = tuple(map(max, *(own.shard_room for own in tables)))
@@ -175,7 +171,7 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
         more = room, exchanges, map(neg, own.shard_room), map(neg, own.exchange_room)
         static = tuple(map(sum, zip(own.static, *more, strict=True)))
         passes = tuple(slowed[same][number] for same in together)
-        as_slow = replace(own, passes=passes, message_us=message_us, hops=hops, added=added)
+        as_slow = replace(own, passes=passes, hops=hops, added=added)
         slowest.append(replace(as_slow, shard_room=room, exchange_room=exchanges, static=static))
     return tuple(slowest)
 

@@ -34,16 +34,13 @@ class Tables:
     Attributes:
         passes: of each stage, as columns by chunk; equal stages share one. In the planners, counts of layers are counts of
             recompute steps.
-        message_us: of each chunk's message.
-        hops: the same by boundary, zero where both stages are on one rank.
+        hops: time of each chunk's message, boundary by boundary; zero where both stages are on one rank.
         static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
             pass, `message_room`, `shard_room` and `exchange_room`.
         message_bytes: of each chunk's message.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
         shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`.
         exchange_room: bytes of each rank for the exchange of its largest chunk with experts.
-        rank_of: the rank of each stage.
-        stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
         host_links: of every rank, the link to the host that it copies over.
         offloadable_share: most of a chunk's kept bytes that may leave.
@@ -51,7 +48,6 @@ class Tables:
     """
 
     passes: tuple[StagePasses, ...]
-    message_us: TimeColumn
     hops: tuple[TimeColumn, ...]
     static: tuple[int, ...]
     message_bytes: tuple[int, ...]
@@ -96,7 +92,7 @@ class Tables:
 
     @property
     def num_chunks(self) -> int:
-        return len(self.message_us)
+        return len(self.passes[0].forward_us)
 
     def transfer_us(self, carries: MessageKind | Collective | None, boundary: int) -> Sequence[float] | TimeColumn:
         """Time by chunk of a transfer. Messages of added operations count even where they stay on a rank,
@@ -225,7 +221,6 @@ def tabulate(
     stages_of = tuple(tuple(s for s in range(problem.num_stages) if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
         passes=passes,
-        message_us=message_us,
         hops=tuple(message_us if here != there else np.zeros(len(chunks)) for here, there in pairwise(placement)),
         static=tuple(
             sum(static_items(own, work, costs).values(), sum(more))

@@ -60,10 +60,6 @@ Key = tuple[bytes, bytes, Kinds]
 class CodedOrder(Sequence[tuple[Action, ...]]):
     """An order as numbers, whose actions are made when first asked for: a search reads only the best order's.
 
-    Attributes:
-        codes: the numbers.
-        num_chunks: of the chunk table.
-
     Args:
         rows: the actions, where they are known.
     """

@@ -87,7 +87,6 @@ def fit_rank(
     within the limits.
 
     Args:
-        limit: most recompute steps of each item.
         recompute_steps: the result, by item; items of other ranks are left alone.
         leaves: working storage, a number per item.
         by_stay: nonzero for the order of bytes times stay. A stay is counted in actions of the rank.
@@ -180,7 +179,6 @@ def give_cheapest(
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
         columns, limit, recompute_steps, leaves: as `fit_rank` takes them; `leaves` are the positions of the backwards.
-        excess: bytes above the cap.
     """
     item = alive[0][2]
     taken, first, num_layers = recompute_steps[item], columns.first_way[item], columns.num_layers[item]
@@ -210,12 +208,7 @@ def trim(
     static: int,
     dearest: IntegerList,
 ) -> None:
-    """Undo recompute that the cap does not need after all, dearest first.
-
-    Args:
-        recompute_steps: recompute steps by item, updated.
-        cap: bytes of the rank.
-    """
+    """Undo recompute that the cap does not need after all, dearest first."""
     for position in range(len(dearest)):
         item = dearest[position]
         while recompute_steps[item] > 0:

@@ -25,7 +25,6 @@ class Shards(NamedTuple):
         spread_us, gather_us: time of the collectives, by chunk.
         peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
         room_bytes: of each rank, for all of its chunks between `S` and `T`.
-        last_rank: the rank of the last stage.
         backward: 0 in a forward-only order, which has no `T`.
         came_us, gathered_us, finished: by position in `line`: end of the forward and of the last `S` so far, and how many ran.
         at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry.

@@ -48,9 +48,7 @@ class Offload:
     """Copies overlapped with an order.
 
     Attributes:
-        recompute_steps: recompute ``[stage][chunk]``.
         shares: of the kept bytes that are copied away, ``[stage][chunk]``.
-        copies: the offloads and loads of every rank, in order.
     """
 
     recompute_steps: RecomputeSteps
@@ -77,8 +75,6 @@ class Copied(NamedTuple):
     """Copies that keep ranks within their memory caps.
 
     Attributes:
-        makespan_us: makespan with the copies.
-        offloads: the offload of every replica.
         short_bytes: bytes that a rank lacks in host memory; 0 where there is room.
     """
 
