@@ -108,11 +108,6 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
     return Recompute(**counts)
 
 
-def num_steps_of(recompute: Recompute, modes: Sequence[int]) -> int:
-    """Return the number of recompute steps: the inverse of `recompute_of`."""
-    return sum(count * (modes.index(_NAMES.index(name)) + 1) for name, count in recompute.by_mode())
-
-
 class BackwardBytes[Bytes](NamedTuple):
     """Bytes of a stage's backward, from which `moments` follow: in all as columns ``[chunk]``, or by item.
 

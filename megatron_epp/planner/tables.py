@@ -21,7 +21,7 @@ from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
 from megatron_epp.planner.kernels.compiled import IntegerList, Numbers, floats, integers
 from megatron_epp.planner.kernels.pass_table import PassTable, by_node, need_columns
 from megatron_epp.planner.message_room import message_room
-from megatron_epp.planner.passes import StagePasses, num_steps_of, passes_of, passes_of_each, recompute_of
+from megatron_epp.planner.passes import StagePasses, passes_of, passes_of_each, recompute_of
 
 Times = list[list[float]]
 Sizes = list[list[int]]
@@ -125,18 +125,8 @@ class Tables:
         """Return the recomputed layers per mode after `num_steps` recompute steps."""
         if not num_steps:
             return NO_RECOMPUTE
-        return recompute_of(self._modes(stage, chunk), self.passes[stage].num_layers, num_steps)
-
-    def num_steps(self, stage: int, chunk: int, recompute: Recompute) -> int:
-        """Number of recompute steps that amounts to the layers per mode."""
-        return num_steps_of(recompute, self._modes(stage, chunk))
-
-    def _modes(self, stage: int, chunk: int) -> tuple[int, ...]:
-        return tuple(self.passes[stage].frontier.mode[:, chunk].tolist())
-
-    def recompute_us(self, stage: int, chunk: int, num_steps: int) -> float:
-        """Time that `num_steps` recompute steps add to the backward."""
-        return float(self.passes[stage].ways.again_us[chunk, num_steps])
+        passes = self.passes[stage]
+        return recompute_of(tuple(passes.frontier.mode[:, chunk].tolist()), passes.num_layers, num_steps)
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
         """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""

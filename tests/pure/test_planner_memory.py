@@ -26,7 +26,6 @@ from megatron_epp.planner.passes import (
     BackwardBytes,
     LayerGroup,
     moments,
-    num_steps_of,
     recompute_frontier,
     recompute_of,
 )
@@ -282,7 +281,8 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
 def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
     for taken in range(4 * len(modes) + 1):
         recompute = recompute_of(modes, 4, taken)
-        assert num_steps_of(recompute, modes) == taken
+        steps_of = {RECOMPUTE_MODES[mode]: number + 1 for number, mode in enumerate(modes)}
+        assert sum(count * steps_of[name] for name, count in recompute.by_mode()) == taken
         assert recompute.num_layers == min(taken, 4)
         assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
             recompute.mode(layer) for layer in range(4)

@@ -84,7 +84,7 @@ def choices_of(
     may_split = splits and bool(passes.weight_us[c] > 0.0 and passes.weight_bytes[c] > 0)
     for num_steps in recompute:
         kept_bytes = tables.kept_bytes(stage, c, num_steps)
-        whole_us = float(passes.backward_us[c]) + tables.recompute_us(stage, c, num_steps)
+        whole_us = float(passes.backward_us[c]) + float(ways.again_us[c, num_steps])
         for split in (False, True) if may_split else (False,):
             takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept_bytes
             backward_us = whole_us - (float(passes.saved_by_split_us[c]) if split else 0.0)
