@@ -17,11 +17,11 @@ PROGRAMS = {
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
         29_370,
     ),
-    "planner": (("planner.search", "planner.service.answers"), 17_320),
+    "planner": (("planner.search", "planner.service.answers"), 17_020),
     "command line": (("cli.main",), 6_390),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 65_940, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 65_650, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:
