@@ -24,10 +24,9 @@ class SlowStages:
     _ratios: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, plan: Plan, rank: int, took_us: Iterable[tuple[Action, float]]) -> None:
-        """Add an iteration. Actions that run in one step with others are left out: they take turns, so each lasts longer.
+        """Add the measured time of a rank's actions in an iteration.
 
-        Args:
-            took_us: measured time of every action of the rank; actions that do not compute for a stage are left out.
+        Actions in one step take turns, so each lasts longer: they are left out, as those that compute for no stage.
         """
         planned_us: dict[int, float] = {}
         alone = [step for step in plan.ranks[rank] if not step.also and _is_of_stage(step.action)]
@@ -48,7 +47,6 @@ class SlowStages:
 
 
 def _is_of_stage(action: Action) -> bool:
-    """True for an action of a stage. The number of others, of vocabulary shards, is of a rank."""
     return operation(action.op).sites is of_stages
 
 
