@@ -23,10 +23,7 @@ class Decisions:
     """All a planner decides. A planner with decisions of another kind returns a subclass that says what they mean.
 
     Attributes:
-        chunks: the chunk table.
-        order: the actions of every rank.
-        recompute_steps: recompute ``[stage][chunk]``, in recompute steps on the frontiers of `modes`.
-        modes: names of the recompute modes that were available.
+        recompute_steps: ``[stage][chunk]``, on the frontiers of `modes`, the available recompute modes.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.

@@ -107,8 +107,7 @@ def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
 def search(replicas: Replicas) -> Candidates:
     """Search, free of caps and then under them; return all candidates under the caps.
 
-    Raises:
-        InfeasibleError: a replica has too few tokens for the chunks that another needs.
+    Raises `InfeasibleError` if a replica has too few tokens for the chunks that another needs.
     """
     free = Candidates(replicas.without_caps)
     fastest = free_of_caps(free)
@@ -122,8 +121,7 @@ def search(replicas: Replicas) -> Candidates:
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
     """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for.
 
-    Raises:
-        InfeasibleError: there is none.
+    Raises `InfeasibleError` if there is none.
     """
     coarser = [grain for grain in candidates.values["grain"][::-1] if grain < recipe.grain]
     ranks = candidates.problem.num_ranks
@@ -149,11 +147,7 @@ def free_of_caps(free: Candidates) -> Candidate:
 
 
 def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Recipe]:
-    """Yield recipes at which walks begin with other ways to cut: of few chunks, each at the grain that suits it best.
-
-    Args:
-        first: recipe at which the search began.
-    """
+    """Yield recipes at which walks begin with other ways to cut: of few chunks, each at the grain that suits it best."""
     is_few = free.problem.num_stages * len(best.table) <= FEW_ITEMS
     grains = [grain for grain in free.values["grain"] if is_few and settings.WHOLE < grain <= MOST_FEW_GRAIN]
     for cut in free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]:
@@ -186,11 +180,7 @@ def openings(candidates: Candidates, best: Recipe, rows: Sequence[settings.Openi
 
 
 def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
-    """Descend from openings where the best does not fit, is far from what it would be with more memory, or is small.
-
-    Args:
-        fastest: without caps.
-    """
+    """Descend from openings where the best does not fit, is far from the fastest without caps, or is small."""
     is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
     if best.fits and not is_far and not is_small(candidates, best):
         return best

@@ -30,10 +30,7 @@ MLP_AGAIN = ("mlp",)
 @dataclass(frozen=True, slots=True)
 class UniformDecisions(Decisions):
     """Decisions by which all layers recompute in groups (method ``uniform``): a backward keeps a group's input, and has the
-    activations of one group at a time. Recompute steps are of groups.
-
-    Attributes:
-        group: layers of each; a stage's last may have fewer, and counts as if it had as many as the others.
+    activations of one group at a time. Recompute steps are of groups of so many layers, also a stage's last.
     """
 
     group: int = 1
@@ -44,7 +41,6 @@ class UniformDecisions(Decisions):
 
 
 def _of_groups(costs: Costs, group: int) -> Costs:
-    """Return costs with so many layers counted as one."""
     stages = []
     for stage in costs.stages:
         own, groups = stage.layers, -(-stage.num_layers // group)
@@ -59,11 +55,8 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """One sequence per micro-batch, in batch order, each padded to `options.context`; the least uniform recompute that fits.
 
     The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
-    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
-
-    Raises:
-        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
-            or the context than `chunk_tokens`.
+    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here. Raises
+    `InfeasibleError` if a row does not fit the cap, a sequence the context, or the context `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
@@ -75,18 +68,15 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Megatron's 1F1B at its best, interleaved where ranks have several stages, of rows up to `options.context` tokens.
 
-    Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as
-    ranks (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in
-    all layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage
-    (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
+    Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as ranks
+    (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in all
+    layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage (method
+    ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
 
-    Kinder than the original: rows are not padded to the context, sequences of a row do not attend to each other, and the number
-    of rows suits each batch. With `options.chunk_tokens` no row is longer than that.
-
-    Raises:
-        InfeasibleError: no row fits the cap even with all layers recomputed, a sequence is longer than the context or
-            `chunk_tokens`, or several stages per rank have too few sequences.
-        PlanError: stages are placed otherwise than Megatron places them.
+    Kinder than the original: rows are not padded, sequences of a row do not attend to each other, and the number of rows suits
+    each batch. With `options.chunk_tokens` no row is longer than that. Raises `InfeasibleError` if no row fits the cap, a
+    sequence is longer than rows may be, or several stages per rank have too few sequences, and `PlanError` if stages are placed
+    otherwise than Megatron places them.
     """
     return packed_contest(problem, costs, options).result()
 
@@ -138,12 +128,7 @@ def packed_contest(
 
 
 def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks.
-
-    Args:
-        row: most tokens of a row, which no row exceeds.
-        count: the number of rows that first fit needs, at least one.
-    """
+    """Yield rows of up to `row` tokens and about equal work: as many as first fit needs, and the next multiples of the ranks."""
     work, ranks = sequence_work(problem, costs), problem.num_ranks
     multiple = -(-count // ranks) * ranks
     for number in dict.fromkeys((count, multiple, multiple + ranks)):
@@ -152,8 +137,8 @@ def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterat
 
 
 def rows_together(rows: int, ranks: int) -> int:
-    """Return the least number of rows that may stay together on a stage (`one_warm_up`), by Megatron's rule: what is left over
-    is none, or as many as ranks.
+    """Return the least number of rows that may stay together on a stage, by Megatron's rule: what is left over is none, or as
+    many as ranks.
     """
     return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
 
@@ -208,10 +193,9 @@ def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -
 
 
 def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. It ignores `slices`.
+    """Whole sequences, one per chunk in batch order, whatever `slices` says; recompute as the caps ask for.
 
-    Raises:
-        InfeasibleError: a sequence does not fit the cap, or is longer than `chunk_tokens`.
+    Raises `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))

@@ -26,8 +26,7 @@ class Chunker:
     """The facts of a batch that all its chunkings share.
 
     Attributes:
-        line: forward and backward of the slowest stage, without the fixed part: what chunks are balanced by. The slowest
-            stage sets the pace, so its time is the one that should not vary from chunk to chunk.
+        line: forward and backward of the slowest stage, without the fixed part. It sets the pace, so chunks are balanced by it.
         token_cap: most tokens of a chunk, a multiple of the padding.
         span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
     """
@@ -40,12 +39,7 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
-        """Return the chunker of a problem's batch.
-
-        Args:
-            costs: time of a stage, by which work is balanced.
-            chunk_tokens: most padded tokens of a chunk; None for no limit.
-        """
+        """Return the chunker of a problem's batch; without `chunk_tokens`, chunks may have any number of tokens."""
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         slowest, span_us = slowest_line(problem, costs)
@@ -82,9 +76,8 @@ class Chunker:
         return min(length, (round(begin + tokens) + multiple // 2) // multiple * multiple)
 
     def without_reads(self, sequence: int, slices: int) -> Chunker:
-        """Return the chunker whose pairs take what slices of a sequence take to read their prefixes, if they take anything.
-
-        A slice of the mean length has as many pairs with each token that it reads.
+        """Return the chunker whose pairs take what slices of a sequence take to read their prefixes: a slice of the mean length
+        has as many pairs with each token that it reads.
         """
         if not self.line.per_read_us:
             return self
@@ -103,7 +96,7 @@ class Chunker:
 
 @lru_cache(maxsize=1024)
 def _cuts(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: float) -> tuple[IntColumn, TimeColumn]:
-    """Return the tokens at which a sequence with spans may be cut, its length included, and the times of the prefixes."""
+    """Return the tokens at which a sequence with spans may be cut, or ends, and the times of the prefixes."""
     allowed = allowed_cuts(length, spans, multiple)
     work = np.cumsum([0.0, *(span.work for span in spans)])
     starts = np.array([span.start for span in spans], dtype=np.int64)

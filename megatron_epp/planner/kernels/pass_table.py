@@ -78,10 +78,8 @@ def need_columns(
     num_chunks: int,
     transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float] | Numbers],
 ) -> tuple[IntegerList, IntegerList, FloatList]:
-    """Resolve the table of operations into `PassTable.need_starts`, `needs` and `need_us`.
-
-    Args:
-        transfer_us: times by chunk of a transfer over the boundary behind a stage.
+    """Resolve operations into `PassTable.need_starts`, `needs` and `need_us`, from transfers' times by chunk over the boundary
+    behind a stage.
     """
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
     times_us = [np.array([transfer_us(*transfer) for transfer in site]).T.ravel() for site in carried]
