@@ -232,8 +232,8 @@ class StageCosts:
     """Time and memory of one pipeline stage.
 
     `blocks` are in the order in which a forward runs them; layers are one block, also where there are none. `unlike` has layers
-    of several kinds one by one, of which only what they keep and their peaks count: times are those of their block, whose sizes
-    are their mean.
+    of several kinds one by one, of which only what they keep and their peaks count: times are their block's, whose sizes are
+    their mean.
     """
 
     blocks: tuple[BlockCosts, ...]

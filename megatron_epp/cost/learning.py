@@ -259,9 +259,7 @@ def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Tim
 
 
 class CostDeviation(NamedTuple):
-    """Ratios of learnt times to the earlier costs': over all stages, the least and largest of one, and those of vocabulary
-    shards.
-    """
+    """Ratios of learnt times to the earlier costs': over all stages, of one at least and at most, and of vocabulary shards."""
 
     overall: float
     least: float

@@ -111,9 +111,7 @@ class VocabularyShards(ShardBytes):
         return replace(own.without(LinearTime(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
-        """Times and bytes of `S`, `N` or `T` for trained tokens. Raises `EppError` if the number of ranks is not that of the
-        costs.
-        """
+        """Times and bytes of `S`, `N` or `T` for trained tokens. Raises `EppError` for another number of ranks."""
         tokens = np.asarray(work.tokens if work.trained is None else work.trained, dtype=np.float64)
         nothing = np.zeros(len(tokens), dtype=np.int64)
         if op is Op.N:

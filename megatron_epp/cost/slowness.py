@@ -11,8 +11,7 @@ from megatron_epp.plan.operations import of_stages, operation
 
 SLOWER = 1.25
 """Ratio of measured to planned time of a stage above which it counts as slow. Sums over an iteration's actions scatter by some
-per cent and fitted lines miss single sizes by as much, while a device that throttles or shares its host loses a quarter or
-more."""
+per cent and fitted lines miss single sizes by as much, while a device that throttles or shares its host loses a quarter."""
 ITERATIONS = 10
 """Consecutive slow iterations after which a stage is named; ranks exchange what they found as often."""
 

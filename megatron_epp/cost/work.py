@@ -103,8 +103,7 @@ NO_TIME = LinearTime()
 
 @dataclass(frozen=True, slots=True)
 class ModeCosts:
-    """A layer in a recompute mode: time of the recomputed part, and bytes kept from forward to backward, K and V included if
-    the mode keeps them.
+    """A layer in a recompute mode: time to recompute, and bytes kept for backward, K and V included if it keeps them.
 
     `full_bytes_per_token` is the peak during its backward; None if it equals that of a layer that keeps everything.
     """

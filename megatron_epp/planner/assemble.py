@@ -31,8 +31,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Deci
     """Turn decisions into a plan with the simulator's predictions.
 
     `tables` are those of the chunks, where something else than the costs alone decides times. Raises `MessageRoomError` if it
-    fits its caps but for its messages in flight, and `PlanError`, with the report, if no plan can be written or it does not
-    pass `check`.
+    fits its caps but for its messages in flight, and `PlanError`, with the report, if it cannot be written or fails `check`.
     """
     if not isinstance(decisions, Decisions):
         raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")

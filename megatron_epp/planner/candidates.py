@@ -34,8 +34,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Decisions that follow from a recipe, with the chunks of all replicas. Where they do not fit there are none, and a rank
-    lacks `missing_bytes`.
+    """Decisions that follow from a recipe, with the chunks of all replicas. Where none fit, a rank lacks `missing_bytes`.
 
     Attributes:
         makespan_us: of the slowest replica; infinite where it does not fit.
@@ -76,8 +75,8 @@ class Candidates:
     Attributes:
         came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
         fastest_us: makespan of the fastest candidate that fits.
-        least_cap_bytes, least_host_bytes: smallest cap, and host memory, that would have let one fit; 0 where memory was never
-            the obstacle.
+        least_cap_bytes, least_host_bytes: smallest cap, and host memory, for which one would fit; 0 where memory was no
+            obstacle.
         room: bytes of every rank set aside for messages, by the identity of tables whose plans needed more than was expected.
     """
 

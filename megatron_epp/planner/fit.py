@@ -1,7 +1,6 @@
 """Recompute under memory caps: how many layers of each stage and chunk run their forward again in backward.
 
-Memory of a rank depends on the order of its actions alone, not on their times, so it is counted along its list, with the same
-bytes the plan's steps carry.
+Memory of a rank depends on the order of its actions, not on times, so it is counted along its list, as a plan's steps have it.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: 
 def fit_with_copies(
     codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
 ) -> bool:
-    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away; return True if any
-    fits.
-    """
+    """Fit the recompute of a rank whose cap differs from action to action, since some bytes are away; True if any fits."""
     columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integer_zeros(items), integer_zeros(items), integers(chain.from_iterable(limit))

@@ -25,8 +25,7 @@ def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, op
 
     A layer recomputes for all chunks or for none, so that what is kept of its forwards in a queue is taken by the right
     backward. Forward-only, ranks with several stages alternate as in Megatron's interleaved schedule. Of the options only
-    `recompute` counts. `plain` means 1F1B, with no more chunks alive than in Megatron's schedules; otherwise the fastest
-    warm-up.
+    `recompute` counts. `plain` means 1F1B, with no more chunks alive than in Megatron's schedules; else the fastest warm-up.
 
     Raises `InfeasibleError` if it does not fit the caps with all layers recomputed.
     """

@@ -48,9 +48,7 @@ Floors = list[tuple[int, Aligned]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryProof:
-    """Decisions under which a batch fits, and the peak of the fullest rank, messages included, for which `problem` has memory
-    set aside.
-    """
+    """Decisions under which a batch fits, and the peak of the fullest rank, with the messages that `problem` has room for."""
 
     problem: Problem
     decisions: Decisions

@@ -67,8 +67,7 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
 
 
 def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
-    """Take steps of local search from decisions that fit the caps; return some with whole backwards. Equal arguments take equal
-    steps.
+    """Take steps of local search from decisions that fit the caps; return whole backwards. Equal arguments take equal steps.
 
     A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
     of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit. Recompute

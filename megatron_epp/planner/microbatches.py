@@ -47,9 +47,7 @@ def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Cost
 
 
 def plan_in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
-    """Plan whole microbatches so that stages run forwards and backwards in the caller's order. Raises what `in_given_order`
-    does.
-    """
+    """Plan whole microbatches so that all stages run forwards and backwards in the caller's order (`in_given_order`)."""
     return _in_order(microbatches, problem, costs, options, plain=False)
 
 

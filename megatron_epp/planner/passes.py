@@ -50,8 +50,7 @@ def recompute_frontier(stage: int, work: ChunkWork, costs: Costs, modes: Sequenc
 
     With one mode there is one step, whatever it costs. On a stage without layers no step saves anything. Of unlike layers each
     saves the mean, and modes come in the order of `MODES`, the last one first, so that a stage's first layers take every step
-    before the others. With `in_order` modes come as given, the same for all chunks, of which each must save more than the one
-    before.
+    before the others. With `in_order` modes come as given for all chunks, each of which must save more than the one before.
     """
     if not modes:
         return no_frontier(len(work.tokens))
@@ -166,8 +165,8 @@ def backward_items(
     """Compute the bytes of backwards by item (`cost.memory`).
 
     Activations and peak are of a layer in recompute `mode`, empty for one that keeps everything; of unlike layers of number
-    `layer`, None for their mean. A `split` backward keeps the inputs of weight gradients, of the head and of every layer it has
-    passed.
+    `layer`, None for their mean. A `split` backward keeps inputs of weight gradients: the head's, and those of layers that it
+    has passed.
     """
     (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
     (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
@@ -216,8 +215,7 @@ class Ways(NamedTuple):
     Attributes:
         again_us: time of recompute, a part of the backward.
         whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with that
-            split off. They never grow with recompute, except where layers that recompute hold more while their own backward
-            runs.
+            split off. They never grow with recompute, except where layers that recompute hold more in their own backward.
         price: time of the next step per byte that it saves; infinite where there is none.
     """
 
@@ -240,10 +238,9 @@ class StagePasses:
         exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         activation: bytes kept from forward to backward without recompute.
         layer_input: of these, what a layer that recomputes whole keeps.
-        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
-            the bytes freed at its end.
-        backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
-            opened or closed.
+        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and forward-only what it
+            frees.
+        backward_residual: bytes that a backward leaves, without activations: gradients of keys and values, opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
         streamed_bytes: that a backward holds of keys and values that stream from and to the host.
@@ -357,9 +354,7 @@ def _saved_by_unlike(layers: LayerGroup) -> Numbers:
 
 
 def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Numbers:
-    """Most bytes above those live when a backward starts, ``[recompute steps, chunk]``, as `moments` with a group for each
-    layer.
-    """
+    """Most bytes above those at a backward's start, ``[recompute steps, chunk]``, by `moments` with a group for each layer."""
     rise, freed = layers.peak - layers.activations, layers.activations + layers.gone
     before = np.cumsum(freed, axis=1) - freed  # by layers ahead of each
     all_freed, height = before[:, -1:] + freed[:, -1:], rise + before + freed
@@ -375,8 +370,7 @@ def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Number
 def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Numbers:
     """Add up a column of the frontier's steps, ``[number of recompute steps, chunk]``.
 
-    Of `values`, ``[step, chunk]`` with one more that no layer takes, `full` are steps that all layers have taken, and `rest`
-    layers have taken one more.
+    `values` are ``[step, chunk]`` and one more. All layers have taken `full` steps, and `rest` layers one more.
     """
     before = np.cumsum(layers * values, axis=0)[:-1]
     return np.asarray(np.vstack([0 * values[:1], before])[full] + rest * values[full])

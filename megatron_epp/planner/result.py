@@ -116,8 +116,8 @@ def finished(candidates: Candidates) -> Candidate:
 def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
     """Write a candidate's plans, one for each replica.
 
-    Raises `MessageRoomError` if they fit but for their messages, and `PlanError` if one does not pass `check`, or those of
-    replicas do not match (a bug).
+    Raises `MessageRoomError` if they fit but for their messages, and `PlanError` if one fails `check`, or replicas' do not
+    match (a bug).
     """
     replicas, decisions = candidates.replicas.with_room(candidates.room.get(id(best.table), ())), best.decisions
     costs, options = replicas.costs, replicas.options

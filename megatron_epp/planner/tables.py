@@ -34,8 +34,7 @@ class Tables:
     Attributes:
         passes: of each stage, as columns by chunk. In the planners, counts of layers are counts of recompute steps.
         hops: time of each chunk's message, boundary by boundary; zero where both stages are on one rank.
-        static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
-            pass, and rooms.
+        static: bytes of each rank held throughout: its static bytes, the working memory of its largest pass, and rooms.
         message_bytes: of each chunk's message.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
         shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`.

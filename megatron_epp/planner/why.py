@@ -22,8 +22,7 @@ from megatron_epp.planner.validation import validate
 class Walk:
     """The way from a recipe to the best of a search, `is_free` of memory caps or under them.
 
-    There is a candidate for each recipe on the way, of which the last is the best, and words for the step to it, empty for a
-    step of a walk.
+    There is a candidate for each recipe, of which the last is best, and words for the step to it, empty within a walk.
     """
 
     is_free: bool
@@ -75,9 +74,7 @@ class Explanation:
 
 
 def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
-    """Plan as `plan` does, and tell how the search came to the plan. Raises what that raises, and `PlanError` for planners but
-    "greedy".
-    """
+    """Plan as `plan` does, and tell how the search came to the plan. Raises `PlanError` for planners but "greedy", too."""
     if options.planner != "greedy":
         raise PlanError("only the search of the planner greedy can be explained", Remedy("set", "planner", "greedy"))
     validate(problem, costs, options)

@@ -67,8 +67,7 @@ class RankInputs:
         depths: of multi-token prediction on this rank.
         of_loss: what a loss of the user's asks for on this rank; None without one.
         of_inputs: what the rank's stages read of samples; its columns are for a function on the first stage.
-        sequence_part: number of this rank among the ranks that share a context-parallel rank's tokens outside of attention, and
-            of these.
+        sequence_part: this rank among those that share a context-parallel rank's tokens outside of attention, and their number.
     """
 
     uploader: Uploader

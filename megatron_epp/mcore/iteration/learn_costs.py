@@ -22,8 +22,7 @@ _ITERATIONS = WARM_UP + RECORDED
 
 _GRAINS = {WARM_UP + 2: 0.5, WARM_UP + 3: 2.0}
 """Slices of recorded batches, by number from 1, as a multiple of the fastest plan's. From slices of one grain, which take equal
-time, no fit can tell a pass's fixed time from a token's or a pair's (`cost.timed`). Half or twice the slices cost a few
-percent, once."""
+time, no fit can tell a pass's fixed time from a token's or a pair's (`cost.timed`). They cost a few percent, once."""
 
 
 class CostLearning:

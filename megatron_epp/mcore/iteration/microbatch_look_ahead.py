@@ -80,8 +80,7 @@ class Ahead:
             self._next = count, positions, self._agree(own, problem, items)
 
     def take(self, sources: Sequence[LookAhead], count: int) -> AgreedShapes | None:
-        """Return what was agreed for the iteration that begins, before its microbatches are taken; None, on all ranks, if
-        nothing was.
+        """Return what was agreed for the iteration whose microbatches are taken next; None, on all ranks, if nothing was.
 
         Raises `EppError` if this rank's iterators are others than at `begin`, or have moved since.
         """

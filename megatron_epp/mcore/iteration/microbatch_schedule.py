@@ -46,8 +46,7 @@ class Schedule:
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run a call of the schedule by a plan, with the arguments (`ScheduleCall`) and results of Megatron's own.
 
-        Raises `EppError` for an argument that cannot be honoured, and for microbatches that are missing, differ between ranks
-        or have no lengths.
+        Raises `EppError` for arguments that cannot be honoured, and microbatches that are missing, unequal or without lengths.
         """
         call = ScheduleCall(**arguments)
         call.check_messages()

@@ -71,8 +71,8 @@ class Reports:
         return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
-        """Complete the present report, and begin another, on a GPU on a stream of its own. `work` may return a function to call
-        in the training thread.
+        """Complete the present report, and begin another, on a stream of its own. `work` may return a call for the training
+        thread.
         """
         self.complete()
         if self._thread is None:

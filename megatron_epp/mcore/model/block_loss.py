@@ -90,9 +90,7 @@ class BlockLoss(OfRows):
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:
-        """Return a context in which the model computes losses so, of the tokens `rows` (`trained_rows.rows_to_compute`); others
-        get 0.
-        """
+        """Return a context in which the model computes losses so, of tokens `rows` (`trained_rows.rows_to_compute`), else 0."""
         self._layer.forward, self._model.compute_language_model_loss = self._keep_weight, self._losses
         self._rows = rows
         try:
@@ -246,8 +244,8 @@ def shard_logits(model: torch.nn.Module) -> None:
     """Make a last stage's output layer return its rank's shard of the logits where Megatron's loss takes it.
 
     That loss always treats its logits as a rank's shard. A model built with ``parallel_output=False`` gathers them, so every
-    entry would count once for each tensor-parallel rank. Raises `EppError` if such logits come from a layer or a function that
-    is not Megatron's.
+    entry would count once for each tensor-parallel rank. Raises `EppError` if such logits do not come from Megatron's own layer
+    and function.
     """
     bare: Any = unwrap_model(model)
     layer: Any = getattr(bare, "output_layer", None)

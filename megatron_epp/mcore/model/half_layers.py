@@ -30,8 +30,7 @@ MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) -> Any:
-    """Return the spec of a stage's block, from that of a layer or block, with the halves of its first and last layer that it
-    has.
+    """Return the spec of a stage's block with the halves that it has of its first and last layer, from the model's.
 
     Raises `EppError` if the spec is not of Megatron's transformer layers. The config's layout counts cut layers on both stages.
     """

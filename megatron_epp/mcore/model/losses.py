@@ -47,9 +47,7 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def check_loss(loss: Tensor, whose: str) -> None:
-    """Wait for a loss, and report a NaN or infinity to Megatron's rerun machine, which ends the run or retries
-    (`--rerun-mode`).
-    """
+    """Wait for a loss, and report NaN or infinity to Megatron's rerun machine, which ends the run or retries it."""
     if features.checks_losses():
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):

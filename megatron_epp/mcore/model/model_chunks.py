@@ -164,8 +164,7 @@ _first_stage: weakref.ref[Any] | None = None
 
 
 def tie(model: Any, args: argparse.Namespace) -> None:
-    """Replace the embedding's copy on a rank's last stage, for a tied output layer or multi-token prediction, by the first's
-    own.
+    """Replace the embedding's copy on a last stage, for a tied output layer or multi-token prediction, by the first's own.
 
     Megatron creates a copy wherever the two are different model chunks, which in its placement are on different ranks. To be
     called with every model chunk as soon as it is built.

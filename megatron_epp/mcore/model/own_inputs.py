@@ -65,8 +65,7 @@ class OwnInputs:
     def entering(self, arrays: InputArrays, model: Any, language_model: Any) -> Iterator[Tensor]:
         """Return a context with this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``, in which layers get the features.
 
-        `model` is the first stage's chunk, without wrappers. Raises `EppError` if the function returns no rows of the chunk's
-        tokens.
+        `model` is the first stage's chunk, without wrappers. Raises `EppError` if there are no rows of the chunk's tokens.
         """
         columns = dict(zip(self.names, arrays.columns, strict=True))
         chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, language_model)

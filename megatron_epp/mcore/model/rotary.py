@@ -31,8 +31,7 @@ _FEW_TOKENS = 64
 def adopt(model: Any) -> None:
     """Have the model, and each latent attention, turn by the positions of a chunk's tokens, if they do not yet.
 
-    All latent attentions share a table. Raises `EppError` for an embedding of a program's own whose angles depend on more than
-    the position.
+    All latent attentions share a table. Raises `EppError` for a program's own whose angles depend on more than the position.
     """
     # Angles by several axes are of the positions that the model gets.
     own = getattr(model, "rotary_pos_emb", None) if axes_of(model) == 1 else None

@@ -57,8 +57,7 @@ def add_to_gradients(model: Any, in_fp8: bool) -> None:
 def forget_casts(model: Any) -> None:
     """Make layers cast their weights to FP8 anew in this iteration.
 
-    By themselves Transformer Engine's layers renew casts in the first microbatch, but would then overwrite gradient buffers
-    too.
+    Transformer Engine's layers renew casts in a first microbatch by themselves, but would then overwrite gradients, too.
     """
     for module in model.modules():
         if casts := getattr(module, CASTS, None):
@@ -376,9 +375,7 @@ def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[
 
 
 class Snapshot:
-    """Copy of random states, models' buffers and the sums of losses to log. Gradients, as large as the model, are zeroed
-    instead.
-    """
+    """Copy of random states, models' buffers and sums of losses. Gradients, as large as the model, are zeroed instead."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         self._models = models

@@ -143,8 +143,7 @@ def _forward(
 
 
 def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
-    """Compute a weight's gradient, ``[out, in]``, as Megatron's own backward does, from ``[tokens, 1, in]`` and
-    ``[tokens, 1, out]``.
+    """Compute a weight's gradient, ``[out, in]``, as Megatron does, from ``[tokens, 1, in]`` and ``[tokens, 1, out]``.
 
     Args:
         gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
@@ -241,9 +240,7 @@ def _weights(module: torch.nn.Module) -> list[Tensor]:
 
 
 def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop the placeholders of earlier backwards before one returns its own: autograd would add it, by a kernel of the weight's
-    size.
-    """
+    """Drop placeholders of earlier backwards before one returns its own, which autograd would add by a large kernel."""
     for weight in weights:
         weight.grad = None
 

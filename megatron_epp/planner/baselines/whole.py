@@ -128,7 +128,7 @@ def packed_contest(
 
 
 def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield rows of up to `row` tokens and about equal work: as many as first fit needs, and the next multiples of the ranks."""
+    """Yield rows of up to `row` tokens and about equal work: as many as first fit needs, and next multiples of the ranks."""
     work, ranks = sequence_work(problem, costs), problem.num_ranks
     multiple = -(-count // ranks) * ranks
     for number in dict.fromkeys((count, multiple, multiple + ranks)):
@@ -137,9 +137,7 @@ def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterat
 
 
 def rows_together(rows: int, ranks: int) -> int:
-    """Return the least number of rows that may stay together on a stage, by Megatron's rule: what is left over is none, or as
-    many as ranks.
-    """
+    """Return the least number of rows that stay together on a stage, by Megatron's rule: as many as ranks, or none, are left."""
     return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
 
 

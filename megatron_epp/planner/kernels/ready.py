@@ -100,9 +100,7 @@ def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @inlined
 def record(rank: int, action: int, ended: float, ready: Ready) -> float:
-    """Append an action, a stage and a chunk with the kind in the lowest bits, to a rank's list; return its end, also the
-    clock's.
-    """
+    """Append an action (a stage and a chunk, with its kind in the lowest bits) to a rank's list; set its clock to the end."""
     ready.clock_us[rank] = ended
     ready.out[ready.filled[rank]] = action
     ready.filled[rank] += 1

@@ -66,8 +66,7 @@ class Shards(NamedTuple):
 def insert(
     actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: PassTable, recompute_steps: IntegerList, run: Shards
 ) -> float:
-    """Run the pipeline and insert `S`, `N` and `T` into the order that `run.out` gets; return the makespan in microseconds, or
-    `STUCK` if not all can run.
+    """Run the pipeline, write the order with `S`, `N` and `T` to `run.out`, and return its makespan in microseconds or `STUCK`.
 
     The rank whose next action starts first runs it, so all that could come earlier is known. A rank prefers the loss to a
     shard, and a shard to its next forward or backward, if both can start at the same time. A weight gradient runs if nothing

@@ -35,8 +35,8 @@ class Facts(NamedTuple):
         copies, away: none.
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
         whole, filled: storage for these; the actions of `whole` are the judged choice's.
-        full, shards: columns of orders with the vocabulary's shards, and storage for their operations; `shards.line` is empty
-            where there are none.
+        full, shards: columns of orders with the vocabulary's shards, and storage for these; `shards.line` is empty without
+            them.
     """
 
     starts: IntegerList

@@ -53,8 +53,7 @@ def play(
 ) -> float:
     """Compute the makespan of an order with actions of `took_us` by node, in microseconds; `STUCK` if it deadlocks.
 
-    An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
-    ask for.
+    On every rank, the slices of a sequence ascend in forward and descend in backward, which is then all that they ask for.
     """
     ranks = len(starts) - 1
     for node in range(len(room.ended_us)):

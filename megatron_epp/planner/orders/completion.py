@@ -112,8 +112,7 @@ def split_weights(
     the rank above its cap, they run before; where even a single one would, the backward stays whole, as does one without
     anything to delay (`kernels.split.puts_off`).
 
-    `away` are bytes that copies have taken away while each action runs, ``[rank][position]``, or empty. Raises `PlanError` if
-    the order deadlocks.
+    Copies have taken `away`, ``[rank][position]`` bytes, while an action runs. Raises `PlanError` if the order deadlocks.
     """
     columns, steps = tables.columns_with(order.kinds), integers(chain.from_iterable(recompute_steps))
     whole, filled = split.storage(order.actions, order.starts, columns)

@@ -31,8 +31,7 @@ class ListScheduling:
     next backward needs it. So there is no deadlock: the forwards that the next backward waits for are always allowed.
 
     Unless `waiting` is None, weight gradients run apart from their backwards, where nothing else is ready or so many times the
-    ranks wait. They shape the order and are not in it: where they run is decided once the order is known to fit
-    (`orders.completion`).
+    ranks wait. They shape the order and are not in it: that is decided once the order is known to fit (`orders.completion`).
     """
 
     window: float

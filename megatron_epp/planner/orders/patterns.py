@@ -59,8 +59,7 @@ class Interleaved:
 class Block:
     """Order rule for two stages per rank in a V: a building block of `BLOCKS` repeated for every chunk (2405.15362).
 
-    Where unequal slices make that a deadlock, and for other placements, it is list scheduling. If `minimal`, no forwards run
-    ahead of need (`WarmUp`).
+    Where unequal slices make that a deadlock, and for other placements, it is list scheduling. For `minimal` see `WarmUp`.
     """
 
     name: str
@@ -172,9 +171,7 @@ def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = 
 def of_laps(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], own: Placement, ahead: Sequence[Sequence[int]]
 ) -> Order:
-    """Order looped stages with the same laps and chunks (`by_laps`) on all ranks, `ahead` forwards before each backward of each
-    rank.
-    """
+    """Order looped stages with equal laps and chunks (`by_laps`) on all ranks, `ahead` forwards before each backward."""
     num_chunks, rows = len(forwards) // own.num_chunks, []
     (laps_f, chunks_f), (laps_b, chunks_b) = (np.array(each, dtype=np.int64).T for each in (forwards, backwards))
     for rank in range(own.num_ranks):
@@ -185,9 +182,7 @@ def of_laps(
 
 
 def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """Run the warm-up, then one forward and one backward in turn, the first forward before the first backward, then what is
-    left.
-    """
+    """Run the warm-up, then one forward and one backward in turn, beginning with a forward, then what is left."""
     pairs = zip_longest(forwards[warm_up:], backwards)
     return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 

@@ -32,8 +32,7 @@ class OrderRule(Protocol):
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions: forwards and, unless `problem.forward_only`, whole backwards of every stage and chunk.
 
-        The table is in forward order. Of lockstep replicas it stands for all: which chunks are slices of one sequence holds for
-        all, their lengths do not.
+        The table is in forward order. It stands for all lockstep replicas, in which the same chunks are slices of one sequence.
         """
         ...
 

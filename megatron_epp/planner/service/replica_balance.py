@@ -53,8 +53,8 @@ def divide(
     replica then has nothing else. Sequences whose loss is computed together stay together. In a group of replicas each chunk
     waits for the others' chunks, so long sequences go to the same group. At most `tries` exchanges are judged by `time_us`.
 
-    Raises `PlanError` if there are fewer sequences, or groups of them with one loss, than replicas, and `InfeasibleError` if a
-    share fits no memory cap.
+    Raises `PlanError` if there are fewer sequences, or groups with one loss, than replicas, and `InfeasibleError` if a share
+    fits no memory cap.
     """
     units, replicas = problem.indivisible, sum(map(len, lockstep_groups))
     if len(units) < replicas:
@@ -112,9 +112,7 @@ def sequence_work(problem: Problem, costs: Costs) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Moves sequences of this work, or swaps two, between the slowest group and another, as long as the slower of both gets
-    faster.
-    """
+    """Moves or swaps sequences between the slowest group and another, as long as the slower of both gets faster."""
 
     lockstep_groups: LockstepGroups
     work_us: Sequence[float]

@@ -98,8 +98,7 @@ class _OneHead:
 def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return queries, latents ``[tokens, 1, rank]``, rotated channels ``[tokens, 1, rotated]``, and what else Megatron returns.
 
-    Megatron's method runs on a view of the module, with other attributes: the module itself may run in another thread
-    meanwhile.
+    Megatron's method runs on a view of the module with other attributes, since the module may run in another thread, too.
     """
     view = object.__new__(type(module))
     view.__dict__ |= module.__dict__
