@@ -251,12 +251,10 @@ class StageCosts:
 
     @property
     def ends(self) -> tuple[BlockCosts, ...]:
-        """The input and the head."""
         return tuple(block for block in self.blocks if block.group == 2)
 
     @property
     def ends_bytes_per_token(self) -> float:
-        """Bytes that they keep from forward to backward."""
         return sum(block.bytes_per_token for block in self.ends)
 
     @property
@@ -286,12 +284,10 @@ class StageCosts:
 
     @property
     def kv(self) -> KVBytes:
-        """Keys and values of each of them."""
         return next((block.kv for block in self.blocks if block.kv is not None), NO_KV)
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state."""
         return self.static.num_bytes
 
     @property

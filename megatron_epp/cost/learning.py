@@ -37,7 +37,6 @@ class Learner:
 
     @property
     def recorded(self) -> int:
-        """Number of iterations that were recorded."""
         return min(max(0, self.seen - WARM_UP), RECORDED)
 
     def add(

@@ -333,7 +333,6 @@ class PipelineCosts:
         return own.static.items() | {LOSS_BLOCK: own.workspace_bytes}
 
     def static_bytes(self, stage: int) -> int:
-        """The sum of `static_items`."""
         return sum(self.static_items(stage).values())
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
@@ -342,7 +341,6 @@ class PipelineCosts:
         return {WORKING: self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *most]))}
 
     def exchange_bytes(self, work: ChunkWork) -> IntColumn:
-        """Bytes of the buffer that experts need to exchange a chunk."""
         return self._whole_bytes(self.exchange_bytes_per_token * work.tokens)
 
     def message_bytes(self, work: ChunkWork) -> IntColumn:

@@ -217,7 +217,6 @@ def joined_work(works: Sequence[ChunkWork]) -> ChunkWork:
 
 
 def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
-    """Work of the spans that a chunk holds."""
     return sum(span_work(spans[at], start, end) for at, start, end in chunk.segments)
 
 

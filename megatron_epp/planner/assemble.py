@@ -133,7 +133,6 @@ class _Writer:
             yield Step(action, self.times_us[self.first[op] + site * self.tables.num_chunks + c], alloc_bytes, free_bytes)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""
         stages, chunks = range(len(self.tables.num_layers)), range(len(self.decisions.chunks))
         if not self.offload.shares:
             return ((0.0,) * len(chunks),) * len(stages)

@@ -61,7 +61,6 @@ class Candidate:
 
     @property
     def has_copies(self) -> bool:
-        """True if activations, or keys and values, of some replica go to the host."""
         return any(own.copies or own.kv_offload for own in self.whole_backwards)
 
 
@@ -99,7 +98,6 @@ class Candidates:
         self._orders: dict[tuple[Any, ...], CodedOrder] = {} if free is None else free._orders
 
     def fitting(self) -> list[Candidate]:
-        """List the candidates that fit, the fastest first."""
         return sorted((candidate for candidate in self.by_recipe.values() if candidate.fits), key=attrgetter("makespan_us"))
 
     def best(self) -> Candidate:
@@ -315,5 +313,4 @@ class Candidates:
 
 
 def codes_of(decisions: Sequence[Decisions]) -> Codes:
-    """Return the order of all replicas as numbers."""
     return coded(decisions[0].order, len(decisions[0].chunks)).codes

@@ -44,7 +44,6 @@ class Decisions:
     extensions: tuple[Extension, ...] = ()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of the decisions."""
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:
             return tables
@@ -52,7 +51,6 @@ class Decisions:
         return with_kv_offload(tables, self.chunks, problem, costs, self.modes, self.kv_offload, sharing)
 
     def makespan_us(self, problem: Problem, costs: Costs) -> float:
-        """Compute the makespan, in microseconds."""
         tables = self.tables(problem, costs)
         return makespan_us(self.order, tables, self.recompute_steps, timed(self.as_offload, tables))
 

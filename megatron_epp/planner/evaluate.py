@@ -34,7 +34,6 @@ class Played:
     copy_end_us: Times
 
     def of(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Start and end of a rank's actions."""
         return np.array(self.start_us[rank]), np.array(self.end_us[rank])
 
     @property
@@ -93,7 +92,6 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
 
 
 def room_for(codes: Codes, columns: PassTable) -> timing.Room:
-    """Storage for the times of an order."""
     actions, ranks = len(codes.actions), codes.num_ranks
     times = [float_zeros(count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
     return timing.Room(times[0], times[1], integer_zeros(ranks), *times[2:])

@@ -39,12 +39,10 @@ class RecomputeFit:
 
     @staticmethod
     def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> RecomputeFit:
-        """Judge a recompute by the peak bytes of every rank with it."""
         return RecomputeFit(recompute_steps) if is_within(peaks, caps) else RecomputeFit(None, max(peaks))
 
 
 def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
-    """Return True if no rank's peak is above its cap."""
     return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
@@ -130,7 +128,6 @@ def caps_at(codes: Codes, caps: Sequence[int]) -> IntegerList:
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
-    """Most bytes live at one time on every rank."""
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 

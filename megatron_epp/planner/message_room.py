@@ -85,7 +85,6 @@ def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
 
 
 def raised(problem: Problem, cap_bytes: int) -> Problem:
-    """Return the problem with at least this cap on every rank."""
     return replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes))
 
 

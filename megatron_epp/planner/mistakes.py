@@ -92,7 +92,6 @@ def _refuse(faults: Iterable[Violation], decisions: Decisions, problem: Problem,
 
 
 def cannot_run(planner: str) -> str:
-    """The first line of the error of a planner whose plan cannot run."""
     return f"planner {planner!r} made a plan that cannot run\n"
 
 

@@ -72,5 +72,4 @@ def descending(groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def without_weights(order: Order) -> Order:
-    """Return an order without its weight gradients (W)."""
     return tuple(tuple(action for action in row if action.op is not Op.W) for row in order)

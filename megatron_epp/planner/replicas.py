@@ -55,7 +55,6 @@ class Replicas:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Names of the recompute modes that plans may use."""
         known = self.options.modes(self.costs.recompute_modes)
         if not self.is_lockstep:
             return known
@@ -63,12 +62,10 @@ class Replicas:
 
     @property
     def without_caps(self) -> Replicas:
-        """Return the replicas with unlimited memory."""
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
 
     def with_caps(self, cap_bytes: int) -> Replicas:
-        """Return the replicas with at least this cap on every rank."""
         return replace(self, problems=tuple(raised(problem, cap_bytes) for problem in self.problems))
 
     def with_room(self, message_bytes: tuple[int, ...]) -> Replicas:
@@ -96,7 +93,6 @@ class Replicas:
         return [Chunker.of(problem, self.costs, self.options.chunk_tokens) for problem in self.problems]
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
-        """Tabulate a chunk table of every replica; all have the times of the slowest."""
         if not self.is_lockstep:
             return (tabulate(table.chunks[0], self.problems[0], self.costs, self.modes),)
         return slowest_times(tabulate_each(table.chunks, self.problems, self.costs, self.modes))
@@ -139,7 +135,6 @@ class Replicas:
         return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
-        """Compute a makespan, in microseconds, that no plan of a chunk table beats."""
         every = zip(tables, table.chunks, self.problems, strict=True)
         return max(lower_bound_us(*each, self.options) for each in every)
 

@@ -158,7 +158,6 @@ def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Rec
 
 
 def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
-    """Go on from the fastest plan without caps."""
     best = candidates.of(fastest.recipe)
     assert best is not None
     if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is

@@ -169,7 +169,6 @@ twice as long with them.
 
 
 def first_recipe(problem: Problem, cut: str = "") -> Recipe:
-    """Return the recipe at which the search begins, with a way to cut."""
     grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
     return Recipe(grain, cut, reach="need" if problem.has_one_stage_per_rank else "turns")
 

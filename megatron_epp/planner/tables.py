@@ -78,7 +78,6 @@ class Tables:
 
     @property
     def columns(self) -> PassTable:
-        """Flat columns for orders of forwards, backwards and weight gradients."""
         return self.columns_with(KINDS)
 
     def columns_with(self, kinds: Kinds) -> PassTable:
@@ -114,14 +113,12 @@ class Tables:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
 
     def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
-        """Return the recomputed layers per mode after `num_steps` recompute steps."""
         if not num_steps:
             return NO_RECOMPUTE
         passes = self.passes[stage]
         return recompute_of(tuple(passes.frontier.mode[:, chunk].tolist()), passes.num_layers, num_steps)
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
-        """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""
         return int(self.passes[stage].ways.kept_bytes[chunk, num_steps])
 
     def layer_input(self, stage: int, chunk: int) -> int:
@@ -218,7 +215,6 @@ def tabulate(
 
 
 def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
-    """Derive the work of a problem's chunks."""
     return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
 
 

@@ -128,5 +128,4 @@ def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, tuple[object, object]]:
-    """Return the settings that differ, with both values."""
     return {name: (own, other) for name, own, other in zip(Recipe._fields, before, after, strict=True) if own != other}

@@ -208,7 +208,6 @@ class SampleSchedule:
         return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
-        """End planning, and wait for threads."""
         for planned in self._ahead.values():
             planned.batches.close()
         self._ahead.clear()

@@ -65,8 +65,6 @@ class Rank(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    """A chunk between its broadcast and its last operation on this rank."""
-
     targets: Targets
     x: Tensor  # what is broadcast; from `S` on the input of the output layer
     work: dist.Work | None  # the broadcast, until `S`

@@ -91,7 +91,6 @@ class RankVocabulary(RunFeature):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that chunks hold now because of their shard."""
         return 0 if self._shards is None else self._shards.num_bytes
 
     # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).

@@ -64,8 +64,6 @@ class ShardSummary:
 
 @dataclass(slots=True)
 class Logits:
-    """Result of `logits_pass`."""
-
     summary: ShardSummary
     # ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted
     part: Tensor | None = None

@@ -50,7 +50,6 @@ class Vocabulary:
 
     @property
     def own(self) -> range:
-        """Rows of this rank."""
         return self.rows[self.position]
 
     @property

@@ -47,8 +47,6 @@ class BatchInputs:
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Program of a rank for a planned batch, and its inputs, which are on their way to the device."""
-
     program: Program
     inputs: BatchInputs
 

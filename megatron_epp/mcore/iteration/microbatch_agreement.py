@@ -49,7 +49,6 @@ class AgreedShapes(NamedTuple):
 
     @property
     def here(self) -> Shapes:
-        """Shapes of this replica's microbatches."""
         return self.own or self.shapes
 
 

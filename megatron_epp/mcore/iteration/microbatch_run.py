@@ -75,7 +75,6 @@ class MicrobatchPlan:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of every sequence."""
         return self.plan.lengths
 
     def of(self, shapes: Shapes) -> MicrobatchPlan:
@@ -188,7 +187,6 @@ class MicrobatchRun(Run):
         return self._can_look_ahead
 
     def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
-        """Agree on the next iteration, and start to plan it. A collective call."""
         agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device))
         if self._thread is not None and agreed.shapes and (key := _key(agreed, False)) not in self._plans:
             self._begun = key, self._thread.submit(partial(self._make, agreed, False))
@@ -278,13 +276,11 @@ class MicrobatchRun(Run):
             return self._process.plan_microbatches(as_given, *asked)
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Call a function of the formulas with facts of the run, on a rank that plans."""
         assert self._process is not None  # the first rank plans
         ask = self._process.call
         return ask(f"{FORMULAS}:{name}", run_facts(self.args, ask), *args)
 
     def close(self) -> None:
-        """End planning, and wait until background threads have completed their work."""
         try:
             super().close()
         finally:

@@ -111,7 +111,6 @@ class Schedule:
         return run
 
     def close(self) -> None:
-        """End planning, and complete what threads do."""
         for run in self._runs:
             run.close()
         self._runs.clear()

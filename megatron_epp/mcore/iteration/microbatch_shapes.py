@@ -71,8 +71,6 @@ class Taken(Microbatches):
 
 
 class _One:
-    """Iterator over a single microbatch."""
-
     def __init__(self, item: Any, index: int) -> None:
         self._items, self._index = [item], index
 

@@ -112,7 +112,6 @@ class MicrobatchStage:
         self._num_recomputed = 0
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
-        """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
         before, self._num_recomputed = self._tracker.kept_bytes(), context.recompute.num_layers
@@ -153,7 +152,6 @@ class MicrobatchStage:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._tracker.kept_bytes() - before
 
     def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a microbatch's backward has delayed."""
         assert self.weights is not None  # it kept them
         self.weights.run(chunk)
 

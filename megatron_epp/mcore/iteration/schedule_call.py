@@ -40,17 +40,14 @@ class ScheduleCall:
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """This rank's model chunks."""
         return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def iterators(self) -> list[Any]:
-        """Data iterators of the model chunks."""
         return self.data_iterator if isinstance(self.data_iterator, list) else [self.data_iterator]
 
     @property
     def config(self) -> Any:
-        """Configuration of the model."""
         return get_model_config(self.models[0])
 
     @property

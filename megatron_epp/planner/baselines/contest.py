@@ -47,7 +47,6 @@ class Contest:
         return True
 
     def would_do(self, cap: int) -> None:
-        """Record a cap, in bytes per rank, under which some candidate fits."""
         self.needed_bytes = min(cap, self.needed_bytes or cap)
 
     def result(self) -> Decisions:

@@ -36,7 +36,6 @@ class UniformDecisions(Decisions):
     group: int = 1
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of the decisions, a group in the place of a layer."""
         return Decisions.tables(self, problem, _of_groups(costs, self.group))
 
 
@@ -137,7 +136,7 @@ def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterat
 
 
 def rows_together(rows: int, ranks: int) -> int:
-    """Return the least number of rows that stay together on a stage, by Megatron's rule: as many as ranks, or none, are left."""
+    """Return the least number of rows that may stay together by Megatron's rule: none, or as many as ranks, are left."""
     return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
 
 

@@ -39,7 +39,6 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
-        """Return the chunker of a problem's batch; without `chunk_tokens`, chunks may have any number of tokens."""
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         slowest, span_us = slowest_line(problem, costs)
@@ -62,7 +61,6 @@ class Chunker:
 
     @property
     def longest_us(self) -> float:
-        """Time of the sequence that takes longest."""
         return max(self.part_us(q, 0, length) for q, length in enumerate(self.problem.lengths))
 
     def cut_near(self, sequence: int, begin: int, time_us: float) -> int:
@@ -123,15 +121,12 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
 
 
 def all_span_work(problem: Problem) -> float:
-    """Work of all spans of a batch."""
     return sum(span.work for spans in problem.spans for span in spans)
 
 
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """One sequence per chunk, in batch order."""
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is no smaller."""
     return -(-number // multiple) * multiple

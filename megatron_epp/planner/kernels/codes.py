@@ -64,7 +64,6 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
 
     @property
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions of every rank."""
         if self._rows is None:
             self._rows = decode(self.codes, self.num_chunks)
         return self._rows
@@ -144,7 +143,6 @@ def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
 
 
 def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the order that numbers stand for."""
     every = np.asarray(codes.actions, dtype=np.int64)
     num_sites = int((every >> KIND_BITS).max(initial=-1)) // num_chunks + 1 if num_chunks else 0
     known = _actions(codes.kinds, num_sites, num_chunks)

@@ -50,7 +50,6 @@ def compiled[F: Callable[..., Any]](function: F) -> F:
 
 
 def compiled_with_lists[F: Callable[..., Any]](function: F) -> F:
-    """Compile a function, like `compiled`, that makes lists."""
     return _compiled(function, **dict.fromkeys(_UNCOUNTED, True))  # or it would take the option from who calls it
 
 

@@ -78,7 +78,7 @@ def need_columns(
     num_chunks: int,
     transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float] | Numbers],
 ) -> tuple[IntegerList, IntegerList, FloatList]:
-    """Resolve operations into `PassTable.need_starts`, `needs` and `need_us`, from transfers' times over boundaries by chunk."""
+    """Resolve operations into `PassTable.need_starts`, `needs` and `need_us`, from times of transfers over boundaries."""
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
     times_us = [np.array([transfer_us(*transfer) for transfer in site]).T.ravel() for site in carried]
     return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))

@@ -109,7 +109,6 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
 
 @compiled
 def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready forward. Arguments as in `take`, and the return value."""
     chunks, last = ready.num_chunks, len(ready.rank_of) - 1
     stop = ready.first_stage[rank + 1]
     # Deepest first, as `stages` are: from the first stage on 40 plans of 76 were slower, 22 faster; 0.4 % slower on average.
@@ -136,7 +135,6 @@ def forward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
 
 @compiled
 def backward(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready backward. Arguments as in `take`, and the return value."""
     chunks = ready.num_chunks
     for at in range(ready.first_stage[rank], ready.first_stage[rank + 1]):
         stage = ready.stages[at]

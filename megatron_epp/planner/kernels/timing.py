@@ -194,7 +194,6 @@ def durations(columns: PassTable, recompute_steps: IntegerList, split: IntegerLi
 
 @compiled
 def mark_split(actions: IntegerList, split: IntegerList) -> None:
-    """Mark the items whose weight gradient is an action of its own."""
     for item in range(len(split)):
         split[item] = 0
     for at in range(len(actions)):

@@ -129,7 +129,7 @@ class Chooser:
         return 0 if allowed < min(kept_bytes, self.tables.layer_input(stage, c)) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
-        """Copy a share of a chunk's kept bytes in gaps of the link, if it has some, out as early and back as late as possible."""
+        """Copy a share of a chunk's kept bytes in gaps of the link, if any, out as early and back as late as possible."""
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])

@@ -52,12 +52,10 @@ class Offload:
     copies: CopyOrder
 
     def moved(self, tables: Tables, stage: int, c: int) -> int:
-        """Bytes that a copy of a chunk moves."""
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
         return moved_of(kept_bytes, tables.layer_input(stage, c), self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
-        """Most bytes that each rank has away at one time."""
         return [
             max(
                 accumulate(in_units(self.moved(tables, stage, c)) * (1 if op is Op.O else -1) for (op, stage, c), _ in row),

@@ -38,7 +38,6 @@ class Interleaved:
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as in `OrderRule.order`."""
         own, groups = looped(problem), slice_groups(chunks)
         orders = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         orders += [one_warm_up(groups, own)] if is_looped(problem) else []
@@ -66,7 +65,6 @@ class Block:
     minimal: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         orders = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return running(orders, chunks, tables, problem)
@@ -89,7 +87,6 @@ def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
 
 
 def looped(problem: Problem) -> Placement:
-    """Return the looped placement with as many stages and ranks as the problem has."""
     return Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
 
 

@@ -99,6 +99,5 @@ def _fixed_columns(tables: Tables) -> dict[str, Any]:
 
 
 def no_storage() -> shard_insertion.Shards:
-    """Return storage of the same types for tables without shards."""
     empty: dict[Any, Any] = {IntegerList: integer_zeros(0), FloatList: float_zeros(0), int: 0}
     return shard_insertion.Shards(**{name: empty[kind] for name, kind in get_type_hints(shard_insertion.Shards).items()})

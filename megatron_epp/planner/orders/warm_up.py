@@ -75,7 +75,6 @@ def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbe
 
 
 def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
-    """Return the order of every rank's codes."""
     starts = accumulate(map(len, rows), initial=0)
     return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
 
@@ -149,7 +148,6 @@ class CappedWarmUp:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Return the order of a chunk table. Arguments as in `OrderRule.order`."""
         if problem.forward_only:
             return WarmUp(self.lead, slack=self.slack).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)

@@ -50,7 +50,6 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
 
 
 def load(options: Options) -> None:
-    """Load what planning needs with some options."""
     with contextlib.suppress(EppError):  # told where a batch is planned
         load_planner((options,))
 
