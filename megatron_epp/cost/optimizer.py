@@ -114,10 +114,7 @@ class OptimizerBytes:
         )
 
     def static(self, parameters: Parameters, trained: Parameters | None = None) -> Static:
-        """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has.
-
-        By default `trained_share` of each kind of parameters trains.
-        """
+        """Return what a rank holds throughout, of shared states the most. By default `trained_share` of each kind trains."""
         trained = parameters.share(self.trained_share) if trained is None else trained
         matrices = self._most(trained.matrices, self.holders, trained.largest, ("matrices", "parameters"))
         experts = self._most(trained.experts, self.expert_holders, trained.largest, ("matrices", "parameters"))

@@ -23,10 +23,7 @@ class SlowStages:
     _ratios: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, plan: Plan, rank: int, took_us: Iterable[tuple[Action, float]]) -> None:
-        """Add the measured time of a rank's actions in an iteration.
-
-        Actions in one step take turns, so each lasts longer: they are left out, as those that compute for no stage.
-        """
+        """Add a rank's measured times, but for actions of no stage, and those in one step, which take turns and last longer."""
         planned_us: dict[int, float] = {}
         alone = [step for step in plan.ranks[rank] if not step.also and _is_of_stage(step.action)]
         for step in alone:

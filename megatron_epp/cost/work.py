@@ -170,10 +170,7 @@ def work_of(
     trained: Sequence[TrainedParts] = (),
     spans: Sequence[Spans] = (),
 ) -> ChunkWork:
-    """Derive the work of every chunk, as columns with one entry per chunk.
-
-    `trained` is of every sequence, or empty if all tokens are trained; `spans` likewise, or empty if there are none.
-    """
+    """Derive the work of every chunk. Without `trained` all tokens are trained, and without `spans` there are none."""
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
     slices, begun = ([getattr(chunk, name)(lengths) for chunk in chunks] for name in ("slice_of", "begun_of"))

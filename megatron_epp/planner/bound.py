@@ -24,26 +24,24 @@ def lower_bound_us(
 ) -> float:
     """Compute a makespan, in microseconds, that no order, recompute, offload or placement of weight gradients can beat.
 
-    It is a bound for the chunk table, not for all ways to cut the batch: a finer table has a shorter fill and drain and more
-    overhead. The larger of two numbers:
+    It is a bound for the chunk table, not for all ways to cut the batch. The larger of two numbers:
 
-    *A rank's time.* A rank runs every forward, backward and weight gradient of its stages one after another. It cannot start
-    before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back through
-    them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the backward of
-    a sequence's last slice starts on the rank's last stage, all slices of the sequence have run forward on all of the rank's
-    stages and none backward, so what they all keep is live in addition to the static bytes and the sequence's keys, values and
-    their gradient. The bytes above the cap must have been given up by recomputing layers of these slices. The least time that
-    can take solves a fractional knapsack: layers in the order of time per byte. A chunk belongs to one sequence (or is one
-    batched chunk), so the times of several sequences add. With a link to the host, keys and values may be there, and bytes may
-    be copied away and back instead; copies of a rank run one at a time, so the copied bytes cannot take longer than the
-    makespan, and what is dearest to recompute is copied. Weight gradients that are split off can run while the last chunk goes
-    back, so then the rank's time is the larger of all its work, and of its work without them followed by that way back.
+    *A rank's time.* A rank runs all passes of its stages one after another. It cannot start before some chunk has come through
+    all earlier stages, and after its last backward that chunk still has to go back through them (in a forward-only plan, on
+    through the later ones). To that comes recompute that the cap forces: when the backward of a sequence's last slice starts on
+    the rank's last stage, all slices have run forward on all of the rank's stages and none backward, so what they all keep is
+    live in addition to the static bytes and the sequence's keys, values and their gradient. The bytes above the cap must have
+    been given up by recomputing layers of these slices. The least time for that solves a fractional knapsack: layers in the
+    order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several sequences add.
+    With a link to the host, keys and values may be there, and what is dearest to recompute may be copied away and back instead,
+    no longer than the makespan, since copies of a rank run one at a time. Weight gradients that are split off can run while the
+    last chunk goes back, so then the rank's time is the larger of all its work, and of its work without them followed by that
+    way back.
 
-    A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it. In a
+    A rank's shard of the vocabulary runs before its last backward, and its weight gradient may run after that. In a
     forward-only plan shards may run while the last chunk goes on. Memory set aside for shards need not be used.
 
-    *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
-    follows.
+    *A chunk's time.* Every chunk passes all stages forward and back, and on the first its weight gradient follows.
 
     Recompute that the caps force needs `chunks` and `problem`, and is left out without them.
     """

@@ -99,7 +99,6 @@ class ChunkTables:
 
 def chunks_of(problem: Problem, costs: Costs, options: Options, chunks: float) -> tuple[Chunk, ...]:
     """Cut a batch into about so many chunks that take equally long, or as `options.slices` and `options.chunk_tokens` say.
-
     Raises `InfeasibleError` if there are too many.
     """
     table = ChunkTables(Replicas((problem,), costs, options)).table(Recipe(chunks / problem.num_ranks, str(Shape(1))))

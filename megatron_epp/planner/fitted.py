@@ -49,13 +49,8 @@ def fitted(
         kind: makes the decisions from the fields of `Decisions`. Where actions share bytes (`Decisions.sharing`), nothing is
             offloaded.
 
-    Returns:
-        The chunks and the order with recompute and copies.
-
-    Raises:
-        InfeasibleError: they do not fit the caps even with all recomputed; `least_cap_bytes` is the cap that would do.
-        PlanError: the arguments make no sense, the order deadlocks, or actions or tokens are missing, unknown or doubled; the
-            message is `check`'s report.
+    Raises `InfeasibleError` with the cap that would do if the order fits in no way, and `PlanError`, with the report of
+    `check`, if the arguments make no sense, the order deadlocks, or actions or tokens are missing, unknown or doubled.
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner

@@ -61,9 +61,8 @@ def one_order_decides(problem: Problem, options: Options) -> bool:
 
 
 def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Return the first plan found under the caps, with one stage per rank, which need not be a fast one.
-
-    Raises `InfeasibleError` with the smallest cap that would do if no table fits, and `PlanError` as `plan` does.
+    """Return the first plan found under the caps, with one stage per rank, which need not be a fast one. Raises
+    `InfeasibleError` with the smallest cap that would do if no table fits, and `PlanError` as `plan` does.
     """
     proof = proven(problem, costs, options)
     return build_plan(proof.problem, costs, options, proof.decisions)
@@ -95,10 +94,7 @@ def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
 
 
 def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
-    """Return the proof that a batch fits; None where it does not, which is faster to know than the smallest cap.
-
-    `floors` gets the tables that do not fit, with bytes that they need at least; None where these do not matter.
-    """
+    """Return the proof that a batch fits, or None; `floors` gets tables that do not, with bytes that they need at least."""
     validate(problem, costs, options)
     for floor, table in _needs(problem, costs, options):
         least = floor
@@ -149,8 +145,8 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     """Return bytes that tables need in any order, of those that do not fit, and 0 for others, which need not fit.
 
     Before a sequence's first backward, on the last stage of a rank, all of its slices are alive on all stages of the rank. So
-    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute. With copies
-    to the host one slice at a time is there, whose keys and values may be there, too, or not.
+    the longest sequence of each table is looked at alone, and that of all tables at once, with full recompute. With copies to
+    the host one slice at a time is there, with or without its keys and values.
     """
     if problem.forward_only:
         return [0] * len(tables)
@@ -191,7 +187,6 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
 
 def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
     """Return the proof that a table fits, from a plan that is lowered for its messages, but neither checked nor simulated.
-
     Raises `InfeasibleError` if it does not fit, and `MessageRoomError` if only its messages do not.
     """
 
@@ -230,8 +225,8 @@ def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, Recomp
 def _tables(replicas: Replicas) -> Iterator[Aligned]:
     """Yield the tables that the search tries, grains, runs and whole sequences.
 
-    A slice's keys and values stay until the first slice of its sequence has run backward. With a whole sequence that recomputes
-    they live as long as one layer does, so it may fit where its slices do not.
+    Keys and values of slices stay until the backward of a sequence's first slice. Those of a whole sequence that recomputes
+    stay as long as one layer does, so it may fit where its slices do not.
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
     values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()

@@ -71,8 +71,8 @@ def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Opt
 
     A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
     of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit. Recompute
-    is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold accepting).
-    With `split_weight`, weight gradients are split off to judge it where that is faster.
+    is fitted again on the ranks concerned. A slower step is taken too, less and less so (threshold accepting). With
+    `split_weight`, weight gradients are split off to judge it where that is faster.
     """
     asked = searches(options, problem.num_stages * len(decisions.chunks))
     if not asked or decisions.copies or problem.forward_only or options.recompute != "auto":

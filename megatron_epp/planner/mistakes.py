@@ -54,9 +54,8 @@ def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planne
 
 
 def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
-    """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
-
-    Raises `PlanError`, with the report, if its shape, type or range is wrong.
+    """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables. Raises
+    `PlanError`, with the report, if its shape, type or range is wrong.
     """
     rows, stages, chunks = decisions.recompute_steps, problem.num_stages, len(decisions.chunks)
     reasons: list[str] = []

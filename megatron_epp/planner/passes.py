@@ -2,7 +2,7 @@
 
 The *recompute frontier* of a stage and chunk has the modes worth using, each saving more bytes at a higher price than the one
 before. A recompute step takes one layer from one mode to the next. All layers of the stage take the first step before any takes
-the second, so a single number says what all of them do: steps taken, of which each mode has as many as the stage has layers.
+the second, so the number of steps says what all of them do.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class LayerGroup(NamedTuple):
 def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iterator[Numbers]:
     """Yield the bytes above those live when a backward starts, at every moment at which they can be most.
 
-    A backward goes through the stage from its end. The bytes that the head kept are freed first, then the bytes of an attention
-    at the stage's end, which needs more for a moment. At each layer memory rises for a while: by what recompute makes again, or
-    by the gradient of its keys and values, which stays. Then the bytes that the layer kept are freed, and with a sequence's
-    first slice its keys and values and their gradient. Equal layers have their peak at the first or the last of them, or at the
-    second where the first keeps an MLP until the end of the backward.
+    A backward first frees the bytes that the head kept, then those of an attention at the stage's end, which needs more for a
+    moment. At each layer memory rises for a while, by what recompute makes again, or by the gradient of its keys and values,
+    which stays; then the bytes that the layer kept are freed, and with a sequence's first slice its keys and values and their
+    gradient. Equal layers have their peak at the first or the last of them, or at the second where the first keeps an MLP until
+    the end.
 
     Groups are in the order in which a backward comes to them, and their sizes, arrays that broadcast, take the place of those
     of a layer in `sizes`, whose `first_mlp` is zero where the first layer does not keep it.

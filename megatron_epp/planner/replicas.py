@@ -1,8 +1,7 @@
 """Replicas that are planned together. One is the ordinary case; replicas that share experts run in lockstep.
 
 Each layer with experts is an exchange between lockstep replicas, so an action takes as long as the slowest of them needs for
-it. One order and one recompute are chosen for all, by these times; every replica then has its own chunks, memory, copies to the
-host, none of which keeps an action waiting, and KV offload.
+it. By these times one order and one recompute are chosen; chunks, memory, copies to the host and KV offload are each replica's.
 """
 
 from __future__ import annotations
@@ -177,10 +176,7 @@ def _largest(rows: Sequence[OperationRows]) -> OperationRows:
 
 
 def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -> None:
-    """Raise `PlanError` for problems in lockstep that differ in more than their lengths, and for planners but "greedy".
-
-    Raises also what `validate` does.
-    """
+    """Raise what `validate` does, and `PlanError` for other planners than "greedy" or problems not equal but for lengths."""
     for problem in problems:
         validate(problem, costs, options)
     if not problems:

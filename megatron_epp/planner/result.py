@@ -36,9 +36,8 @@ ROUNDS = 16
 
 
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
-    """Plan a batch, or replicas in lockstep, by the search.
-
-    Raises `InfeasibleError` if nothing fits; there is a plan under the cap that the error names, its messages included.
+    """Plan a batch, or replicas in lockstep, by the search. Raises `InfeasibleError` if nothing fits; there is a plan under the
+    cap that the error names, its messages included.
     """
     replicas = Replicas(tuple(problems), costs, options)
     one_decides = not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False))
@@ -114,10 +113,8 @@ def finished(candidates: Candidates) -> Candidate:
 
 
 def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
-    """Write a candidate's plans, one for each replica.
-
-    Raises `MessageRoomError` if they fit but for their messages, and `PlanError` if one fails `check`, or replicas' do not
-    match (a bug).
+    """Write a candidate's plans, one for each replica. Raises `MessageRoomError` if they fit but for their messages, and
+    `PlanError` if one fails `check`, or replicas' do not match (a bug).
     """
     replicas, decisions = candidates.replicas.with_room(candidates.room.get(id(best.table), ())), best.decisions
     costs, options = replicas.costs, replicas.options
@@ -149,9 +146,8 @@ def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) ->
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:
-    """Write the plans of the fastest candidate whose messages have room.
-
-    Raises `InfeasibleError` if none fits, with the smallest cap under which one would, but for its messages.
+    """Write the plans of the fastest candidate whose messages have room. Raises `InfeasibleError` if none fits, with the
+    smallest cap under which one would, but for its messages.
     """
     for _ in range(ROUNDS):
         if not candidates.fitting():

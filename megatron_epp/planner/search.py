@@ -1,13 +1,13 @@
 """The search for a plan: how elastic plans are made.
 
-A plan follows from a *recipe* (`settings.Recipe`): a few settings, each with values in a row. From a recipe a candidate is
-made without further choice: sequences are cut and packed into chunks, the actions ordered, recompute (or copies to the host)
-fitted to the memory caps, and the order timed. Searching is *walking*: along one setting after another, to both sides, as long
-as candidates get better, until no setting makes them better. Of candidates that do not fit, the better one lacks less memory.
+From a *recipe* (`settings.Recipe`), a value of each setting, a candidate is made without further choice: sequences are cut and
+packed into chunks, the actions ordered, recompute (or copies to the host) fitted to the memory caps, and the order timed.
+Searching is *walking*: along one setting after another, to both sides, as long as candidates get better. Of candidates that do
+not fit, the better one lacks less memory.
 
-First the walk is free of memory caps: its end is the fastest plan if memory did not matter. From there it goes on under the
-caps, where candidates recompute what they must, and other values may need less of that. Where memory is short, further walks
-begin at *openings*, recipes that keep little and that a walk from the fastest hardly comes by. Copies to the host come last.
+First the walk is free of memory caps, to the fastest plan if memory did not matter. From there it goes on under the caps, where
+other values may need less recompute. Where memory is short, further walks begin at *openings*, recipes that keep little and
+that a walk from the fastest hardly comes by. Copies to the host come last.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
 
 
 def search(replicas: Replicas) -> Candidates:
-    """Search, free of caps and then under them; return all candidates under the caps.
-
-    Raises `InfeasibleError` if a replica has too few tokens for the chunks that another needs.
+    """Search, free of caps and then under them; return all candidates under the caps. Raises `InfeasibleError` if a replica has
+    too few tokens for the chunks that another needs.
     """
     free = Candidates(replicas.without_caps)
     fastest = free_of_caps(free)
@@ -119,9 +118,8 @@ def search(replicas: Replicas) -> Candidates:
 
 
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
-    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for.
-
-    Raises `InfeasibleError` if there is none.
+    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for. Raises
+    `InfeasibleError` if there is none.
     """
     coarser = [grain for grain in candidates.values["grain"][::-1] if grain < recipe.grain]
     ranks = candidates.problem.num_ranks

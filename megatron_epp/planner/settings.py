@@ -134,9 +134,8 @@ REACHES = {
 """Forwards ahead of backwards.
 
 One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, or with
-1.5 times the bytes of these, for which something recomputes. Several: backwards first, or forwards and backwards in turn;
-Megatron's interleaved order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
-"""
+1.5 times the bytes of these, by recompute. Several: backwards first, or in turn; Megatron's interleaved order; blocks of the V
+schedules (2405.15362); the first two with weight gradients that wait."""
 
 
 class Opening(NamedTuple):

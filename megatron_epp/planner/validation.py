@@ -90,9 +90,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
 
 
 def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
-    """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold.
-
-    Raises `PlanError` with the stage and the amount.
+    """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold. Raises `PlanError`
+    with the stage and the amount.
     """
     tokens = sum(-(-length // token_multiple) * token_multiple for length in lengths)
     pairs = sum(causal_pairs(0, length) for length in lengths)

@@ -126,9 +126,8 @@ class ScopedLoss:
         return self._gradients.pop(chunk, None)
 
     def end(self) -> str:
-        """Check that all sequences and groups are complete, and all gradients taken; wait for the device.
-
-        Returns which token's loss or gradient is not finite, with its values; empty if all are.
+        """Check that all sequences and groups are complete, and all gradients taken; wait for the device. Returns which token's
+        loss or gradient is not finite, with its values; empty if all are.
         """
         assert not self._waiting
         assert not self._gradients

@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
 
 class RankVocabulary(RunFeature):
-    """A rank's shard of the output layer during training.
-
-    `tied_group` is of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
-    """
+    """A rank's shard of the output layer during training. Without the pipeline's `tied_group` the embedding is not tied."""
 
     adds_gradients = True
 

@@ -18,10 +18,7 @@ from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 
 
 class TiedTable:
-    """Exchange of the embedding's rows and gradients between the first stage and the shards.
-
-    `table` is the first stage's word embeddings, without a weight; None on other ranks. `ranks` of the pipeline are global.
-    """
+    """Exchange of the embedding's rows and gradients between shards and the first stage, whose `table` has no weight."""
 
     def __init__(self, shard: VocabularyShard, table: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._shard, self._table, self._ranks, self._group = shard, table, tuple(ranks), group

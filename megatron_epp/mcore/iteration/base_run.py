@@ -187,9 +187,8 @@ class Run:
         self.features = tuple(filter(None, (make(self) for make in targets(self.asked, "run"))))
 
     def check_trained(self) -> None:
-        """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow.
-
-        Raises `EppError` if a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
+        """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow. Raises `EppError` if
+        a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
         """
         for number, stage in self.stages.items():
             now, before = _num_trained(stage), self._trained[number]

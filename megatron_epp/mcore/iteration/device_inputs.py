@@ -83,9 +83,8 @@ class RankInputs:
         return self.reads_tokens or self.of_inputs.axes > 1
 
     def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
-        """Prepare a rank's part of a planned batch with these lowered actions, and start to upload what it reads.
-
-        Raises `EppError`, or an error of the operating system, if the tokens cannot be read.
+        """Prepare a rank's part of a planned batch with these lowered actions, and start to upload what it reads. Raises
+        `EppError`, or an error of the operating system, if the tokens cannot be read.
         """
         assert batch.plan is not None
         program = program_of(batch.plan, actions)

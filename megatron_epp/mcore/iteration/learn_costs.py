@@ -108,7 +108,6 @@ class LearntPlanner:
 
     def plan_next(self, by_formula: BackgroundPlanner, problem: Problem) -> PackedPlans:
         """Plan the next training batch: with `by_formula`, or from `first_batch` on with learnt costs, when these are there.
-
         Raises `EppError` if training ends meanwhile, and what planning raises.
         """
         self._batch += 1

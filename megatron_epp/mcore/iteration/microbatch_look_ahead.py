@@ -81,7 +81,6 @@ class Ahead:
 
     def take(self, sources: Sequence[LookAhead], count: int) -> AgreedShapes | None:
         """Return what was agreed for the iteration whose microbatches are taken next; None, on all ranks, if nothing was.
-
         Raises `EppError` if this rank's iterators are others than at `begin`, or have moved since.
         """
         begun, self._next = self._next, None

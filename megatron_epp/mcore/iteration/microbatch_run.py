@@ -201,7 +201,6 @@ class MicrobatchRun(Run):
         report: IterationReport,
     ) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches of each of this rank's chunks, whose plan is None without any: then it only reduces zeros.
-
         Returns what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learning.is_recording and not call.forward_only

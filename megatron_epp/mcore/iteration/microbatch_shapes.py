@@ -142,9 +142,8 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:
-    """Take the microbatches of an iteration from an iterator, an object with ``get_next`` and ``offset``, or None.
-
-    Raises `EppError` if the iterator is of another kind, or ends early.
+    """Take the microbatches of an iteration from an iterator, an object with ``get_next`` and ``offset``, or None. Raises
+    `EppError` if the iterator is of another kind, or ends early.
     """
     if iterator is None:
         return Microbatches()

@@ -138,9 +138,8 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
 
 
 def relayed(spec: Any) -> Any:
-    """Return a copy of a layer, block or stack spec in which every `core_attention`, of any model, is `RelayAttention`.
-
-    Raises `EppError` if one is not Megatron's.
+    """Return a copy of a layer, block or stack spec in which every `core_attention`, of any model, is `RelayAttention`. Raises
+    `EppError` if one is not Megatron's.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(map(relayed, spec))

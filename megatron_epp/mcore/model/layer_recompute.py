@@ -33,7 +33,6 @@ from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discard
 
 def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
     """Make a stage's layers, if they do not yet, recompute by their numbers in `Recompute.mode` of the chunk that they run.
-
     Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
     for mode in MODES.values():

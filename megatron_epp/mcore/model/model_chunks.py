@@ -201,9 +201,8 @@ def _without_embedding(model: Any, *rest: Any, **named: Any) -> Any:
 
 
 def placed_pattern(pattern: str, placement: Placement) -> str:
-    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement.
-
-    Raises `EppError` if it does not have a segment for every stage, or has multi-token prediction.
+    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement. Raises `EppError` if it does
+    not have a segment for every stage, or has multi-token prediction.
     """
     if AHEAD in pattern:
         raise EppError(

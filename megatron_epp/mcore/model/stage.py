@@ -230,9 +230,8 @@ class MegatronStage:
         before_last_gradient: Callable[[], None] = lambda: None,
         reduce_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an iteration. `inputs` gives a chunk's inputs; the others are methods of `Stage`.
-
-        Raises `EppError` if something is attached to the model that plans would not run (`obstacle`).
+        """Start an iteration. `inputs` gives a chunk's inputs; the others are methods of `Stage`. Raises `EppError` if
+        something is attached to the model that plans would not run (`obstacle`).
         """
         if obstacle := self.obstacle:
             raise EppError(obstacle)
@@ -363,10 +362,7 @@ def own_device() -> torch.device:
 
 @contextmanager
 def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[None]:
-    """Run a block under a timer of Megatron's schedules, which goes on if the block fails; without one if `timers` is None.
-
-    It is logged from `--timing-log-level` `log_level` on.
-    """
+    """Run a block under one of Megatron's timers, if given, logged from `log_level` on, which goes on if the block fails."""
     if timers is not None:
         timers(name, log_level=log_level).start(**start)
     yield

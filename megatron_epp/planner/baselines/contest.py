@@ -66,9 +66,8 @@ def own_recompute_only(options: Options) -> None:
 
 
 def context_tokens(problem: Problem, options: Options) -> int:
-    """Tokens of a row, padding included: the context length, or the longest sequence where none is given.
-
-    Raises `InfeasibleError` if a sequence is longer.
+    """Tokens of a row, padding included: the context length, or the longest sequence where none is given. Raises
+    `InfeasibleError` if a sequence is longer.
     """
     longest = max(problem.lengths)
     context = longest if options.context is None else options.context
@@ -81,9 +80,8 @@ def context_tokens(problem: Problem, options: Options) -> int:
 
 
 def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken: Iterable[int] = ()) -> list[list[int]]:
-    """Put each sequence, in this order, into the first bin with room; one above `room` has a bin of its own.
-
-    Returns the sequences of each bin, in the order given; then the new bins that it took.
+    """Put each sequence, in this order, into the first bin with room; one above `room` has a bin of its own. Returns the
+    sequences of each bin, in the order given; then the new bins that it took.
     """
     left = [room - tokens for tokens in taken]
     held: list[list[int]] = [[] for _ in left]

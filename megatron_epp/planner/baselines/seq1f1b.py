@@ -33,10 +33,7 @@ def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: int | None = None) -> None:
-    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
-
-    `token_multiple` is that of padding; None for the problem's own.
-    """
+    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for."""
     problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
     chunks = arranged(chunks, problem.loss_groups)
     tables = tabulate(chunks, problem, contest.costs)

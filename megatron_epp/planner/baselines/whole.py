@@ -190,9 +190,8 @@ def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -
 
 
 def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Whole sequences, one per chunk in batch order, whatever `slices` says; recompute as the caps ask for.
-
-    Raises `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
+    """Whole sequences, one per chunk in batch order, whatever `slices` says; recompute as the caps ask for. Raises
+    `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))

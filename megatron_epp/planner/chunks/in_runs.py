@@ -1,15 +1,13 @@
 """Chunk tables of runs: whole sequences, one behind the other, cut into chunks by time.
 
 The number of a run's chunks is its width. Width 1 is a packed chunk, and a long sequence by itself is its slices; of several
-sequences, those are cut in which a chunk ends, and the next chunk goes on with them. Forwards of a run come in order, its
-backwards in reverse.
+sequences, those are cut in which a chunk ends. Forwards of a run come in order, its backwards in reverse.
 
 Chunks take equally long, but for those at the ends of a table: a pipeline fills and empties sooner with small chunks, and has
-less overhead with large ones between. On 12 batches of 16 and 32 sequences, on 4 and 8 stages, plans with small ends were 2.1 %
-faster on average than with equal chunks alone.
+less overhead with large ones between. On 12 batches of 16 and 32 sequences, on 4 and 8 stages, that gained 2.1 % on average.
 
-Widths are common to all replicas of a lockstep group, so that the k-th chunks of all take equally long, and one order serves
-them all: the group takes 2.9 % longer than its slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
+Widths are common to all replicas of a lockstep group, so that one order serves them all: the group takes 2.9 % longer than its
+slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
 """
 
 from __future__ import annotations

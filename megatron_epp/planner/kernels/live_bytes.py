@@ -140,10 +140,7 @@ def fit(
     leaves: IntegerList,
     by_stay: int,
 ) -> bool:
-    """Have every rank that is above its cap recompute as much as `fit_rank` finds; True if all stay under theirs.
-
-    The result is in `recompute_steps`, by item, zeros before; `leaves` is working storage, a number per item.
-    """
+    """Have ranks above their caps recompute as much as `fit_rank` finds, from zero `recompute_steps`; True if all fit."""
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
         if peak(actions, begin, stop, columns, recompute_steps, static) <= caps[rank]:

@@ -77,10 +77,7 @@ def run(ready: Ready) -> None:
 
 @compiled
 def take(rank: int, now: float, ready: Ready) -> tuple[float, int]:
-    """Run a ready action on a rank that is free at `now`, in microseconds.
-
-    Returns when the result arrives and at which rank; `NO_RANK` if no action is ready.
-    """
+    """Run a ready action on a rank free at `now`; return when its result arrives, in microseconds, and where (or `NO_RANK`)."""
     # Weight gradients otherwise fill time without others: taken at once, 2 plans of 76 were slower, by up to 1.6 %.
     waiting = ready.queued[rank] - ready.taken[rank]
     if waiting > 0 and waiting >= ready.most_waiting:

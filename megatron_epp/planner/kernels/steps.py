@@ -214,10 +214,7 @@ def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
 
 @compiled
 def legal(actions: IntegerList, rank: int, facts: Facts, seen: IntegerList) -> bool:
-    """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend.
-
-    `seen` has room for two numbers per item: by stage and sequence, the last forward and the last backward.
-    """
+    """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend."""
     chunks, group_of = facts.columns.num_chunks, facts.group_of
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     for at in range(begin, stop):

@@ -78,13 +78,13 @@ def fit_offload(
 ) -> Copied | None:
     """Copy as much as the link has time for and recompute the rest of the excess over the cap.
 
-    How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap that
-    is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies that end
-    later than they were meant to) lowers the aim for the next round. Returns the fastest for which there is `host_room`,
-    ``[replica][rank]``; else the one that lacks least, or None where no copies meet the caps.
+    How much of that is left to the link is tried from all of it downwards: recompute is fitted to a cap that is higher by that
+    share, copies are chosen in the times that follow, and played. What is then above the cap (copies that end late) lowers the
+    aim for the next round. Returns the fastest for which there is `host_room`, ``[replica][rank]``; else the one that lacks
+    least, or None where no copies meet the caps.
 
-    Lockstep replicas, with equal times (`replicas.slowest_times`), have the same recompute, and each copies what it has to: but
-    only so that no load keeps an action waiting, for that would keep all replicas waiting.
+    Lockstep replicas, with equal times (`replicas.slowest_times`), have the same recompute, and each copies what it has to, but
+    only so that no load keeps an action waiting, which would keep all replicas waiting.
     """
     best: Copied | None = None
     lacking: Copied | None = None

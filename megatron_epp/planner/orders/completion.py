@@ -79,9 +79,9 @@ def split_with_copies(
 ) -> tuple[Codes, float] | None:
     """Split weight gradients off an order, which may be overlapped with copies that have taken `away` bytes.
 
-    The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
-    hold, and with the times that follow, a rank may come out above its cap; then fewer wait, each time twice as many fewer as
-    seems needed. Returns the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
+    Copies start at the ends of the same actions, as soon as their links are free. Where a rank then comes out above its cap,
+    fewer gradients wait, each time twice as many fewer as seems needed. Returns the order and its makespan in microseconds, or
+    None if a rank is above its cap after all rounds.
     """
     if not offload.copies:
         codes = split_weights(order, tables, offload.recompute_steps, caps, (), gap_share)
@@ -107,10 +107,9 @@ def split_weights(
 ) -> Codes:
     """Split the weight gradients off the backwards of an order that fits the caps with `recompute_steps`.
 
-    A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
-    fits into, or that has `gap_share` of its time: until the next action's input has arrived. Where the waiting ones would lift
-    the rank above its cap, they run before; where even a single one would, the backward stays whole, as does one without
-    anything to delay (`kernels.split.puts_off`).
+    A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap until the
+    next action's input that it fits into, or that has `gap_share` of its time. Where the waiting ones would lift the rank above
+    its cap, they run before; where even a single one would, the backward stays whole, as does one without anything to delay.
 
     Copies have taken `away`, ``[rank][position]`` bytes, while an action runs. Raises `PlanError` if the order deadlocks.
     """

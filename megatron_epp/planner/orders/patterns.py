@@ -31,8 +31,8 @@ class Interleaved:
 
     A rank runs as many chunks as there are ranks on its first stage, then on its next, and so on; backwards the other way
     round. Every rank is two backwards ahead of the next. Where that deadlocks, as with chunks that are no multiple of the
-    ranks, or unless `elastic`, the warm-up is the paper's (`one_warm_up`); where that deadlocks too, and for other placements,
-    the order is list scheduling's.
+    ranks, or unless `elastic`, the warm-up is the paper's (`one_warm_up`); else, and for other placements, it is list
+    scheduling.
     """
 
     elastic: bool = True

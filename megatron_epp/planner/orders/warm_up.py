@@ -40,11 +40,10 @@ class OrderRule(Protocol):
 def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
     """1F1B over slices (Seq1F1B) of sequences with unequal numbers of them (InfiniPipe, section III-D).
 
-    Forwards run sequence by sequence with ascending slices, backwards sequence by sequence with descending slices. Before its
-    first backward a rank runs ``num_stages - rank - 1 + n`` forwards, n being the slices of the first sequence, and then keeps
-    that many chunks alive: one forward per backward. Where the next sequence has fewer slices than the one whose backward just
-    ended, the rank lets the window shrink by as much before it goes on with forwards. Sequences must come with falling numbers
-    of slices; with one each this is 1F1B.
+    Forwards run with ascending slices, backwards with descending ones. Before its first backward a rank runs
+    ``num_stages - rank - 1 + n`` forwards, n being the slices of the first sequence, and then keeps that many chunks alive: one
+    forward per backward. Where the next sequence has fewer slices than the one whose backward just ended, the rank lets the
+    window shrink by as much first. Sequences come with falling numbers of slices; with one each this is 1F1B.
     """
     groups = slice_groups(chunks)
     alive = [done + len(group) for done, group in enumerate(group for group in groups for _ in group)]
@@ -107,15 +106,15 @@ class WarmUp:
     """1F1B with an elastic warm-up window: one stage per rank, each rank `lead` backwards ahead of the next.
 
     Let backward k belong to a sequence of n slices. With `minimal` the last rank runs before it the forwards up to the end of
-    that sequence and no more; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the
-    last runs before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their
-    forwards in the same groups, and no rank has to wait for forwards that another has put off.
+    that sequence; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the last runs
+    before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their forwards in the
+    same groups, and no rank has to wait for forwards that another has put off.
 
     `minimal` keeps the fewest chunks alive: while the backwards of a long sequence run, the only forwards in between are those
-    that later ranks need next. A lead of 1 is 1F1B, without slack: all ranks wait wherever two chunks differ in time. With a
-    lead of 2, as many chunks wait between a rank and the next as there are ranks after it. Less than 1 is for short memory. By
-    `slack` backwards all ranks are further ahead, so that the last one has something to run while the shards of the vocabulary
-    exchange what its backward waits for.
+    that later ranks need next. A lead of 1 is 1F1B: all ranks wait wherever two chunks differ in time. With a lead of 2, as
+    many chunks wait between a rank and the next as there are ranks after it. Less than 1 is for short memory. By `slack`
+    backwards all ranks are further ahead, so that the last one has something to run while the shards of the vocabulary exchange
+    what its backward waits for.
     """
 
     lead: float
@@ -138,9 +137,8 @@ class WarmUp:
 class CappedWarmUp:
     """`WarmUp` with the window between the smallest and the largest, backward by backward as the caps allow.
 
-    While a long sequence is alive its slices leave room for few other chunks, and later for more. So the smallest window waits
-    where there is room, and the largest does not fit. The window counts bytes without recompute: `room` times what the caps
-    leave for activations. Above 1 some of them are given up by recompute.
+    While a long sequence is alive its slices leave room for few other chunks, and later for more. The window counts bytes
+    without recompute: `room` times what the caps leave for activations. Above 1 some of them are given up by recompute.
     """
 
     lead: float

@@ -34,8 +34,7 @@ LOADED_OPTIONS = (Options(split_weight=True), Options(offload=True))
 def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
     """Plan a small batch by the default planner with some options, without and with memory caps that matter, once in a process.
 
-    The compiled loops are read from disk, which takes longer than most plans. Missing ones are compiled, which takes 10 to 25 s
-    of a core. Other planners run as they are only where a batch is planned: they use some of these loops.
+    Compiled loops are read from disk, which takes longer than most plans, or compiled, which takes 10 to 25 s of a core.
     """
     line, kv = LinearTime(1.0, 0.1, 1e-4), KVBytes(bytes_per_token=64.0, heads=4)
     layers = BlockCosts(kind=LAYER, count=2, forward=line, backward=line.scaled(2), weight=line, bytes_per_token=512.0, kv=kv)

@@ -1,9 +1,8 @@
 """Division of a global batch over data-parallel replicas so that their plans take about equally long.
 
-Replicas wait for the slowest at the end of every iteration. Sequences go longest processing time first (LPT; Graham, 1969) to
-the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is more than
-its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few exchanges follow that
-are judged by makespans, estimated or planned.
+Sequences go longest processing time first (LPT; Graham, 1969) to the replica with the least work, as the cost model counts it
+on the slowest stage, attention included. A makespan is more than its work (the pipeline's fill, recompute that the caps force,
+chunks that do not divide evenly), so a few exchanges follow that are judged by makespans, estimated or planned.
 """
 
 from __future__ import annotations
@@ -119,9 +118,8 @@ class _Exchange:
     time_us: Callable[[tuple[Share, ...]], float]
 
     def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
-        """Exchange sequences between replicas until the groups' imbalance is `enough` or no exchange helps.
-
-        Returns the shares of the replicas and the time of each group.
+        """Exchange sequences between replicas until the groups' imbalance is `enough` or no exchange helps. Returns the shares
+        of the replicas and the time of each group.
         """
         times_us = [self._group_us(shares, lockstep_group) for lockstep_group in self.lockstep_groups]
         while tries > 0 and (math.isinf(max(times_us)) or max(times_us) > (1 + enough) * sum(times_us) / len(times_us)):
@@ -168,9 +166,8 @@ class _Exchange:
 
 
 def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: float) -> tuple[int, int | None] | None:
-    """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves.
-
-    Returns None if no pair moves more than nothing and less than twice the target.
+    """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves. Returns None if no
+    pair moves more than nothing and less than twice the target.
     """
     best: tuple[float, int, int | None] | None = None
     ranked = sorted(fast, key=lambda at: (work_us[at], at))
