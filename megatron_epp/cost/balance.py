@@ -22,8 +22,8 @@ class Spread:
 
 
 WORTH = 0.05
-"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers per stage;
-chosen, not measured."""
+"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers; not
+measured."""
 
 
 def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, rank_of: Sequence[int] = ()) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class BlockCosts(PartCosts):
         kind: one of `KINDS`, or a name of a subclass.
         count: number of them; only layers can be none, and only layers recompute. Layers of multi-token prediction have times
             and bytes of all of them, but for `kv`.
-        full_bytes_per_token: peak in the backward of a layer that keeps everything or recomputes in full; None if it is
+        full_bytes_per_token: peak in the backward of a layer that keeps everything or recomputes in full; None:
             `bytes_per_token`.
         input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
         working_bytes_per_token: held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
@@ -232,8 +232,7 @@ class StageCosts:
     """Time and memory of one pipeline stage.
 
     `blocks` are in the order in which a forward runs them; layers are one block, also where there are none. `unlike` has layers
-    of several kinds one by one, of which only what they keep and their peaks count: times are their block's, whose sizes are
-    their mean.
+    of several kinds one by one, of which only what they keep and their peaks count: their block has times and mean sizes.
     """
 
     blocks: tuple[BlockCosts, ...]

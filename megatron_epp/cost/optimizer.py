@@ -32,9 +32,9 @@ type Sharing = Literal["elements", "matrices", "parameters", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Numbers of parameters that a rank holds: in a stage's matrices of layers, in those of experts, and in `others`, the
-    embedding, the output layer and vectors, which Muon leaves to Adam. `largest` is of one matrix, `largest_other` of one of
-    the others.
+    """Numbers of parameters of a stage on a rank: in matrices of layers, in those of experts, and in `others`, which Muon
+    leaves to Adam: the embedding, the output layer and vectors. `largest` is of one matrix, `largest_other` of one of the
+    others.
     """
 
     matrices: float = 0.0

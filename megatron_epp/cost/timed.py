@@ -124,8 +124,7 @@ def _device_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> Li
 def _points(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> list[Point]:
     """Return the median time of each size.
 
-    Slices of equal length read more as their pairs grow, and times do not tell the two from each other: a read counts as so
-    many pairs as by the earlier line.
+    Slices of equal length read more as their pairs grow, so a read counts as so many pairs as by the earlier line.
     """
     by_size: dict[tuple[int, float], list[float]] = {}
     for timed in times:

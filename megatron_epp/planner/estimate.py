@@ -19,9 +19,7 @@ from megatron_epp.planner.settings import WHOLE, first_recipe
 from megatron_epp.planner.validation import validate
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
-"""Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders; not compared with other
-choices.
-"""
+"""Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,8 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
 
 
 def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
-    """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
-
-    Raises what `make` raises: an `InfeasibleError`, whose cap need not have room for messages, or the last plan's
-    `MessageRoomError`.
+    """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave. Raises
+    what `make` raises: `InfeasibleError`, whose cap need not have room for messages, or the last `MessageRoomError`.
     """
     for _ in range(ROUNDS - 1):
         try:

@@ -165,8 +165,8 @@ def backward_items(
     """Compute the bytes of backwards by item (`cost.memory`).
 
     Activations and peak are of a layer in recompute `mode`, empty for one that keeps everything; of unlike layers of number
-    `layer`, None for their mean. A `split` backward keeps inputs of weight gradients: the head's, and those of layers that it
-    has passed.
+    `layer`, None for their mean. A `split` backward keeps inputs of weight gradients of the head and the layers that it has
+    passed.
     """
     (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
     (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
@@ -238,8 +238,8 @@ class StagePasses:
         exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
         activation: bytes kept from forward to backward without recompute.
         layer_input: of these, what a layer that recomputes whole keeps.
-        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and forward-only what it
-            frees.
+        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
+            the bytes freed at its end.
         backward_residual: bytes that a backward leaves, without activations: gradients of keys and values, opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.

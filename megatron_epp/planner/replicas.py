@@ -210,8 +210,8 @@ def too_few_tokens(replicas: Replicas) -> InfeasibleError:
 def split_together(by_replica: Sequence[Decisions], tables: Sequence[Tables], replicas: Replicas) -> tuple[Decisions, ...]:
     """Split weight gradients off the order of replicas in lockstep, equally for all, where that is allowed, faster and fits.
 
-    Exchanges then come at the same times everywhere, so all replicas issue receives at the same positions. Each replica's own
-    split is tried.
+    Exchanges then come at the same times everywhere, so all issue receives at the same positions. Each replica's own split is
+    tried.
     """
     whole, recompute_steps = by_replica[0].order, by_replica[0].recompute_steps
     orders = {coded(whole, len(by_replica[0].chunks)).key: whole}

@@ -1,8 +1,8 @@
 """Input embedding of a model whose output layer is tied to it and divided over the pipeline ranks.
 
 The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which after the last
-backward sends each the gradient of its rows, in fp32, before data-parallel reductions. Megatron all-reduces two whole copies'
-gradients instead.
+backward sends each the gradient of its rows, in fp32, before data-parallel reductions. Megatron all-reduces gradients of two
+whole copies.
 """
 
 from __future__ import annotations

@@ -279,8 +279,7 @@ class Run:
     ) -> PipelineCosts:
         """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them with what `complete` adds.
 
-        `plan` is that of the last recorded iteration; None if this rank's replica ran none. For `keeps_weights` see
-        `fitted_costs`.
+        `plan` is that of the last recorded iteration; None if this replica ran none. For `keeps_weights` see `fitted_costs`.
         """
         assert self.costs is not None  # since `settle`
         before, everyone = self.costs, from_each_of_job(learner.learnt)

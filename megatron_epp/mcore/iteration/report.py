@@ -91,9 +91,7 @@ class IterationReport:
         return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
-        """Count what stages of documents keep, if memory is measured or the plan has copies to the host, without the uploaded
-        inputs.
-        """
+        """Count what stages of documents keep besides inputs, if memory is measured or the plan has copies to the host."""
         run, plan = self.run, self.batch.plan
         if forward_only or not (run.args.epp_measure_memory or any(() if plan is None else plan.copies)):
             return
@@ -206,9 +204,7 @@ class IterationReport:
             loggers.write(line)
 
     def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
-        """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations, and all
-        layers are of one kind.
-        """
+        """Return a hint, once, if other layers per stage, all equal, would have reduced waiting in the first iterations."""
         run = self.run
         if len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
             return ""

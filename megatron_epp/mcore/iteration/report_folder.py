@@ -71,9 +71,7 @@ class Reports:
         return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
-        """Complete the present report, and begin another, on a stream of its own. `work` may return a call for the training
-        thread.
-        """
+        """Complete this report, and begin another on its own stream. `work` may return a call for the training thread."""
         self.complete()
         if self._thread is None:
             self._thread = SideThread("epp-reports")

@@ -55,7 +55,7 @@ class SlicedRun(Run):
 
     In the background, one rank of every lockstep group plans the group's shares of the global batch, which all these ranks
     divide from the same lengths, costs and caps. It is created before the data iterators, whose plans wait until `attach` has
-    learned the model's costs.
+    the model's costs.
     """
 
     stages: dict[int, MegatronStage]

@@ -244,8 +244,8 @@ def shard_logits(model: torch.nn.Module) -> None:
     """Make a last stage's output layer return its rank's shard of the logits where Megatron's loss takes it.
 
     That loss always treats its logits as a rank's shard. A model built with ``parallel_output=False`` gathers them, so every
-    entry would count once for each tensor-parallel rank. Raises `EppError` if such logits do not come from Megatron's own layer
-    and function.
+    entry would count once for each tensor-parallel rank. Raises `EppError` if such logits are not from Megatron's layer and
+    function.
     """
     bare: Any = unwrap_model(model)
     layer: Any = getattr(bare, "output_layer", None)

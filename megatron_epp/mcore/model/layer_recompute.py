@@ -44,8 +44,8 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
 
 
 class _Running(threading.local):
-    """Parts that run again in the backward of the layer that a thread runs (the actions of a step run in a thread each), and
-    the output of its norm, until attention has read it.
+    """Parts that run again in the backward of the layer that a thread runs (actions of a step have a thread each), and its
+    norm's output until attention has read it.
     """
 
     def __init__(self) -> None:

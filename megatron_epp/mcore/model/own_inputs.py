@@ -104,8 +104,8 @@ def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
 
 
 _PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings", "sequence_parallel")
-"""Attributes of Megatron's embeddings and their configuration by which sequence-parallel ranks get a part of the rows, and draw
-a dropout of their own for it."""
+"""Attributes of Megatron's embeddings and their configuration by which sequence-parallel ranks get a part of the rows, with a
+dropout of their own."""
 
 
 @contextmanager

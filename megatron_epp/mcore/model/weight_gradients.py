@@ -246,8 +246,8 @@ def _drop_placeholders(weights: Sequence[Tensor]) -> None:
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:
-    """Give weights a placeholder gradient where they have none: Megatron's hooks require one for every W, and a backward leaves
-    only one, since fused kernels add to the main gradient directly.
+    """Give weights without gradient a placeholder: hooks require one for every W, but a backward of fused kernels leaves only
+    one.
     """
     for weight in weights:
         if weight.grad is None:

@@ -189,7 +189,7 @@ def falling_times(chunker: Chunker) -> list[Timed]:
 def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Timed]]:
     """Return what every run of one replica holds.
 
-    Long sequences have the first runs. Others, the longest first, go where that takes least time for the `runs`' shares.
+    Others than the long ones, which have the first runs, go where that takes least time for the `runs`' shares.
     """
     held = [[*falling[number : number + 1]] if number < num_long else [] for number in range(len(runs))]
     sizes = np.array([sum(shares) for shares in runs])

@@ -82,7 +82,7 @@ def fit_rank(
 
     Recompute steps are taken at the lowest price, time per byte saved, first, and among equals on the chunk that stays longest;
     or with `by_stay` at the lowest price per action of stay first, which takes less recompute where memory is short all along.
-    More recompute of a chunk adds no bytes to earlier actions, so one walk finds a solution wherever there is one within the
+    More recompute of a chunk adds no bytes to earlier actions, so one walk finds a solution where there is one within the
     limits.
 
     The result is in `recompute_steps`, by item, in which items of other ranks are left alone; `leaves` is working storage, a

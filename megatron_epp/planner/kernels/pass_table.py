@@ -24,8 +24,7 @@ class PassTable(NamedTuple):
         rank_of: by stage.
         static: by rank, as in `Tables`.
         num_layers, most: of the item's stage, and most recompute steps of the item.
-        first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
-            stages share them.
+        first_way: of each item, where its ways to run begin: one for every number of recompute steps. Equal stages share them.
         kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A

@@ -35,8 +35,7 @@ class Facts(NamedTuple):
         copies, away: none.
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
         whole, filled: storage for these; the actions of `whole` are the judged choice's.
-        full, shards: columns of orders with the vocabulary's shards, and storage for these; `shards.line` is empty without
-            them.
+        full, shards: columns of orders with the vocabulary's shards, and storage for these; without, `shards.line` is empty.
     """
 
     starts: IntegerList

@@ -203,7 +203,7 @@ def _chosen(
 
 def _most_recompute(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps]) -> RecomputeSteps:
     """Combine the recompute of all replicas ``[stage][chunk]``: the maximum. Of several it is no less than what the times were
-    planned with, so none of their loads comes late because an action ends sooner.
+    planned with, so no load comes late because an action ends sooner.
     """
     return fitted[0] if len(fitted) == 1 else np.max([recompute_steps, *fitted], axis=0).tolist()
 

@@ -52,8 +52,8 @@ def divide(
     replica then has nothing else. Sequences whose loss is computed together stay together. In a group of replicas each chunk
     waits for the others' chunks, so long sequences go to the same group. At most `tries` exchanges are judged by `time_us`.
 
-    Raises `PlanError` if there are fewer sequences, or groups with one loss, than replicas, and `InfeasibleError` if a share
-    fits no memory cap.
+    Raises `PlanError` for fewer sequences, or groups with one loss, than replicas, and `InfeasibleError` if a share fits no
+    memory cap.
     """
     units, replicas = problem.indivisible, sum(map(len, lockstep_groups))
     if len(units) < replicas:
