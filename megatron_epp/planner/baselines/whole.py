@@ -59,11 +59,9 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """One sequence per micro-batch, in batch order, each padded to `options.context`; the least uniform recompute that fits.
 
     The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
-    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
-
-    Raises:
-        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
-            or the context than `chunk_tokens`.
+    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here. Raises
+    `InfeasibleError` if a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
+    or the context than `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
@@ -81,12 +79,9 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
 
     Kinder than the original: rows are not padded to the context, sequences of a row do not attend to each other, and the number
-    of rows suits each batch. With `options.chunk_tokens` no row is longer than that.
-
-    Raises:
-        InfeasibleError: no row fits the cap even with all layers recomputed, a sequence is longer than the context or
-            `chunk_tokens`, or several stages per rank have too few sequences.
-        PlanError: stages are placed otherwise than Megatron places them.
+    of rows suits each batch. With `options.chunk_tokens` no row is longer than that. Raises `InfeasibleError` if no row fits
+    the cap even with all layers recomputed, a sequence is longer than the context or `chunk_tokens`, or several stages per rank
+    have too few sequences, and `PlanError` if stages are placed otherwise than Megatron places them.
     """
     return packed_contest(problem, costs, options).result()
 
@@ -138,11 +133,8 @@ def packed_contest(
 
 
 def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks.
-
-    Args:
-        row: most tokens of a row, which no row exceeds.
-        count: the number of rows that first fit needs, at least one.
+    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks. `row`: most tokens
+    of a row, which no row exceeds. `count`: the number of rows that first fit needs, at least one.
     """
     work, ranks = sequence_work(problem, costs), problem.num_ranks
     multiple = -(-count // ranks) * ranks
@@ -208,10 +200,8 @@ def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -
 
 
 def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. It ignores `slices`.
-
-    Raises:
-        InfeasibleError: a sequence does not fit the cap, or is longer than `chunk_tokens`.
+    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. It ignores `slices`. Raises
+    `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))

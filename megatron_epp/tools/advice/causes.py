@@ -113,10 +113,8 @@ class StockChoices:
     added_us: Callable[[Layout], float] = lambda _: 0.0
 
     def steps(self, *, even_only: bool = False) -> Steps:
-        """Return the steps before any cause, with layers and virtual stages, and with packing.
-
-        Args:
-            even_only: the layout stays that of even layers on one stage per rank.
+        """Return the steps before any cause, with layers and virtual stages, and with packing. `even_only`: the layout stays
+        that of even layers on one stage per rank.
         """
         layouts = [self.even] if even_only else [*dict.fromkeys((self.even, *self._balanced(), *self.layouts))]
         dealt, by_work = self.problems[0], self.problems[-1]
@@ -255,10 +253,7 @@ def _times(factor: float) -> str:
 
 def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halves: bool) -> list[Layout]:
     """Return layouts with the vocabulary on the last stage to plan in place of one that may divide it: the same layers, and
-    where it does layers levelled anew, since the last stage then has more to do.
-
-    Args:
-        halves: stages may begin inside a layer.
+    where it does layers levelled anew, since the last stage then has more to do. `halves`: stages may begin inside a layer.
     """
     plain = replace(layout, shards_vocabulary=False)
     if plain == layout:

@@ -78,9 +78,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     """Search for the best, deterministically.
 
     Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
-
-    Raises:
-        NothingFitsError: no configuration can run.
+    Raises `NothingFitsError` if no configuration can run.
     """
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)

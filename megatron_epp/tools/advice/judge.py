@@ -184,10 +184,7 @@ def choices_of(
     """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration.
 
     This favours 1F1B: the batch is also divided by work, which Megatron does not do, and replicas that share experts do not
-    wait for each other's rows.
-
-    Args:
-        layouts: more layouts to try, of which those count that Megatron can have.
+    wait for each other's rows. `layouts`: more layouts to try, of which those count that Megatron can have.
     """
     even = Layout.of_layers(
         even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1)

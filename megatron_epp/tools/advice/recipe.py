@@ -117,11 +117,7 @@ def command_text(settings: dict[str, Any]) -> str:
 
 
 def recipe_text(question: Question, config: Configuration, model: str | None, lengths: str) -> str:
-    """Format a recipe in YAML.
-
-    Args:
-        model: the name of a shipped model; None writes the model's flags instead.
-    """
+    """Format a recipe in YAML. `model`: the name of a shipped model; None writes the model's flags instead."""
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
     node = question.cluster.devices_per_node

@@ -134,9 +134,7 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 def run(args: argparse.Namespace) -> int:
     """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
-
-    Raises:
-        EppError: the arguments make no sense, or matplotlib is missing.
+    Raises `EppError` if the arguments make no sense, or matplotlib is missing.
     """
     asked = batches_of(args)
     if args.output and len(asked) > 1:
@@ -183,10 +181,8 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
     """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
 
     Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
-    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
-
-    Args:
-        args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
+    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`). `args`: parsed flags; with ``--chunk-tokens`` or
+    ``--slices`` there is nothing to try.
     """
     longest, multiple = max(lengths), token_multiple(args)
     entry = PLANNERS.entry(name)

@@ -42,10 +42,8 @@ class Chosen:
     kind: str = ""
 
     def lines(self, args: argparse.Namespace) -> list[str]:
-        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for.
-
-        Args:
-            args: parsed flags, settled by `chosen_layout`.
+        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for. `args`: parsed flags,
+        settled by `chosen_layout`.
         """
         layout, placement, choice, flags = self.layout, self.layout.placement, self.choice, flags_of(args)
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks) and choice is None
@@ -79,13 +77,8 @@ def pipeline_ranks(args: argparse.Namespace) -> int:
 
 
 def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None) -> None:
-    """Settle ``--latents auto`` in parsed flags by plans for batches.
-
-    Args:
-        batches, planners: as in `chosen_layout`.
-
-    Raises:
-        EppError: ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
+    """Settle ``--latents auto`` in parsed flags by plans for batches. `batches`, `planners`: as in `chosen_layout`. Raises
+    `EppError` if ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
     """
     has_latents, is_fixed = bool(flags_of(args).get("multi_latent_attention")), has_costs_of_stages(args)
     if args.latents == "on" and not has_latents:
@@ -119,14 +112,9 @@ def without_search(args: argparse.Namespace) -> dict[str, object]:
 def chosen_layout(
     args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
 ) -> Chosen:
-    """Return the layout that ``--layout`` and ``--stages`` give.
-
-    Args:
-        batches: typical lengths, for which layers are balanced or the layout is searched.
-        planners: that will plan; None for the flags' planner.
-
-    Raises:
-        EppError: the layout is not of this model or of these ranks, or a file cannot be read.
+    """Return the layout that ``--layout`` and ``--stages`` give. `batches`: typical lengths, for which layers are balanced or
+    the layout is searched. `planners`: that will plan; None for the flags' planner. Raises `EppError` if the layout is not of
+    this model or of these ranks, or a file cannot be read.
     """
     longest = max(chain.from_iterable(batches), default=0)
     source, num_layers = costs_source(args, longest)
@@ -204,10 +192,8 @@ def _sample(
     batches: Sequence[tuple[int, ...]],
     planners: Sequence[str],
 ) -> Sample:
-    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed.
-
-    Raises:
-        EppError: the vocabulary is to be divided over one rank.
+    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed. Raises `EppError` if the
+    vocabulary is to be divided over one rank.
     """
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1

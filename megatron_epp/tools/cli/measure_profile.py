@@ -90,11 +90,8 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:
-    """Measure a model's parts and the link between two ranks, and fit a profile.
-
-    Args:
-        shape: of the model; one rank's share is measured.
-        device: where to measure.
+    """Measure a model's parts and the link between two ranks, and fit a profile. `shape`: of the model; one rank's share is
+    measured. `device`: where to measure.
     """
     import torch
 

@@ -180,14 +180,9 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, longest: int | None = None) -> PipelineCosts:
-    """Costs of the pipeline that the flags name.
-
-    Args:
-        layout: the layers of every stage.
-        longest: tokens of the longest possible sequence, if it is not among them.
-
-    Raises:
-        EppError: a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
+    """Costs of the pipeline that the flags name. `layout`: the layers of every stage. `longest`: tokens of the longest possible
+    sequence, if it is not among them. Raises `EppError` if a file cannot be read, a flag does not fit the model, or the batch
+    is more than can be planned.
     """
     source, _ = costs_source(args, longest or max(lengths, default=0))
     if args.costs is None:
@@ -204,13 +199,8 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
 
 def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
-    """Return the source of costs, a file or formulas, and the number of the model's layers.
-
-    Args:
-        longest: tokens of the longest sequence, where ``--context`` does not say.
-
-    Raises:
-        EppError: a file cannot be read, or a flag does not fit the model.
+    """Return the source of costs, a file or formulas, and the number of the model's layers. `longest`: tokens of the longest
+    sequence, where ``--context`` does not say. Raises `EppError` if a file cannot be read, or a flag does not fit the model.
     """
     flags = flags_of(args)
     if args.costs is None:

@@ -105,13 +105,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     """Return a measured profile for a model that may relay latents, or one by formula if nothing is measured.
 
     Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
-
-    Args:
-        shape, rates: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned, with the
-            bytes of casts of weights to FP8.
-
-    Raises:
-        EppError: the profile is of a model with experts in other layers.
+    `shape`, `rates`: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned, with the
+    bytes of casts of weights to FP8. Raises `EppError` if the profile is of a model with experts in other layers.
     """
     if measured is None:
         return analytic_profile(shape, rates)

@@ -123,12 +123,9 @@ def divide(sharing: int, split: int) -> tuple[int, int]:
 
     Ranks that share a stage run the same plan, so they copy at the same times: each has its part of the link. Replicas run
     plans of their own, whose copies may come at any time: they are taken to copy at the same times too. Stages of one pipeline
-    are planned together, so their copies take turns. Where the devices of a link are not whole stages, or only one stage's,
-    no ranks take turns and every rank has its part.
-
-    Args:
-        sharing: devices in a row that share a link.
-        split: ranks from one stage's to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
+    are planned together, so their copies take turns. Where the devices of a link are not whole stages, or only one stage's, no
+    ranks take turns and every rank has its part. `sharing`: devices in a row that share a link. `split`: ranks from one stage's
+    to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
 
     Returns:
         ranks that use a link at once, and the consecutive pipeline ranks that take turns on each one's part.

@@ -77,14 +77,9 @@ type Part = Callable[[Config], Flags]
 
 
 def flags_of_config(body: Any) -> Flags:
-    """Convert a Hugging Face config to Megatron's flags, with underscores in the names.
-
-    Args:
-        body: of ``config.json``.
-
-    Raises:
-        EppError: it is no object, the architecture is unknown (the message names the nearest), a size is missing or out of
-            its range, or the config contradicts itself.
+    """Convert a Hugging Face config to Megatron's flags, with underscores in the names. `body`: of ``config.json``. Raises
+    `EppError` if it is no object, the architecture is unknown (the message names the nearest), a size is missing or out of its
+    range, or the config contradicts itself.
     """
     if not isinstance(body, dict):
         raise EppError(f"a Hugging Face config is an object, not {brief(body)}")

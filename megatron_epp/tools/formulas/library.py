@@ -83,13 +83,9 @@ class Cluster:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a model, a dictionary with underscores in the names.
-
-    Args:
-        name: of a shipped model, of a YAML file, of a Hugging Face ``config.json``, or of the folder that holds one.
-
-    Raises:
-        EppError: there is no such file, or it does not describe a model.
+    """Megatron's flags of a model, a dictionary with underscores in the names. `name`: of a shipped model, of a YAML file, of a
+    Hugging Face ``config.json``, or of the folder that holds one. Raises `EppError` if there is no such file, or it does not
+    describe a model.
     """
     path = _path_of(name)
     if path.suffix == ".json":
@@ -171,13 +167,8 @@ def _learnt(text: str) -> PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """Shape of the model that Megatron's flags describe, with Megatron's defaults.
-
-    Args:
-        flags: names with underscores; flags that do not bear on the shape are ignored.
-
-    Raises:
-        EppError: a flag that makes a shape is missing or is not a whole number.
+    """Shape of the model that Megatron's flags describe, with Megatron's defaults. `flags`: names with underscores; flags that
+    do not bear on the shape are ignored. Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
     """
 
     def whole(name: str, default: int | None = None) -> int:
@@ -379,10 +370,8 @@ def layers_of(flags: dict[str, Any]) -> int:
 
 
 def token_multiple_of(flags: Mapping[str, Any]) -> int:
-    """Multiple to which a training pads the tokens of chunks: rows of products in FP8, on each rank that shares them.
-
-    Raises:
-        EppError: a number of ranks is none.
+    """Multiple to which a training pads the tokens of chunks: rows of products in FP8, on each rank that shares them. Raises
+    `EppError` if a number of ranks is none.
     """
     shards = _whole(flags, "context_parallel_size", 1)
     shards *= _whole(flags, "tensor_model_parallel_size", 1) if flags.get("sequence_parallel") else 1
@@ -421,16 +410,14 @@ def balanced_layers(
     """Layers of each stage that make the ranks' times nearly equal: a large vocabulary leaves the last stage fewer layers, or
     another stage of its rank.
 
-    With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays.
+    With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays. Raises
+    `EppError` if there are more stages than layers.
 
     Args:
         profile: times of a layer, of the embedding and of the head.
         lengths: tokens of typical sequences; if empty, attention takes no time.
         rank_of: the rank of every stage; empty for one stage per rank.
         shards_vocabulary: all ranks share the head equally.
-
-    Raises:
-        EppError: there are more stages than layers.
     """
     even_layers(num_layers, num_stages)
     pairs = pairs_per_token(lengths)

@@ -144,7 +144,8 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Shape of a GPT and how one layer is spread over ranks.
+    """Shape of a GPT and how one layer is spread over ranks. Raises `EppError` if tensor-parallel ranks cannot share the heads
+    evenly, or all ranks those of a gated delta net or of Mamba-2.
 
     Attributes:
         num_layers: of the whole model.
@@ -192,9 +193,6 @@ class ModelShape:
         expert_dispatcher: one of `DISPATCHERS`.
         expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are.
         loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
-
-    Raises:
-        EppError: tensor-parallel ranks cannot share the heads evenly, or all ranks those of a gated delta net or of Mamba-2.
     """
 
     num_layers: int

@@ -159,10 +159,8 @@ def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sampl
 
 
 def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion) -> LayoutAnswer:
-    """Choose a layout, whether weight gradients are split off, and whether logits are whole, for typical batches.
-
-    Raises:
-        InfeasibleError: no layout fits the caps.
+    """Choose a layout, whether weight gradients are split off, and whether logits are whole, for typical batches. Raises
+    `InfeasibleError` if no layout fits the caps.
     """
     profile, first, layouts, logits = profile_for_search(facts, file), asked.first, list[Layout](), None
     sample = sample_of(facts, profile, asked)

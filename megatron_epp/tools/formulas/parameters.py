@@ -15,9 +15,7 @@ _ATTENTION, _DELTA, _STATES = "*", "G", "M"
 
 def parameters_of(flags: Flags) -> int:
     """Count the parameters of a model without layers of multi-token prediction. Vectors (norms, router biases) are left out.
-
-    Raises:
-        EppError: a list of layers cannot be read.
+    Raises `EppError` if a list of layers cannot be read.
     """
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1

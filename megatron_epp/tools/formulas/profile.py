@@ -146,7 +146,8 @@ class Profile:
         replicas: int = 1,
         vocabulary_shares: Sequence[float] = (),
     ) -> PipelineCosts:
-        """Costs of a pipeline of this model. The first stage embeds; the last has the head.
+        """Costs of a pipeline of this model. The first stage embeds; the last has the head. Raises `EppError` if a stage has a
+        negative number of layers, or one that is no multiple of a half, or there is no stage.
 
         Args:
             layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
@@ -157,9 +158,6 @@ class Profile:
                 host.
             vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
                 if the last stage has all of it.
-
-        Raises:
-            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")

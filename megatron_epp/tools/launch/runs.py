@@ -100,7 +100,7 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine, and read the figures.
+    """Train on this machine, and read the figures. Raises `TrainingError` if the run failed, or takes longer than `timeout_s`.
 
     Args:
         folder: folder of the log and the figures; figures of an earlier run are removed.
@@ -108,9 +108,6 @@ def train(
         settings: flags, `--epp` ones included.
         timeout_s: limit in seconds for the whole run.
         start: how ranks start; `torchrun` if None.
-
-    Raises:
-        TrainingError: the run failed, or takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
@@ -127,11 +124,7 @@ def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str
 
 
 def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
-    """Train until costs are learnt; return the file with them, for `--epp-costs`.
-
-    Args:
-        how: further arguments of `train`.
-    """
+    """Train until costs are learnt; return the file with them, for `--epp-costs`. `how`: further arguments of `train`."""
     iterations = NOT_RECORDED + RECORDED
     learning = {"epp_costs": "learn", "train_iters": iterations, "save": folder, "save_interval": iterations + 1}
     train(folder, num_ranks, settings | learning, **how)
@@ -139,14 +132,9 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
-    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
-
-    Args:
-        folder: folder of the log and the figures; figures of an earlier run are removed.
-        timeout_s: limit in seconds for the whole run.
-
-    Raises:
-        TrainingError: it cannot be started, failed, or takes longer than `timeout_s`.
+    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them. `folder`: folder of the
+    log and the figures; figures of an earlier run are removed. `timeout_s`: limit in seconds for the whole run. Raises
+    `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
     """
     log = _begun(folder)
     log.write_text(shlex.join(command) + "\n", encoding="utf-8")

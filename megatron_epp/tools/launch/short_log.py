@@ -77,13 +77,8 @@ class ShortLog:
 
 @contextlib.contextmanager
 def divided(path: str | None) -> Iterator[ShortLog | None]:
-    """Send what this process and its children print in the body to a file, and its short form to the terminal.
-
-    Args:
-        path: of the file; None leaves the output as it is.
-
-    Raises:
-        OSError: the file cannot be written.
+    """Send what this process and its children print in the body to a file, and its short form to the terminal. `path`: of the
+    file; None leaves the output as it is. Raises `OSError` if the file cannot be written.
     """
     if path is None:
         yield None

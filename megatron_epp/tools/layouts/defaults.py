@@ -72,6 +72,8 @@ def settle(
     logits: WholeLogits | None = None,
 ) -> Settled:
     """Choose the layout for a sample of batches, then whether weight gradients are split off with it, then about the loss.
+    Raises `InfeasibleError` if no layout fits the caps, and `EppError` if there are more ranks than layers, or the costs or
+    batches make no sense.
 
     Args:
         sample: typical batches, and what may be chosen.
@@ -79,10 +81,6 @@ def settle(
         opens_weights: weight gradients may be split; otherwise the sample's options say whether they are.
         layouts: the only ones to choose from, the first being that over which gains are computed; none for a search.
         logits: of whole chunks at once, which may be chosen; None if the sample's costs are the only ones.
-
-    Raises:
-        InfeasibleError: no layout fits the caps.
-        EppError: there are more ranks than layers, or the costs or batches make no sense.
     """
     choice = fastest(layouts, sample) if layouts else choose(sample)
     opens_weights = opens_weights and sample.num_ranks > 1

@@ -19,11 +19,7 @@ _MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24
 
 
 class Estimates:
-    """Estimated makespans of layouts.
-
-    Args:
-        batches: of one replica each; their placement does not matter.
-    """
+    """Estimated makespans of layouts. `batches`: of one replica each; their placement does not matter."""
 
     def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
         self.batches, self.costs_of, self.options, self.floors = batches, costs_of, options, floors
@@ -48,10 +44,8 @@ class Estimates:
         return tuple(None if estimate is None else estimate.chunks_per_rank for estimate in every)
 
     def mean_like_us(self, layout: Layout, grains: Grains, enough_us: float = math.inf) -> float:
-        """Estimate the mean makespan with the grains of a layout that differs little.
-
-        Args:
-            enough_us: mean makespan from which on more does not matter: then the batches that are left are not estimated.
+        """Estimate the mean makespan with the grains of a layout that differs little. `enough_us`: mean makespan from which on
+        more does not matter: then the batches that are left are not estimated.
 
         Returns:
             The mean, or infinity where it reaches `enough_us`.

@@ -139,20 +139,15 @@ def choose(sample: Sample) -> LayoutChoice:
     """Search for the layout with the least expected makespan under the caps.
 
     Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than
-    `MIN_GAIN_SHARE`.
-
-    Raises:
-        InfeasibleError: no layout fits the caps; the message is about even layers.
-        EppError: there are more ranks than layers, or the costs or batches make no sense.
+    `MIN_GAIN_SHARE`. Raises `InfeasibleError` if no layout fits the caps; the message is about even layers, and `EppError` if
+    there are more ranks than layers, or the costs or batches make no sense.
     """
     return _Search(sample, sample.even).choice()
 
 
 class _Search:
-    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches.
-
-    Args:
-        even: the layout over which gains are computed.
+    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches. `even`:
+    the layout over which gains are computed.
     """
 
     def __init__(self, sample: Sample, even: Layout) -> None:
@@ -291,10 +286,8 @@ class _Search:
                 break
 
     def _enough_us(self, layout: Layout, least_us: float) -> float:
-        """Return the makespan at which a layout of another placement than even layers' is taken.
-
-        Args:
-            least_us: makespan of the best layout so far, for the same batches.
+        """Return the makespan at which a layout of another placement than even layers' is taken. `least_us`: makespan of the
+        best layout so far, for the same batches.
         """
         over_one = layout.placement.num_chunks > 1 == self.even.placement.num_chunks
         return least_us * (1 - (MIN_GAIN_OF_SEVERAL_SHARE if over_one else MIN_GAIN_SHARE))
@@ -335,14 +328,9 @@ class _Search:
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
-    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`.
-
-    Args:
-        layouts: of the sample's model; at least one. Gains are over the first.
-        sample: batches and costs; what it says of layouts does not matter.
-
-    Raises:
-        InfeasibleError: none fits the caps; the message is about the first.
+    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`. `layouts`: of
+    the sample's model; at least one. Gains are over the first. `sample`: batches and costs; what it says of layouts does not
+    matter. Raises `InfeasibleError` if none fits the caps; the message is about the first.
     """
     search = _Search(sample, layouts[0])
     for layout in layouts:

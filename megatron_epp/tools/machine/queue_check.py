@@ -89,7 +89,8 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine.
+    """Run plans on ranks of this machine. Raises `EppError` if a rank failed, or a message did not complete; the message says
+    which action waits for what.
 
     Args:
         width: fp32 values of a token in a message.
@@ -97,9 +98,6 @@ def check_queues(
         limit_s: limit in seconds of an action without progress.
         pipelines: number of pipelines that run side by side; consecutive ranks share stages.
         run: the part of one rank, in place of `run_rank`.
-
-    Raises:
-        EppError: a rank failed, or a message did not complete; the message says which action waits for what.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:

@@ -73,11 +73,8 @@ class _Row(NamedTuple):
 def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
     """Draw the plan on top, the run below when given, then planned live bytes per rank.
 
-    All are on one time axis, unless the run took more than twice as long as planned, or less than half.
-
-    Raises:
-        EppError: matplotlib is not installed.
-        PlanError: the order deadlocks, or the measurement is of another plan.
+    All are on one time axis, unless the run took more than twice as long as planned, or less than half. Raises `EppError` if
+    matplotlib is not installed, and `PlanError` if the order deadlocks, or the measurement is of another plan.
     """
     timeline = simulate(plan)
     own_axes = measured is not None and far_from(plan, measured)
@@ -112,11 +109,8 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
 
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """Draw plans one below the other, on a common time axis.
-
-    Raises:
-        EppError: matplotlib is not installed.
-        PlanError: there is nothing to draw, or an order deadlocks.
+    """Draw plans one below the other, on a common time axis. Raises `EppError` if matplotlib is not installed, and `PlanError`
+    if there is nothing to draw, or an order deadlocks.
     """
     if not plans:
         raise PlanError("there is no plan to draw: no planner found one")
@@ -137,11 +131,8 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
 def _figure_of(
     rows: Sequence[_Row], title: str, below_inches: float = 0.0, own_axes: bool = False
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Draw iterations below each other.
-
-    Args:
-        below_inches: height of a further axis below them, with the time of the first; none if 0.
-        own_axes: each iteration has a time axis of its own.
+    """Draw iterations below each other. `below_inches`: height of a further axis below them, with the time of the first; none
+    if 0. `own_axes`: each iteration has a time axis of its own.
     """
     least, most = _LANE_INCHES
     lane_inches = max(least, min(most, _ALL_LANES_INCHES / sum(row.plan.num_ranks for row in rows)))
@@ -166,11 +157,8 @@ def _figure_of(
 
 
 def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed.
-
-    Args:
-        dpi: pixels per inch.
-        layout: further arguments of matplotlib's `Figure.subplots`.
+    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed. `dpi`: pixels per inch.
+    `layout`: further arguments of matplotlib's `Figure.subplots`.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -336,10 +324,8 @@ def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
 
 
 def memory_picture(breakdown: MemoryBreakdown) -> Figure:
-    """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
-
-    Raises:
-        EppError: matplotlib is not installed.
+    """Draw the items of every rank as stacked areas over the time of the iteration, in ms. Raises `EppError` if matplotlib is
+    not installed.
     """
     plan, timeline = breakdown.timeline.plan, breakdown.timeline
     height = min(2.6, max(1.3, 9.0 / plan.num_ranks))

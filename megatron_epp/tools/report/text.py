@@ -236,10 +236,8 @@ def comparison(
 
 
 def against(plan: Plan, measured: Measured) -> str:
-    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks.
-
-    Raises:
-        PlanError: the measurement is of another plan, or the order deadlocks.
+    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks. Raises
+    `PlanError` if the measurement is of another plan, or the order deadlocks.
     """
     timeline = simulate(plan)
     took_us: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]

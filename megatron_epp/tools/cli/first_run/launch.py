@@ -26,15 +26,18 @@ _LASTING = """
 """Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
 
 
+VOCABULARY = 128256
+"""Vocabulary that is assumed where only the tokenizer knows it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StockLaunch:
-    """A command that trains with Megatron's own schedule.
+    """A command that trains with Megatron's own schedule, on so many devices.
 
     Attributes:
         words: of the command line.
         script: position of the training script among them.
         flags: Megatron's flags with underscores, its defaults included.
-        devices: that the command starts.
     """
 
     words: tuple[str, ...]
@@ -44,7 +47,6 @@ class StockLaunch:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """Arguments of the training script."""
         return self.words[self.script + 1 :]
 
     @property
@@ -68,12 +70,10 @@ class StockLaunch:
         return argv
 
     def raced(self, schedule: str, folder: Path, iterations: int) -> list[str]:
-        """Return the words of a command that trains a few iterations by a schedule, without saving or evaluating.
+        """Return the words of a command that trains so many iterations by a value of `--epp-schedule`, without saving or
+        evaluating.
 
-        Args:
-            schedule: a value of `--epp-schedule`.
-            folder: where its figures go.
-            iterations: after which it ends; the schedules of learning rate and batch size stay as they are.
+        The schedules of learning rate and batch size stay as they are.
         """
         own = _without(self.elastic_argv(), _LASTING.split())
         own += ["--epp-schedule", schedule, "--epp-report-dir", str(folder)]
@@ -100,13 +100,9 @@ class StockLaunch:
 
 
 def read_launch(words: Sequence[str]) -> StockLaunch:
-    """Read a launch command. Imports Megatron.
+    """Read a launcher such as torchrun with its flags, a script of Megatron, and the script's flags. Imports Megatron.
 
-    Args:
-        words: a launcher such as torchrun with its flags, a script of Megatron, and the script's flags.
-
-    Raises:
-        EppError: it names no script, or no model, or a value does not fit its flag.
+    Raises `EppError` if there is no script, or no model, or a value does not fit its flag.
     """
     from megatron_epp.mcore import entry
 
@@ -125,10 +121,6 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
         flags["vocab_size"] = VOCABULARY
     replica, started = world_of(flags), _started(words[:script])
     return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
-
-
-VOCABULARY = 128256
-"""Vocabulary that is assumed where only the tokenizer knows it."""
 
 
 def example_launch(flags: dict[str, Any], processes: int) -> list[str]:

@@ -1,26 +1,48 @@
-"""Steps of the first run on a machine, what each found, and the report of all of them."""
+"""Steps of the first run on a machine, the state that they share, what each found, and the report of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.launch import StockLaunch
+from megatron_epp.tools.formulas.library import Cluster
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of a step.
+class Setting:
+    """State of a first run.
 
     Attributes:
-        status: ``passed``, ``failed`` or ``skipped``.
-        found: lines for people.
-        todo: what to do about a failure or a skip; empty where nothing is to be done.
-        figures: the same for programs, with units in the names.
-        time_s: that the step took.
+        folder: where logs and reports go.
+        machine: name of this machine's GPUs or processor.
+        is_reduced: everything is tiny, as on a CPU.
+        num_ranks: ranks of the steps that exchange messages.
+        launch: the user's launch command, as it is today; an example unless `has_launch`.
+        cluster: kind of machine that plans are for.
+        lengths_from: source of the lengths, a value of ``--lengths``.
+    """
+
+    folder: Path
+    machine: str
+    num_gpus: int
+    is_reduced: bool
+    num_ranks: int
+    launch: StockLaunch
+    has_launch: bool
+    cluster: Cluster
+    lengths_from: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a step: `found` has lines for people, `figures` the same for programs, with units in the names.
+
+    `status` is ``passed``, ``failed`` or ``skipped``, `todo` what to do about a failure or a skip.
     """
 
     status: str
@@ -42,16 +64,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One step.
+    """A step that ``--steps`` selects by its name; `run` raises `EppError`.
 
-    Attributes:
-        name: one word, by which ``--steps`` selects it.
-        purpose: what it does.
-        expect: what one sees where all is well.
-        on_failure: what to do where the step ends in an error.
-        gpu_minutes: estimated time on a node of GPUs.
-        run: does it. Raises `EppError`.
-        is_asked_for: it is run only where it is asked for.
+    `expect` says what one sees where all is well, `on_failure` what to do where the step ends in an error. A step that
+    `is_asked_for` runs only then. Times are estimates for a node of GPUs.
     """
 
     name: str

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.launch.machine import NO_TF32, count_gpus, has_room_for
-from megatron_epp.tools.cli.first_run.outcome import Outcome
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.outcome import Outcome, Setting
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.launch.runs import AS_MEGATRON, tiny_gpt, train
 from megatron_epp.tools.report.text import table
@@ -31,13 +30,7 @@ TIMES = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Largest relative differences from a reference over the iterations.
-
-    Attributes:
-        theirs: of Megatron's own run.
-        ours: of the run that is compared.
-        allowed: largest that passes.
-    """
+    """Largest relative differences from a reference over the iterations: of Megatron's own run and of ours, and what passes."""
 
     theirs: float
     ours: float
@@ -49,11 +42,7 @@ class Deviation:
 
 
 def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[float], floor: float) -> Deviation:
-    """Compare two runs with a reference, iteration by iteration.
-
-    Args:
-        floor: relative difference that passes, however near Megatron's own run is.
-    """
+    """Compare two runs with a reference; a difference of `floor` passes, however near Megatron's own run is."""
     far = [max(_relative_difference(x, wanted) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
     return Deviation(far[0], far[1], max(TIMES * far[0], floor))
 

@@ -67,10 +67,8 @@ class Shown(NamedTuple):
 
 
 def plan_columns(shown: Shown) -> PageColumns:
-    """Return everything that a page shows of a plan, and of a run of it.
-
-    Raises:
-        PlanError: the order deadlocks, or the measurement is of another plan.
+    """Return everything that a page shows of a plan, and of a run of it. Raises `PlanError` if the order deadlocks, or the
+    measurement is of another plan.
     """
     plan = shown.plan
     timeline, graph = simulate(plan), build_graph(plan)
@@ -162,10 +160,8 @@ def _times(values: Iterable[float]) -> list[float]:
 def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
     """Columns with what each box waited for, and the boxes of the critical path.
 
-    `because` is the distance back to the box that it waited for, 0 if it waited for none.
-
-    Args:
-        numbers: the step of each box; -1 for none.
+    `because` is the distance back to the box that it waited for, 0 if it waited for none. `numbers`: the step of each box; -1
+    for none.
     """
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     none = BindingDependency(DependencyKind.START)
