@@ -31,12 +31,9 @@ MLP_AGAIN = ("mlp",)
 class UniformDecisions(Decisions):
     """Decisions by which all layers recompute in groups (method ``uniform``): a backward keeps a group's input, and has the
     activations of one group at a time. Recompute steps are of groups.
-
-    Attributes:
-        group: layers of each; a stage's last may have fewer, and counts as if it had as many as the others.
     """
 
-    group: int = 1
+    group: int = 1  # layers of each; a stage's last may have fewer, and counts as if it had as many as the others
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         """Times and sizes of the decisions, a group in the place of a layer."""

@@ -47,18 +47,12 @@ _MOVES, _TARGETS = 2, 4
 
 
 class Stock(NamedTuple):
-    """Rows of whole sequences in Megatron's order, by the time of a step.
+    """Rows of whole sequences in Megatron's order, by the time of a step."""
 
-    Attributes:
-        step_us: of the pipeline's rows, and what a step has besides.
-        layout: of the stages.
-        row_tokens: most of a row.
-        problem, costs, decisions: of the replica that takes longest; recompute is uniform, or of each row.
-    """
-
-    step_us: float
-    layout: Layout
-    row_tokens: int
+    step_us: float  # of the pipeline's rows, and what a step has besides
+    layout: Layout  # of the stages
+    row_tokens: int  # most of a row
+    # problem, costs, decisions: of the replica that takes longest; recompute is uniform, or of each row
     problem: Problem
     costs: PipelineCosts
     decisions: Decisions
@@ -87,30 +81,19 @@ Steps = tuple[Stock | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockChoices:
-    """A batch at given parallel sizes, and what may be chosen for it.
+    """A batch at given parallel sizes, and what may be chosen for it."""
 
-    Attributes:
-        problems: of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal.
-        costs_of: costs of a layout without a loss by blocks.
-        own_costs_of: costs of a layout as plans have them.
-        num_layers: of the model.
-        context: tokens of a row that Megatron packs by default.
-        options: of the plans.
-        counts: stages per rank that Megatron may have.
-        layouts: more layouts to try, of which those count that its flags can say.
-        added_us: time of a step besides the pipeline's with a layout.
-    """
-
+    # of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal
     problems: tuple[Problem, ...]
-    costs_of: CostsOf
-    own_costs_of: CostsOf
-    num_layers: int
-    context: int
-    options: Options
+    costs_of: CostsOf  # costs of a layout without a loss by blocks
+    own_costs_of: CostsOf  # costs of a layout as plans have them
+    num_layers: int  # of the model
+    context: int  # tokens of a row that Megatron packs by default
+    options: Options  # of the plans
     even: Layout
-    counts: Sequence[int] = STAGES_PER_RANK
-    layouts: tuple[Layout, ...] = ()
-    added_us: Callable[[Layout], float] = lambda _: 0.0
+    counts: Sequence[int] = STAGES_PER_RANK  # stages per rank that Megatron may have
+    layouts: tuple[Layout, ...] = ()  # more layouts to try, of which those count that its flags can say
+    added_us: Callable[[Layout], float] = lambda _: 0.0  # time of a step besides the pipeline's with a layout
 
     def steps(self, *, even_only: bool = False) -> Steps:
         """Return the steps before any cause, with layers and virtual stages, and with packing. `even_only`: the layout stays

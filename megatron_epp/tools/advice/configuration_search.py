@@ -44,23 +44,15 @@ _NEAR = 8
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of the search.
+    """Result of the search."""
 
-    Attributes:
-        question: input of the search.
-        best: configurations evaluated exactly, the best first; never empty.
-        slower: configurations ruled out by a rough plan, the best first.
-        refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
-        plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
-        gain: of the best over 1F1B, divided by cause.
-    """
-
-    question: Question
-    best: tuple[Judged, ...]
-    slower: tuple[Judged, ...]
+    question: Question  # input of the search
+    best: tuple[Judged, ...]  # configurations evaluated exactly, the best first; never empty
+    slower: tuple[Judged, ...]  # configurations ruled out by a rough plan, the best first
+    # configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out
     refused: tuple[Misfit, ...]
-    plain: Baseline | None
-    gain: Gain
+    plain: Baseline | None  # Megatron's own 1F1B at its best configuration; None if it fits no configuration
+    gain: Gain  # of the best over 1F1B, divided by cause
 
     @property
     def plain_is_as_good(self) -> bool:

@@ -32,23 +32,14 @@ _PLANNED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Parts of the time of a step in microseconds, as means over all devices.
+    """Parts of the time of a step in microseconds, as means over all devices."""
 
-    Attributes:
-        compute_us: compute without recompute and without exchanges.
-        exchange_us: between the ranks that share a layer.
-        recompute_us: recompute in backward.
-        bubble_us: ranks of a pipeline wait for each other.
-        waiting_us: replicas wait for the slowest.
-        reduction_us: reduction of gradients, and gathering of weights.
-    """
-
-    compute_us: float
-    exchange_us: float
-    recompute_us: float
-    bubble_us: float
-    waiting_us: float
-    reduction_us: float
+    compute_us: float  # compute without recompute and without exchanges
+    exchange_us: float  # between the ranks that share a layer
+    recompute_us: float  # recompute in backward
+    bubble_us: float  # ranks of a pipeline wait for each other
+    waiting_us: float  # replicas wait for the slowest
+    reduction_us: float  # reduction of gradients, and gathering of weights
 
     @property
     def step_us(self) -> float:
@@ -74,21 +65,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A configuration, or a size, that cannot run.
+    """A configuration, or a size, that cannot run."""
 
-    Attributes:
-        name: of a configuration, or of a size that several configurations have in common.
-        why: reason in words, with numbers.
-        needed_bytes: sufficient memory; 0 if memory is not the reason.
-        config: the configuration; None for a size.
-        is_static: True if weights and optimizer alone are too large.
-    """
-
-    name: str
-    why: str
-    needed_bytes: int = 0
-    config: Configuration | None = None
-    is_static: bool = False
+    name: str  # of a configuration, or of a size that several configurations have in common
+    why: str  # reason in words, with numbers
+    needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason
+    config: Configuration | None = None  # the configuration; None for a size
+    is_static: bool = False  # True if weights and optimizer alone are too large
 
 
 @dataclass(frozen=True, slots=True)

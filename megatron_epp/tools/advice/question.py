@@ -26,29 +26,20 @@ REDUCED_BYTES = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Configuration:
-    """Distribution of a model and a batch over devices.
+    """Distribution of a model and a batch over devices."""
 
-    Attributes:
-        tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
-        expert: ranks that share experts; they are among the tensor-, context- and data-parallel ones.
-        expert_tensor: ranks that share an expert.
-        virtual: stages on each rank.
-        placement: of the stages if a rank has several, a value of ``--epp-placement``.
-        layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
-        shards_vocabulary: the output layer is divided over the pipeline ranks.
-        latents: what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say.
-    """
-
+    # tensor, context, pipeline, data: parallel sizes; their product is the number of devices
     tensor: int
     context: int
     pipeline: int
     data: int
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual: int = 1
-    placement: Literal["looped", "v"] = "looped"
-    layers: tuple[float, ...] = ()
-    shards_vocabulary: bool = False
+    expert: int = 1  # ranks that share experts; they are among the tensor-, context- and data-parallel ones
+    expert_tensor: int = 1  # ranks that share an expert
+    virtual: int = 1  # stages on each rank
+    placement: Literal["looped", "v"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
+    layers: tuple[float, ...] = ()  # of every stage, in the model's order; a half is a layer's attention or its MLP
+    shards_vocabulary: bool = False  # the output layer is divided over the pipeline ranks
+    # what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say
     latents: str = ""
 
     @property
@@ -148,36 +139,23 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Input of the advice.
+    """Input of the advice."""
 
-    Attributes:
-        flags: Megatron's flags of the model; parallel sizes among them are ignored.
-        cluster: kind of machine.
-        devices: number of devices to use.
-        cap_bytes: memory cap of one device.
-        lengths: tokens of every sequence of a global batch.
-        context: largest number of tokens of a sequence.
-        fixed: sizes that are not searched, by names of `Configuration`.
-        options: of the planner.
-        measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
-        costs_files: path of each of them.
-        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`.
-        opens_weights: weight gradients are split where plans are faster with it, if the options do not split them anyway.
-        documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
-    """
-
-    flags: dict[str, Any]
-    cluster: Cluster
-    devices: int
-    cap_bytes: int
-    lengths: tuple[int, ...]
-    context: int
-    fixed: dict[str, int] = field(default_factory=dict)
-    options: Options = field(default_factory=Options)
+    flags: dict[str, Any]  # Megatron's flags of the model; parallel sizes among them are ignored
+    cluster: Cluster  # kind of machine
+    devices: int  # number of devices to use
+    cap_bytes: int  # memory cap of one device
+    lengths: tuple[int, ...]  # tokens of every sequence of a global batch
+    context: int  # largest number of tokens of a sequence
+    fixed: dict[str, int] = field(default_factory=dict)  # sizes that are not searched, by names of `Configuration`
+    options: Options = field(default_factory=Options)  # of the planner
+    # profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched
     measured: dict[Sharing, Profile] = field(default_factory=dict)
-    costs_files: dict[Sharing, str] = field(default_factory=dict)
-    documents: str = "split"
+    costs_files: dict[Sharing, str] = field(default_factory=dict)  # path of each of them
+    documents: str = "split"  # treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`
+    # whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`
     vocabulary: tuple[bool, ...] = (False,)
+    # weight gradients are split where plans are faster with it, if the options do not split them anyway
     opens_weights: bool = False
 
     @property

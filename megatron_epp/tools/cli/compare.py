@@ -70,22 +70,14 @@ _MOST_ACTIONS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch, with the size that is best for it.
+    """Result of one planner for one batch, with the size that is best for it."""
 
-    Attributes:
-        planner: its name.
-        plan: None where there is none.
-        refusal: why there is none.
-        planning_ms: processor time.
-        note: what the exact planner says of its plan.
-        size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
-    """
-
-    planner: str
-    plan: Plan | None
-    refusal: str
-    planning_ms: float
-    note: str = ""
+    planner: str  # its name
+    plan: Plan | None  # None where there is none
+    refusal: str  # why there is none
+    planning_ms: float  # processor time
+    note: str = ""  # what the exact planner says of its plan
+    # most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself
     size: int | None = None
 
     @property
@@ -111,21 +103,14 @@ def add_arguments(parser: Parser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch to compare planners over.
+    """A batch to compare planners over."""
 
-    Attributes:
-        args: parsed flags.
-        longest: tokens of the longest sequence of all batches.
-        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
-        entries: results of the planners.
-    """
-
-    args: argparse.Namespace
+    args: argparse.Namespace  # parsed flags
     name: str
     lengths: tuple[int, ...]
-    longest: int
-    chosen: Chosen
-    entries: list[Entry] = field(default_factory=list)
+    longest: int  # tokens of the longest sequence of all batches
+    chosen: Chosen  # the layout; a planner that needs another placement has even or balanced layers at that
+    entries: list[Entry] = field(default_factory=list)  # results of the planners
 
 
 type StockGain = tuple[Stock | None, Gain] | None

@@ -40,17 +40,11 @@ _UNLISTED = frozenset({"schedules", "quickstart", "emulate"})
 
 
 class Name(NamedTuple):
-    """Another name of a command with one of its switches.
+    """Another name of a command with one of its switches."""
 
-    Attributes:
-        command: its own name.
-        switch: that the name sets.
-        purpose: of both together.
-    """
-
-    command: str
-    switch: str
-    purpose: str
+    command: str  # its own name
+    switch: str  # that the name sets
+    purpose: str  # of both together
 
 
 NAMES = {

@@ -204,17 +204,11 @@ def _load(path: Path, measured_path: Path | None) -> Shown:
 
 
 class _Proven(NamedTuple):
-    """Contents of a file to prove.
+    """Contents of a file to prove."""
 
-    Attributes:
-        plan: of the file, or as which a table is read.
-        launches: that a table has itself; None if lowering adds them.
-        is_table: the file is a table of another system.
-    """
-
-    plan: Plan
-    launches: Rows | None = None
-    is_table: bool = False
+    plan: Plan  # of the file, or as which a table is read
+    launches: Rows | None = None  # that a table has itself; None if lowering adds them
+    is_table: bool = False  # the file is a table of another system
 
 
 def _read(path: str) -> _Proven:

@@ -135,21 +135,13 @@ class Parser(SuggestingParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line.
+    """A command of the command line."""
 
-    Attributes:
-        name: word that selects it.
-        purpose: line for the list of commands.
-        add_arguments: adds its flags to a parser.
-        run: runs it and returns the exit code.
-        example: text below its help.
-    """
-
-    name: str
-    purpose: str
-    add_arguments: Callable[[Parser], None]
-    run: Callable[[argparse.Namespace], int]
-    example: str = ""
+    name: str  # word that selects it
+    purpose: str  # line for the list of commands
+    add_arguments: Callable[[Parser], None]  # adds its flags to a parser
+    run: Callable[[argparse.Namespace], int]  # runs it and returns the exit code
+    example: str = ""  # text below its help
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:

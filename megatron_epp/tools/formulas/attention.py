@@ -46,15 +46,12 @@ BACKWARD_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates of attention for heads of one width.
+    """Rates of attention for heads of one width."""
 
-    Attributes:
-        forward_flops, backward_flops: per second for long sequences, counting the pairs inside the mask.
-        forward_pairs, backward_pairs: that take as long as what a token costs beyond its pairs.
-    """
-
+    # forward_flops, backward_flops: per second for long sequences, counting the pairs inside the mask
     forward_flops: float
     backward_flops: float
+    # forward_pairs, backward_pairs: that take as long as what a token costs beyond its pairs
     forward_pairs: float
     backward_pairs: float
 

@@ -56,18 +56,12 @@ DEVICES_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A kind of machine.
+    """A kind of machine."""
 
-    Attributes:
-        name: of its file.
-        rates: of one device, and of the links between devices.
-        device_memory_gb: memory of one device, in 2^30 bytes; None for no cap.
-        devices_per_node: devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`.
-    """
-
-    name: str
-    rates: Rates
-    device_memory_gb: float | None
+    name: str  # of its file
+    rates: Rates  # of one device, and of the links between devices
+    device_memory_gb: float | None  # memory of one device, in 2^30 bytes; None for no cap
+    # devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`
     devices_per_node: int = DEVICES_PER_NODE
 
     def linked(self, devices: int) -> Rates:

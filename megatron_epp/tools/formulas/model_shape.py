@@ -16,20 +16,14 @@ PARTS = "*+GM-E"
 
 
 class Exchange(NamedTuple):
-    """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward.
+    """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward."""
 
-    Attributes:
-        num_bytes: that it sends to the others, where every copy is sent by itself.
-        ranks: of the group.
-        spacing: from one rank of the group to the next, in devices.
-        copies: of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts.
-        groups, chosen: a token's experts are in `chosen` of `groups` equal groups of neighbouring experts.
-    """
-
-    num_bytes: float
-    ranks: int
-    spacing: int
+    num_bytes: float  # that it sends to the others, where every copy is sent by itself
+    ranks: int  # of the group
+    spacing: int  # from one rank of the group to the next, in devices
+    # of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts
     copies: int = 0
+    # groups, chosen: a token's experts are in `chosen` of `groups` equal groups of neighbouring experts
     groups: int = 1
     chosen: int = 1
 
@@ -54,17 +48,13 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """Sizes of a gated delta net. Groups of heads of values share a head of queries and keys.
-
-    Attributes:
-        filter_width: tokens that its convolution sees.
-    """
+    """Sizes of a gated delta net. Groups of heads of values share a head of queries and keys."""
 
     key_heads: int
     key_channels: int
     value_heads: int
     value_channels: int
-    filter_width: int
+    filter_width: int  # tokens that its convolution sees
 
     @property
     def key_width(self) -> int:
@@ -100,19 +90,13 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace:
-    """Sizes of a Mamba-2 mixer. The heads of a group share what writes to their states and what reads them.
-
-    Attributes:
-        channels: of a head.
-        states: of a channel.
-        filter_width: tokens that its convolution sees.
-    """
+    """Sizes of a Mamba-2 mixer. The heads of a group share what writes to their states and what reads them."""
 
     heads: int
-    channels: int
+    channels: int  # of a head
     groups: int
-    states: int
-    filter_width: int = 4
+    states: int  # of a channel
+    filter_width: int = 4  # tokens that its convolution sees
 
     @property
     def value_width(self) -> int:
@@ -146,99 +130,61 @@ class StateSpace:
 class ModelShape:
     """Shape of a GPT and how one layer is spread over ranks. Raises `EppError` if tensor-parallel ranks cannot share the heads
     evenly, or all ranks those of a gated delta net or of Mamba-2.
-
-    Attributes:
-        num_layers: of the whole model.
-        hidden_size: width of the residual stream.
-        ffn_hidden_size: width inside the MLP; of one expert where there are experts.
-        num_attention_heads: query heads.
-        num_query_groups: key and value heads; None means as many as query heads.
-        kv_channels: width of a head; None means hidden_size / num_attention_heads.
-        value_channels: width of a head of values and of attention's output; None means as wide.
-        latent_rank: width of the latent from which latent attention makes keys and values; None for other attention.
-        query_rank: width of the latent from which it makes queries; None for the hidden state itself.
-        rotated_channels: of a head of latent attention, those that turn with the position and are the same in all keys.
-        relays_latents: slices hand on the latents, of which attention makes keys and values, in the place of these.
-        window: tokens ahead of its own that a token sees in layers with a window.
-        window_share: share of the layers that have one; the others see all.
-        mixers: what mixes tokens in each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol if
-            all layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those
-            with attention.
-        is_hybrid: a layer is such a part alone, and has no MLP or experts besides.
-        delta: gated delta net of the layers that have one (`recurrent.DeltaShape`).
-        mamba: Mamba-2 mixer of the layers that have one (`recurrent.StateSpaceShape`).
-        vocab_size: after padding.
-        gated_mlp: two input projections (SwiGLU) instead of one.
-        rotates: attention rotates queries and keys by their positions, without a fused kernel.
-        qk_norm: queries and keys pass a norm; of latent attention, the latents do.
-        norm_statistics: fp32 numbers that a norm keeps of what it normalizes (1 for RMSNorm, 2 for LayerNorm).
-        output_gate: attention's output is multiplied by a gate of its own.
-        fuses_activation: the nonlinearity of a gated MLP is one kernel.
-        num_experts: MLPs a router chooses from; None means one, without a router.
-        experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
-        shared_ffn_hidden_size: width inside the expert that all tokens pass; 0 without one.
-        shared_gate: the output of that expert is multiplied by a gate.
-        router_bytes: kept of a token by the router and by the permutation of copies, over all ranks that share the tokens.
-        router_value_bytes: of a probability that the router gives; ranks that share an expert add up its outputs in that type.
-        dense_layers: numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others.
-        dense_ffn_hidden_size: width inside that MLP, or inside that of a hybrid model with experts.
-        predictions: depths of multi-token prediction.
-        bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
-        casts: of linear layers to FP8; None where they multiply in the type of the weights.
-        tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
-        sequence_parallel: those ranks also share the tokens between the layers' matrix products.
-        context_parallel: ranks that share the tokens (the heads, inside attention).
-        expert_parallel: ranks that share the experts.
-        expert_tensor_parallel: ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron.
-        expert_dispatcher: one of `DISPATCHERS`.
-        expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are.
-        loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    value_channels: int | None = None
+    num_layers: int  # of the whole model
+    hidden_size: int  # width of the residual stream
+    ffn_hidden_size: int  # width inside the MLP; of one expert where there are experts
+    num_attention_heads: int  # query heads
+    num_query_groups: int | None = None  # key and value heads; None means as many as query heads
+    kv_channels: int | None = None  # width of a head; None means hidden_size / num_attention_heads
+    value_channels: int | None = None  # width of a head of values and of attention's output; None means as wide
+    # width of the latent from which latent attention makes keys and values; None for other attention
     latent_rank: int | None = None
-    query_rank: int | None = None
-    rotated_channels: int = 0
-    relays_latents: bool = False
-    window: int = 0
-    window_share: float = 0.0
+    query_rank: int | None = None  # width of the latent from which it makes queries; None for the hidden state itself
+    rotated_channels: int = 0  # of a head of latent attention, those that turn with the position and are the same in all keys
+    relays_latents: bool = False  # slices hand on the latents, of which attention makes keys and values, in the place of these
+    window: int = 0  # tokens ahead of its own that a token sees in layers with a window
+    window_share: float = 0.0  # share of the layers that have one; the others see all
+    # what mixes tokens in each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol if all
+    # layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those with
+    # attention.
     mixers: str = "*"
-    is_hybrid: bool = False
-    delta: DeltaNet | None = None
-    mamba: StateSpace | None = None
-    vocab_size: int
-    gated_mlp: bool = True
-    rotates: bool = False
-    qk_norm: bool = False
-    norm_statistics: int = 1
-    output_gate: bool = False
-    fuses_activation: bool = True
-    num_experts: int | None = None
-    experts_per_token: int = 1
-    shared_ffn_hidden_size: int = 0
-    shared_gate: bool = False
+    is_hybrid: bool = False  # a layer is such a part alone, and has no MLP or experts besides
+    delta: DeltaNet | None = None  # gated delta net of the layers that have one (`recurrent.DeltaShape`)
+    mamba: StateSpace | None = None  # Mamba-2 mixer of the layers that have one (`recurrent.StateSpaceShape`)
+    vocab_size: int  # after padding
+    gated_mlp: bool = True  # two input projections (SwiGLU) instead of one
+    rotates: bool = False  # attention rotates queries and keys by their positions, without a fused kernel
+    qk_norm: bool = False  # queries and keys pass a norm; of latent attention, the latents do
+    norm_statistics: int = 1  # fp32 numbers that a norm keeps of what it normalizes (1 for RMSNorm, 2 for LayerNorm)
+    output_gate: bool = False  # attention's output is multiplied by a gate of its own
+    fuses_activation: bool = True  # the nonlinearity of a gated MLP is one kernel
+    num_experts: int | None = None  # MLPs a router chooses from; None means one, without a router
+    experts_per_token: int = 1  # how many of them a token passes (top-k). Experts are taken to be loaded evenly.
+    shared_ffn_hidden_size: int = 0  # width inside the expert that all tokens pass; 0 without one
+    shared_gate: bool = False  # the output of that expert is multiplied by a gate
+    # kept of a token by the router and by the permutation of copies, over all ranks that share the tokens
     router_bytes: float = 0.0
+    # of a probability that the router gives; ranks that share an expert add up its outputs in that type
     router_value_bytes: int = 2
+    # numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others
     dense_layers: tuple[int, ...] = ()
-    dense_ffn_hidden_size: int = 0
-    predictions: int = 0
-    bytes_per_value: int = 2
-    casts: Casts | None = None
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    context_parallel: int = 1
-    expert_parallel: int = 1
+    dense_ffn_hidden_size: int = 0  # width inside that MLP, or inside that of a hybrid model with experts
+    predictions: int = 0  # depths of multi-token prediction
+    bytes_per_value: int = 2  # of activations and messages (2 for bf16, 4 for fp32)
+    casts: Casts | None = None  # of linear layers to FP8; None where they multiply in the type of the weights
+    tensor_parallel: int = 1  # ranks that share the heads, the MLP and the vocabulary
+    sequence_parallel: bool = False  # those ranks also share the tokens between the layers' matrix products
+    context_parallel: int = 1  # ranks that share the tokens (the heads, inside attention)
+    expert_parallel: int = 1  # ranks that share the experts
+    # ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron
     expert_tensor_parallel: int | None = None
-    expert_dispatcher: str = ALLTOALL
+    expert_dispatcher: str = ALLTOALL  # one of `DISPATCHERS`
+    # expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are
     expert_groups: int = 1
     chosen_groups: int = 1
-    loss_block_tokens: int = 0
+    loss_block_tokens: int = 0  # of a block of the loss; 0 where all logits of a chunk are there at once
 
     def __post_init__(self) -> None:
         tensor, context = self.tensor_parallel, self.context_parallel

@@ -46,15 +46,10 @@ class TrainingError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One finished training run.
+    """One finished training run."""
 
-    Attributes:
-        lines: the figures of each iteration, as `--epp-report-dir` writes them.
-        iteration_ms: Megatron's own time of each iteration, optimizer included.
-    """
-
-    lines: tuple[dict[str, Any], ...]
-    iteration_ms: tuple[float, ...]
+    lines: tuple[dict[str, Any], ...]  # the figures of each iteration, as `--epp-report-dir` writes them
+    iteration_ms: tuple[float, ...]  # Megatron's own time of each iteration, optimizer included
 
     @property
     def losses(self) -> list[float]:

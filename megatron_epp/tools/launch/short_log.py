@@ -43,7 +43,7 @@ class ShortLog:
     """File of all output, and the short form on the terminal.
 
     Attributes:
-        path: of the file, to which output is appended.
+        path: of the file, to which output is appended
     """
 
     def __init__(self, path: Path, terminal: int) -> None:

@@ -25,16 +25,12 @@ from megatron_epp.tools.layouts.rank_work import CostsOf
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The choices for a run, and what they save.
+    """The choices for a run, and what they save."""
 
-    Attributes:
-        choice: the layout, which says whether the output layer is divided.
-        split_gain: share of time that weight gradients as actions of their own save with the layout; 0 if they are not split.
-        logits_gain: share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked.
-    """
-
-    choice: LayoutChoice
+    choice: LayoutChoice  # the layout, which says whether the output layer is divided
+    # share of time that weight gradients as actions of their own save with the layout; 0 if they are not split
     split_gain: float = 0.0
+    # share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked
     logits_gain: float = 0.0
 
     @property

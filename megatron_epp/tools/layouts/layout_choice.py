@@ -72,24 +72,16 @@ _BATCH_ERROR_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Input of the search: batches, costs, and what a layout may be.
+    """Input of the search: batches, costs, and what a layout may be."""
 
-    Attributes:
-        problems: typical batches of the run, of one replica each; their placement does not matter, their caps do.
-        costs_of: the costs of the model's pipeline with a layout.
-        num_layers: of the model.
-        options: of the planner.
-        halves: stages may begin inside a layer.
-        placements: placements to try, the one of even layers first; empty for all of `placements_of`.
-        vocabulary: whether the output layer may be in shards over the ranks: both are tried, the first with even layers.
-    """
-
+    # typical batches of the run, of one replica each; their placement does not matter, their caps do
     problems: tuple[Problem, ...]
-    costs_of: CostsOf
-    num_layers: int
-    options: Options = field(default_factory=Options)
-    halves: bool = True
-    placements: tuple[Placement, ...] = ()
+    costs_of: CostsOf  # the costs of the model's pipeline with a layout
+    num_layers: int  # of the model
+    options: Options = field(default_factory=Options)  # of the planner
+    halves: bool = True  # stages may begin inside a layer
+    placements: tuple[Placement, ...] = ()  # placements to try, the one of even layers first; empty for all of `placements_of`
+    # whether the output layer may be in shards over the ranks: both are tried, the first with even layers
     vocabulary: tuple[bool, ...] = (False,)
 
     @property
@@ -111,23 +103,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The chosen layout, and means over the planned batches.
+    """The chosen layout, and means over the planned batches."""
 
-    Attributes:
-        layout: the chosen one.
-        makespan_us: of its plans.
-        bound_us: that no plan of the same chunks and layers beats.
-        even_us: of plans with even layers; infinite if they do not fit.
-        batch: the planned one that takes neither least nor longest, placed as the layout is.
-        batch_us: makespan of its plan.
-    """
-
-    layout: Layout
-    makespan_us: float
-    bound_us: float
-    even_us: float
-    batch: Problem
-    batch_us: float
+    layout: Layout  # the chosen one
+    makespan_us: float  # of its plans
+    bound_us: float  # that no plan of the same chunks and layers beats
+    even_us: float  # of plans with even layers; infinite if they do not fit
+    batch: Problem  # the planned one that takes neither least nor longest, placed as the layout is
+    batch_us: float  # makespan of its plan
 
     @property
     def gain(self) -> float:

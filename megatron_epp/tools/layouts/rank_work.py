@@ -24,16 +24,13 @@ WHOLE, HALF = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches.
+    """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches."""
 
-    Attributes:
-        attention_us, mlp_us: of the halves of one layer; all layers are alike.
-        first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
-            which shards divide.
-    """
-
+    # attention_us, mlp_us: of the halves of one layer; all layers are alike
     attention_us: NDArray[np.float64]
     mlp_us: NDArray[np.float64]
+    # first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
+    # which shards divide
     first_us: NDArray[np.float64]
     last_us: NDArray[np.float64]
 

@@ -53,21 +53,13 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueueRun:
-    """A plan that ran to its end on all ranks.
+    """A plan that ran to its end on all ranks."""
 
-    Attributes:
-        name: of the plan.
-        num_messages: messages of one run, over all ranks.
-        message_bytes: size of the largest.
-        time_us: of the fastest run on the slowest rank.
-        num_wrong: values that did not arrive as they were sent, in all runs.
-    """
-
-    name: str
-    num_messages: int
-    message_bytes: int
-    time_us: float
-    num_wrong: int
+    name: str  # of the plan
+    num_messages: int  # messages of one run, over all ranks
+    message_bytes: int  # size of the largest
+    time_us: float  # of the fastest run on the slowest rank
+    num_wrong: int  # values that did not arrive as they were sent, in all runs
 
 
 def queue_plans(num_ranks: int) -> dict[str, Plan]:

@@ -32,17 +32,11 @@ VOCABULARY = 128256
 
 @dataclass(frozen=True, slots=True)
 class StockLaunch:
-    """A command that trains with Megatron's own schedule, on so many devices.
+    """A command that trains with Megatron's own schedule, on so many devices."""
 
-    Attributes:
-        words: of the command line.
-        script: position of the training script among them.
-        flags: Megatron's flags with underscores, its defaults included.
-    """
-
-    words: tuple[str, ...]
-    script: int
-    flags: dict[str, Any]
+    words: tuple[str, ...]  # of the command line
+    script: int  # position of the training script among them
+    flags: dict[str, Any]  # Megatron's flags with underscores, its defaults included
     devices: int
 
     @property

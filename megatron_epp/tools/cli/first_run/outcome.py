@@ -15,27 +15,17 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """State of a first run.
+    """State of a first run."""
 
-    Attributes:
-        folder: where logs and reports go.
-        machine: name of this machine's GPUs or processor.
-        is_reduced: everything is tiny, as on a CPU.
-        num_ranks: ranks of the steps that exchange messages.
-        launch: the user's launch command, as it is today; an example unless `has_launch`.
-        cluster: kind of machine that plans are for.
-        lengths_from: source of the lengths, a value of ``--lengths``.
-    """
-
-    folder: Path
-    machine: str
+    folder: Path  # where logs and reports go
+    machine: str  # name of this machine's GPUs or processor
     num_gpus: int
-    is_reduced: bool
-    num_ranks: int
-    launch: StockLaunch
+    is_reduced: bool  # everything is tiny, as on a CPU
+    num_ranks: int  # ranks of the steps that exchange messages
+    launch: StockLaunch  # the user's launch command, as it is today; an example unless `has_launch`
     has_launch: bool
-    cluster: Cluster
-    lengths_from: str
+    cluster: Cluster  # kind of machine that plans are for
+    lengths_from: str  # source of the lengths, a value of ``--lengths``
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,19 +51,12 @@ def operation_columns() -> list[PageColumns]:
 
 
 class Shown(NamedTuple):
-    """A plan to show.
+    """A plan to show."""
 
-    Attributes:
-        name: its title.
-        plan: it is simulated.
-        measured: a run of it.
-        breakdown: its memory by item.
-    """
-
-    name: str
-    plan: Plan
-    measured: Measured | None = None
-    breakdown: MemoryBreakdown | None = None
+    name: str  # its title
+    plan: Plan  # it is simulated
+    measured: Measured | None = None  # a run of it
+    breakdown: MemoryBreakdown | None = None  # its memory by item
 
 
 def plan_columns(shown: Shown) -> PageColumns:
