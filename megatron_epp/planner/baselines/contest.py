@@ -19,9 +19,7 @@ from megatron_epp.planner.validation import require_one_stage_per_rank
 
 
 class Contest:
-    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice.
-    `any_placement`: the planner knows several stages per rank. Otherwise they raise `PlanError`.
-    """
+    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would do."""
 
     def __init__(self, problem: Problem, costs: Costs, options: Options, *, any_placement: bool = False) -> None:
         if not any_placement:
@@ -66,9 +64,7 @@ def own_recompute_only(options: Options) -> None:
 
 
 def context_tokens(problem: Problem, options: Options) -> int:
-    """Tokens of a row, padding included: the context length, or the longest sequence where none is given. Raises
-    `InfeasibleError` if a sequence is longer.
-    """
+    """Return the tokens of a row, padded: the context, or the longest sequence. Raises `InfeasibleError` for a longer one."""
     longest = max(problem.lengths)
     context = longest if options.context is None else options.context
     if longest > context:
@@ -80,11 +76,9 @@ def context_tokens(problem: Problem, options: Options) -> int:
 
 
 def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken: Iterable[int] = ()) -> list[list[int]]:
-    """Put each sequence into the first bin with room. `sequences`: in the order in which they are put; one above `room` has a
-    bin of its own.
+    """Put each sequence into the first bin with room; one above `room` has a bin of its own.
 
-    Returns:
-        The sequences of each bin, in the order given; then the new bins that it took.
+    Returns the sequences of each bin of which `taken` says the tokens, then those of new bins.
     """
     left = [room - tokens for tokens in taken]
     held: list[list[int]] = [[] for _ in left]
@@ -100,9 +94,9 @@ def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken
 
 
 def joined(boundaries: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunk table of slices and whole sequences. `boundaries`: of every sliced sequence in forward order: its start, and the
-    end of each slice. `held`: whole sequences that follow the tail slice of each of these, then the sequences of every batched
-    chunk.
+    """Chunk table of slices, by the start and the ends of each slice of a sequence, and of whole sequences.
+
+    `held` has those that follow the tail slice of each sliced sequence, then those of every batched chunk.
     """
     whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
     chunks: list[Chunk] = []
@@ -123,10 +117,7 @@ def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
 
 
 def even_rows(lengths: Sequence[int], work: Sequence[float], room: int, count: int) -> tuple[Chunk, ...] | None:
-    """Put whole sequences into a number of rows of about equal work; None where a row would be empty or too long. `work`: of
-    every sequence. The one with the most goes first, each to the row with the least so far. `room`: most tokens of a row, which
-    no row exceeds.
-    """
+    """Put whole sequences, by falling work, into the row with the least so far; None where a row would be empty or too long."""
     rows: list[list[int]] = [[] for _ in range(count)]
     loads, tokens = [0.0] * count, [0] * count
     for q in sorted(range(len(lengths)), key=lambda q: (-work[q], q)):
@@ -141,9 +132,9 @@ def even_rows(lengths: Sequence[int], work: Sequence[float], room: int, count: i
 
 
 def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:
-    """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit. `size`: tokens of a slice,
-    the last of a sequence excepted, and most tokens of a chunk. `standalone`: longest first, short sequences have chunks of
-    their own. Otherwise in batch order, they fill up the last slices too.
+    """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit.
+
+    In batch order, short ones fill up the last slices too; `standalone` ones, longest first, have chunks of their own.
     """
     sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
     long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)

@@ -23,8 +23,8 @@ from megatron_epp.planner.tables import tabulate
 def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Cut what is longer than the chunk size, pack the rest up to it; the least uniform recompute that fits; the best size.
 
-    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline. With
-    `options.chunk_tokens` that is the size. Raises `InfeasibleError` if no size fits the cap, even with all layers recomputed.
+    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline.
+    Raises `InfeasibleError` if no size fits the cap, even with all layers recomputed.
     """
     contest = Contest(problem, costs, options)
     for size in chunk_sizes(problem, options):
@@ -33,9 +33,7 @@ def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: int | None = None) -> None:
-    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
-    `token_multiple`: chunks are padded to a multiple of this; None for the problem's own.
-    """
+    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for."""
     problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
     chunks = arranged(chunks, problem.loss_groups)
     tables = tabulate(chunks, problem, contest.costs)
@@ -49,11 +47,9 @@ def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: i
 def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:
     """Seq1F1B's order: ``num_stages - rank - 2 + n`` warm-up forwards, then one forward, one backward, then what is left.
 
-    With one chunk per group this is 1F1B. Most chunks alive on a rank: ``num_stages - rank - 1 + n``. `groups`: for each
-    sequence, its chunks in token order; n is the most chunks of any. Batched chunks stand alone.
-
-    Returns:
-        The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.
+    `groups` has each sequence's chunks in token order, and n is the most of any; batched chunks stand alone, and with these
+    only it is 1F1B. Forwards ascend in a group, backwards descend. A rank has at most ``num_stages - rank - 1 + n`` chunks
+    alive.
     """
     window = max(map(len, groups))
     ascending = [c for group in groups for c in group]

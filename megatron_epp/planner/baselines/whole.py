@@ -55,10 +55,9 @@ def _of_groups(costs: Costs, group: int) -> Costs:
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """One sequence per micro-batch, in batch order, each padded to `options.context`; the least uniform recompute that fits.
 
-    The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
-    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here. Raises
-    `InfeasibleError` if a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
-    or the context than `chunk_tokens`.
+    The plan says so by its token multiple: padding takes time and memory, and travels in the messages, like any token; only
+    attention is cheaper than in the original. Raises `InfeasibleError` if no recompute fits, or a sequence is longer than a
+    row.
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
@@ -70,15 +69,13 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Megatron's 1F1B at its best, interleaved where ranks have several stages, of rows up to `options.context` tokens.
 
-    Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as
-    ranks (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in
-    all layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage
-    (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
+    Rows are by first fit, longest first, or of about equal work. Recompute is the fastest that fits of what Megatron's flags
+    say: none, norms and MLPs or experts in all layers (``recompute_modules``), or the least number of whole layers of every
+    stage (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
 
-    Kinder than the original: rows are not padded to the context, sequences of a row do not attend to each other, and the number
-    of rows suits each batch. With `options.chunk_tokens` no row is longer than that. Raises `InfeasibleError` if no row fits
-    the cap even with all layers recomputed, a sequence is longer than the context or `chunk_tokens`, or several stages per rank
-    have too few sequences, and `PlanError` if stages are placed otherwise than Megatron places them.
+    Kinder than the original: rows are not padded, sequences of a row do not attend to each other, and the number of rows suits
+    each batch. Raises `InfeasibleError` if no row fits the cap, or there are fewer rows than ranks (`rows_together`), and
+    `PlanError` if stages are placed otherwise than Megatron places them.
     """
     return packed_contest(problem, costs, options).result()
 
@@ -130,9 +127,7 @@ def packed_contest(
 
 
 def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks. `row`: most tokens
-    of a row, which no row exceeds. `count`: the number of rows that first fit needs, at least one.
-    """
+    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks."""
     work, ranks = sequence_work(problem, costs), problem.num_ranks
     multiple = -(-count // ranks) * ranks
     for number in dict.fromkeys((count, multiple, multiple + ranks)):
@@ -141,9 +136,7 @@ def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterat
 
 
 def rows_together(rows: int, ranks: int) -> int:
-    """Return the least number of rows that may stay together on a stage (`one_warm_up`), by Megatron's rule: what is left over
-    is none, or as many as ranks.
-    """
+    """Return the fewest rows that may stay together on a stage: Megatron leaves over none, or as many as ranks."""
     return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
 
 
@@ -159,9 +152,8 @@ def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) 
 
 
 def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement, in_groups: bool) -> None:
-    """Judge rows with no recompute, and if that does not fit with the kinds that Megatron has.
-
-    Groups of layers take as long as all layers by themselves, so they are tried only where these do not fit.
+    """Judge rows without recompute, else with Megatron's kinds: groups of layers only where all layers by themselves do not
+    fit.
     """
     problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
     most, tables = max(costs.num_layers), contest.tables(chunks)
@@ -197,9 +189,7 @@ def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -
 
 
 def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. It ignores `slices`. Raises
-    `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
-    """
+    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. Raises `InfeasibleError`."""
     contest = Contest(problem, costs, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
     chunks = arranged(whole_sequences(problem.lengths), problem.loss_groups)

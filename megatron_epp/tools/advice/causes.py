@@ -96,9 +96,7 @@ class StockChoices:
     added_us: Callable[[Layout], float] = lambda _: 0.0  # time of a step besides the pipeline's with a layout
 
     def steps(self, *, even_only: bool = False) -> Steps:
-        """Return the steps before any cause, with layers and virtual stages, and with packing. `even_only`: the layout stays
-        that of even layers on one stage per rank.
-        """
+        """Return the steps before any cause, with layers and virtual stages (unless `even_only`), and with packing."""
         layouts = [self.even] if even_only else [*dict.fromkeys((self.even, *self._balanced(), *self.layouts))]
         dealt, by_work = self.problems[0], self.problems[-1]
         first = [self._at(layout, dealt, self.context, first_fit=True) for layout in layouts]
@@ -236,7 +234,7 @@ def _times(factor: float) -> str:
 
 def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halves: bool) -> list[Layout]:
     """Return layouts with the vocabulary on the last stage to plan in place of one that may divide it: the same layers, and
-    where it does layers levelled anew, since the last stage then has more to do. `halves`: stages may begin inside a layer.
+    layers levelled anew where it does, since the last stage then has more to do.
     """
     plain = replace(layout, shards_vocabulary=False)
     if plain == layout:
@@ -246,11 +244,9 @@ def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halve
 
 
 def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
-    """Return the gain of plans.
+    """Return the gain, given the steps before any cause and with the first three.
 
-    Args:
-        steps: the steps before any cause and with the first three.
-        whole_us: of a step by plans with the vocabulary on the last stage and weight gradients within backwards.
-        best_us: of a step by plans with every cause.
+    `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of plans with
+    every cause.
     """
     return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))

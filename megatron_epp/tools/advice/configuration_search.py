@@ -67,10 +67,9 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best, deterministically.
+    """Search for the best, deterministically. Raises `NothingFitsError`.
 
     Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
-    Raises `NothingFitsError` if no configuration can run.
     """
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)
@@ -168,8 +167,7 @@ class _Search:
     def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
         """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.
 
-        Layers and virtual stages are searched at the sizes of the fastest plans, and at those where 1F1B of even layers comes
-        nearest; every cause is taken at the sizes that suit it best.
+        Layers and virtual stages are searched where plans are fastest, and where 1F1B of even layers comes nearest.
         """
         best = ranked[0]
         near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))

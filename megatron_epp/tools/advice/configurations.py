@@ -11,10 +11,9 @@ from megatron_epp.tools.advice.question import Configuration, Question
 
 
 def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
-    """All configurations with one stage on each rank and even layers, and the sizes that were refused.
+    """Return all configurations of even layers on one stage per rank, and the sizes that were refused.
 
-    Tensor- and context-parallel sizes are powers of two. Tensor parallelism stays inside a node; the pipeline takes any divisor
-    of the devices.
+    Tensor- and context-parallel sizes are powers of two, tensor parallelism stays inside a node.
     """
     configs: list[Configuration] = []
     refused: dict[str, str] = {}

@@ -48,10 +48,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A configuration that fits, the parts of its step, and the plan of its slowest replica.
-
-    `is_exact` is True if planned as in training; otherwise only a few plans were tried.
-    """
+    """A configuration that fits, and the plan of its slowest replica: as in training if `is_exact`, else the best of a few."""
 
     config: Configuration
     parts: Parts
@@ -107,9 +104,7 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
 
 
 def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:
-    """Divide the batch by work alone, the replica with the most work first. The result depends mainly on the number of
-    replicas.
-    """
+    """Divide the batch by work alone, the replica with the most work first."""
     problem, costs = question.problem(config, question.lengths), question.costs(config)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(config.data))
@@ -164,10 +159,9 @@ def exactly(question: Question, config: Configuration) -> Judged:
 def choices_of(
     question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
 ) -> StockChoices:
-    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration.
+    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration, and at more layouts if given.
 
-    This favours 1F1B: the batch is also divided by work, which Megatron does not do, and replicas that share experts do not
-    wait for each other's rows. `layouts`: more layouts to try, of which those count that Megatron can have.
+    This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
     """
     even = Layout.of_layers(
         even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1)

@@ -58,8 +58,8 @@ class Configuration:
 
     @property
     def kinds(self) -> int:
-        """Number of kinds of parallelism, but for replicas; several stages on a rank, unequal layers and a divided output
-        layer count as one each.
+        """Number of kinds of parallelism but for replicas; several stages on a rank, unequal layers and shards count as one
+        each.
         """
         sizes = (self.tensor, self.context, self.pipeline, self.expert, self.virtual, len(set(self.layers)))
         return sum(size > 1 for size in sizes) + self.shards_vocabulary
@@ -242,9 +242,9 @@ class Question:
         )
 
     def reduction_us(self, config: Configuration) -> float:
-        """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
+        """Time to reduce gradients and to gather weights over the ranks that hold the same weights, on the slowest rank.
 
-        It is the slowest rank's, without overlap with compute. A ring over nodes uses every member's link.
+        It does not overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(config), config.context * config.data
         rank_of, sharing = config.rank_of, config.expert * config.expert_tensor

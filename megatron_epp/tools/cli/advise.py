@@ -161,9 +161,7 @@ def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterat
 
 
 def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
-    """Return the flags with which `plan` makes the plan of an evaluated configuration. `args`: parsed flags of `advise`, of
-    which `question_of` made the question. `best`: the evaluated configuration, whose replicas share no experts.
-    """
+    """Return the flags with which `plan` makes the plan of an evaluated configuration, whose replicas share no experts."""
     config = best.config
     lengths = [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:

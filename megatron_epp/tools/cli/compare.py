@@ -118,9 +118,7 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
-    Raises `EppError` if the arguments make no sense, or matplotlib is missing.
-    """
+    """Compare all planners on all batches. Raises `EppError` if the arguments make no sense, or matplotlib is missing."""
     asked = batches_of(args)
     if args.output and len(asked) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
@@ -163,11 +161,10 @@ def _best(batch: Batch, name: str) -> Entry:
 
 
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
-    """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
+    """Return up to `_MOST_SIZES` powers of two to try with a planner besides its default size, none if flags give one.
 
     Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
-    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`). `args`: parsed flags; with ``--chunk-tokens`` or
-    ``--slices`` there is nothing to try.
+    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
     """
     longest, multiple = max(lengths), token_multiple(args)
     entry = PLANNERS.entry(name)
@@ -209,9 +206,7 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
 
 
 def _gain(batch: Batch) -> StockGain:
-    """Compare with Megatron's own schedule, which may have several stages per rank where the plans may have them: where the
-    layout has, or was searched.
-    """
+    """Compare with Megatron's own schedule, with several stages per rank only where the layout has, or was searched."""
     args, lengths, chosen = batch.args, batch.lengths, batch.chosen
     plans = {entry.planner: entry.plan for entry in batch.entries}
     ours, source = plans.get("greedy"), costs_source(args, batch.longest)[0]

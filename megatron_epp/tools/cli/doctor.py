@@ -59,9 +59,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """Package that may be there: its installed name with the known versions, the module to import, and the status of its
-    absence.
-    """
+    """Package that may be there: its installed name with the known versions, the module to import, the status of its absence."""
 
     name: str
     requirement: str

@@ -42,9 +42,7 @@ class Chosen:
     kind: str = ""
 
     def lines(self, args: argparse.Namespace) -> list[str]:
-        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for. `args`: parsed flags,
-        settled by `chosen_layout`.
-        """
+        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
         layout, placement, choice, flags = self.layout, self.layout.placement, self.choice, flags_of(args)
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks) and choice is None
         if is_even and self.kind != BALANCED:
@@ -77,9 +75,7 @@ def pipeline_ranks(args: argparse.Namespace) -> int:
 
 
 def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None) -> None:
-    """Settle ``--latents auto`` in parsed flags by plans for batches. `batches`, `planners`: as in `chosen_layout`. Raises
-    `EppError` if ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
-    """
+    """Settle ``--latents auto`` in parsed flags by plans for batches. Raises `EppError` where ``on`` makes no sense."""
     has_latents, is_fixed = bool(flags_of(args).get("multi_latent_attention")), has_costs_of_stages(args)
     if args.latents == "on" and not has_latents:
         raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
@@ -112,9 +108,9 @@ def without_search(args: argparse.Namespace) -> dict[str, object]:
 def chosen_layout(
     args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
 ) -> Chosen:
-    """Return the layout that ``--layout`` and ``--stages`` give. `batches`: typical lengths, for which layers are balanced or
-    the layout is searched. `planners`: that will plan; None for the flags' planner. Raises `EppError` if the layout is not of
-    this model or of these ranks, or a file cannot be read.
+    """Return the layout that flags give, balanced or searched for batches of typical lengths and for planners.
+
+    Settles flags that go with it in `args`. Raises `EppError` if it is not of this model or of these ranks.
     """
     longest = max(chain.from_iterable(batches), default=0)
     source, num_layers = costs_source(args, longest)
@@ -192,9 +188,7 @@ def _sample(
     batches: Sequence[tuple[int, ...]],
     planners: Sequence[str],
 ) -> Sample:
-    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed. Raises `EppError` if the
-    vocabulary is to be divided over one rank.
-    """
+    """Return what a search needs. Raises `EppError` if the vocabulary is to be divided over one rank."""
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1
     if args.vocab_parallel == "on" and is_one:

@@ -99,9 +99,7 @@ def is_distribution(source: str) -> bool:
 
 
 def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
-    """Return the lengths of a source; from a distribution, enough for `drawn` to draw a batch of them. Raises `EppError`.
-    `source`: as in `read_lengths`. `args`: parsed flags; ``--seed`` is the seed of the draw.
-    """
+    """Return the lengths of a source; from a distribution, by ``--seed``, enough for `drawn`. Raises `EppError`."""
     count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
     return limited(read_lengths(source, count, seed), args, source)
 
@@ -113,10 +111,7 @@ def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
 
 
 def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
-    """Lengths that ``--lengths`` names. `source`: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
-    `count`: of lengths to draw where it is a name; None for a batch of common size. Raises `EppError` if it is none of these,
-    or holds no lengths.
-    """
+    """Lengths of a file, stdin (-), numbers, or so many of a name in `LIKE`; a file of that name wins. Raises `EppError`."""
     if is_distribution(source):
         return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
@@ -185,9 +180,7 @@ def _index(path: Path) -> tuple[int, ...]:
 
 
 def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = "") -> tuple[int, ...]:
-    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``. `lengths`:
-    positions of each document. Raises `EppError` if a document that is not cut has more tokens than any sequence may have.
-    """
+    """Lengths of the sequences that training makes of documents, by ``--context`` and ``--documents``. Raises `EppError`."""
     if args.context is None:
         if (longest := max(lengths)) > MOST_SIZE:
             raise EppError(

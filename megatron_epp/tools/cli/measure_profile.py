@@ -90,9 +90,7 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:
-    """Measure a model's parts and the link between two ranks, and fit a profile. `shape`: of the model; one rank's share is
-    measured. `device`: where to measure.
-    """
+    """Measure one rank's share of a model's parts and the link between two ranks, and fit a profile."""
     import torch
 
     from megatron_epp.runtime.links.processes import measure_link

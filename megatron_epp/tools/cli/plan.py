@@ -181,9 +181,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[
 
 
 def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, best: Plan, refusal: str) -> None:
-    """Print what every rank holds, draw it, and tell the smallest cap without offload, which takes a plan more. `refusal`: why
-    the batch does not fit under the caps that were asked for; empty if it does.
-    """
+    """Print what every rank holds, draw it, and tell the smallest cap without offload, which takes a plan more."""
     breakdown = memory_breakdown(best, costs)
     if args.memory_out and is_page(args.memory_out):
         save_page([Shown(args.planner, best, breakdown=breakdown)], args.memory_out)

@@ -131,9 +131,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell_sharing(args: argparse.Namespace) -> None:
-    """Log what a Hugging Face config was understood as, and how many ranks share a layer if the number comes from the model's
-    file and not from a flag.
-    """
+    """Log how a Hugging Face config was understood, and how many ranks share a layer where only the model's file says so."""
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     flags, names = load_flags(args.model), names_of(args.parser)
@@ -180,9 +178,9 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, longest: int | None = None) -> PipelineCosts:
-    """Costs of the pipeline that the flags name. `layout`: the layers of every stage. `longest`: tokens of the longest possible
-    sequence, if it is not among them. Raises `EppError` if a file cannot be read, a flag does not fit the model, or the batch
-    is more than can be planned.
+    """Return the costs of the pipeline that flags name; `longest` is of all batches.
+
+    Raises `EppError` if a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
     """
     source, _ = costs_source(args, longest or max(lengths, default=0))
     if args.costs is None:
@@ -199,8 +197,9 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
 
 def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
-    """Return the source of costs, a file or formulas, and the number of the model's layers. `longest`: tokens of the longest
-    sequence, where ``--context`` does not say. Raises `EppError` if a file cannot be read, or a flag does not fit the model.
+    """Return the source of costs, a file or formulas, and the number of layers; `longest` is for want of ``--context``.
+
+    Raises `EppError` if a file cannot be read, or a flag does not fit the model.
     """
     flags = flags_of(args)
     if args.costs is None:

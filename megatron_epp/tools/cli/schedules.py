@@ -22,8 +22,8 @@ _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares the
 
 def layout_for(planner: str, layout: Layout) -> Layout:
     """Return the layout with which a planner can plan: the given one, or even layers at the placement of its schedule.
-    `planner`: its name; of one of a user's own, the layout stays. Raises `EppError` if there are more stages than layers, or
-    the schedule needs another division of them.
+
+    Raises `EppError` if there are more stages than layers, or the schedule needs another division of them.
     """
     entry = PLANNERS.entry(planner)
     if entry is None or entry.fixed is None:

@@ -49,9 +49,7 @@ def help_width() -> int:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help: a flag goes by one name, its text begins in its line and goes on below it, and long lines of descriptions
-    are wrapped; commands of examples, which are indented, stay as they are.
-    """
+    """Formats help: a flag has one name and its text in its line, prose is wrapped, indented commands of examples are not."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=help_width())
@@ -107,10 +105,7 @@ class Parser(SuggestingParser):
         return " ".join(words)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
-
-        The subcommand reports words that it does not know, and output files and folders that it could not write.
-        """
+        """Parse as `parse_args` does; the subcommand's own parser reports unknown words and what it could not write."""
         args: argparse.Namespace
         args, unknown = self.parse_known_args(argv)
         command: Parser = args.parser

@@ -73,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list[str]:
-    """Return the flags of a run of `world_size` processes, checked as the training script does; with its files if wanted.
-    Raises `EppError` if a key, a value, or several of them together are refused.
-    """
+    """Return the flags of a run, checked as the training script does, with its files if wanted. Raises `EppError`."""
     if settings.cluster is not None:
         find("clusters", settings.cluster)
     with quietly():

@@ -104,9 +104,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
 def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
     """Return a measured profile for a model that may relay latents, or one by formula if nothing is measured.
 
-    Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
-    `shape`, `rates`: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned, with the
-    bytes of casts of weights to FP8. Raises `EppError` if the profile is of a model with experts in other layers.
+    Times stay, and the time of making keys and values of latents is added by formula. Bytes, also of casts to FP8, follow
+    formulas, as in any profile. Raises `EppError` if the profile is of a model with experts in other layers.
     """
     if measured is None:
         return analytic_profile(shape, rates)
@@ -148,11 +147,9 @@ _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_by
 
 
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
-    """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
+    """Return the time of exchanging a token in one layer, forward or backward, in a group of 1, 2, 4, ... ranks.
 
-    Returns:
-        microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of
-        context-parallel ranks is 1 or no power of two.
+    Empty if the number of context-parallel ranks is 1 or no power of two.
     """
     ranks = shape.context_parallel
     if ranks == 1 or ranks & (ranks - 1):
@@ -178,11 +175,9 @@ def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rat
 def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of one transformer layer.
 
-    Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the
-    pairs where forward has two.
-
-    With a split weight gradient, the tensors that it needs stay in memory: a gradient of residual width in addition to the
-    kept activations, and, after the backward of attention, still the MLP's inputs and gradients, four more of that width.
+    Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the pairs
+    where forward has two. A split weight gradient keeps its tensors in memory: a gradient of residual width besides the kept
+    activations, and after attention's backward the MLP's inputs and gradients, four more of that width.
     """
     overhead = LinearTime(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
@@ -217,9 +212,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of one depth of multi-token prediction without its logits: a projection of the hidden state and the embedding of a
-    token ahead, a layer, and three norms.
-    """
+    """Costs of one depth of multi-token prediction without its logits: a projection of two hidden states, a layer, three norms."""
     layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
     linear, hidden = _layer_products(shape, parameters, rates), shape.hidden_bytes_per_token
     moved = LinearTime(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
@@ -316,8 +309,8 @@ def _layer_launches(shape: ModelShape) -> float:
 def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
 
-    With a loss by blocks the probabilities are not kept, backward also recomputes the product that makes the logits, its weight
-    gradient is never split off, and that gradient is counted with the workspace.
+    A loss by blocks keeps no probabilities, makes the logits again in backward, and never splits off its weight gradient, which
+    counts with the workspace.
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
@@ -377,10 +370,9 @@ def _mixing(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
 
 
 def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of the forward and of the backward of a recurrence.
+    """Time of a recurrence, forward and backward: by assumption at attention's rates, with 2.5 times the products backward.
 
-    Its products are assumed to run at attention's rates and backward to have 2.5 times those of the forward, as attention's
-    has; what its kernels write for each other is read once in the forward, and made again and read twice in the backward.
+    What its kernels write for each other is read once in the forward, and made again and read twice in the backward.
     """
     products_us = MICROSECONDS * 2 * shape.rule_products / rates.attention_forward_flops
     moved_us = MICROSECONDS * shape.rule_bytes_per_token / rates.memory_bytes
@@ -388,13 +380,12 @@ def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, Linear
 
 
 def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of the forward and of the backward of core attention, with two and five products over the pairs: of these one and
-    three are as wide as the queries, the others as the output.
+    """Time of core attention, forward and backward, with two and five products over the pairs: one and three are as wide as the
+    queries, the others as the output.
 
     Keys and values of latents are made in both, of a slice's prefix too; its backward adds to the gradients of the prefix's
     latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
-
-    A token of a layer with a window is taken to see all of it: of short sequences more than there is, by at most the window.
+    With a window a token is taken to see all of it: of short sequences more than there is, by at most the window.
     """
     queries, output = shape.attended_query_width, shape.attended_output_width
     forward, backward, ranks = (queries + output) / 2, (3 * queries + 2 * output) / 5, shape.ranks

@@ -20,7 +20,7 @@ type Flags = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config, under one of several names each: the first that it has, and that is not null.
+    """The values of a config, each under the first of several names that it has, and that is not null.
 
     Readers return the default where there is none, and raise `EppError` for anything else than what they read.
     """
@@ -77,9 +77,9 @@ type Part = Callable[[Config], Flags]
 
 
 def flags_of_config(body: Any) -> Flags:
-    """Convert a Hugging Face config to Megatron's flags, with underscores in the names. `body`: of ``config.json``. Raises
-    `EppError` if it is no object, the architecture is unknown (the message names the nearest), a size is missing or out of its
-    range, or the config contradicts itself.
+    """Convert the body of ``config.json`` to Megatron's flags, with underscores.
+
+    Raises `EppError` if the architecture is unknown, a size is missing or out of its range, or the config contradicts itself.
     """
     if not isinstance(body, dict):
         raise EppError(f"a Hugging Face config is an object, not {brief(body)}")

@@ -65,10 +65,8 @@ class Cluster:
     devices_per_node: int = DEVICES_PER_NODE
 
     def linked(self, devices: int) -> Rates:
-        """Rates with the links between the ranks of a run of so many devices.
-
-        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
-        Stages are assumed to be on different nodes, unless there is only one node.
+        """Rates with the links between the ranks of a run of so many devices: stages are on different nodes if there are
+        several.
         """
         rates, node = self.rates, self.devices_per_node
         if devices <= node:
@@ -77,9 +75,9 @@ class Cluster:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a model, a dictionary with underscores in the names. `name`: of a shipped model, of a YAML file, of a
-    Hugging Face ``config.json``, or of the folder that holds one. Raises `EppError` if there is no such file, or it does not
-    describe a model.
+    """Megatron's flags of a shipped model, a YAML file, a Hugging Face ``config.json``, or its folder, with underscores.
+
+    Raises `EppError` if there is no such file, or it does not describe a model.
     """
     path = _path_of(name)
     if path.suffix == ".json":
@@ -161,8 +159,9 @@ def _learnt(text: str) -> PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """Shape of the model that Megatron's flags describe, with Megatron's defaults. `flags`: names with underscores; flags that
-    do not bear on the shape are ignored. Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
+    """Shape of the model that Megatron's flags describe, with Megatron's defaults; other flags are ignored.
+
+    Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
     """
 
     def whole(name: str, default: int | None = None) -> int:
@@ -253,9 +252,9 @@ def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
 
 
 def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
-    """Return the bytes that a router keeps of a token, and those of the permutation of its copies.
+    """Bytes that a router keeps of a token, scores in fp32 and positions in 8 bytes, and of the permutation of its copies.
 
-    Scores are in fp32, positions take 8 bytes. A loss that balances experts has scores and choices of its own.
+    A loss that balances experts has scores and choices of its own.
     """
     is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
     scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
@@ -364,9 +363,7 @@ def layers_of(flags: dict[str, Any]) -> int:
 
 
 def token_multiple_of(flags: Mapping[str, Any]) -> int:
-    """Multiple to which a training pads the tokens of chunks: rows of products in FP8, on each rank that shares them. Raises
-    `EppError` if a number of ranks is none.
-    """
+    """Multiple to which a training pads chunks: rows of products in FP8, on each rank that shares them. Raises `EppError`."""
     shards = _whole(flags, "context_parallel_size", 1)
     shards *= _whole(flags, "tensor_model_parallel_size", 1) if flags.get("sequence_parallel") else 1
     casts = casts_of(flags)
@@ -401,17 +398,10 @@ def balanced_layers(
     *,
     shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
-    """Layers of each stage that make the ranks' times nearly equal: a large vocabulary leaves the last stage fewer layers, or
-    another stage of its rank.
+    """Layers of each stage that level the ranks' times: with a large vocabulary fewer layers on the last stage, or its rank.
 
-    With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays. Raises
-    `EppError` if there are more stages than layers.
-
-    Args:
-        profile: times of a layer, of the embedding and of the head.
-        lengths: tokens of typical sequences; if empty, attention takes no time.
-        rank_of: the rank of every stage; empty for one stage per rank.
-        shards_vocabulary: all ranks share the head equally.
+    Longer sequences make a layer take longer, and the vocabulary's work stays. Without lengths attention takes no time, without
+    `rank_of` every rank has one stage. Raises `EppError` if there are more stages than layers.
     """
     even_layers(num_layers, num_stages)
     pairs = pairs_per_token(lengths)

@@ -128,8 +128,9 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Shape of a GPT and how one layer is spread over ranks. Raises `EppError` if tensor-parallel ranks cannot share the heads
-    evenly, or all ranks those of a gated delta net or of Mamba-2.
+    """Shape of a GPT and how one layer is spread over ranks, of layers with attention and experts if there are others too.
+
+    Raises `EppError` if tensor-parallel ranks cannot share the heads evenly, or all ranks those of a recurrence.
     """
 
     num_layers: int  # of the whole model
@@ -264,8 +265,8 @@ class ModelShape:
 
     @property
     def cached_width(self) -> int:
-        """Width of what attention caches of a token in a layer, keys and values, over tensor-parallel ranks: where these are
-        more than the heads of keys and values, several hold the same head; all hold the same latent.
+        """Width of what attention caches of a token, keys and values, over tensor-parallel ranks, of which several may hold the
+        same head where there are more of them; all hold the same latent.
         """
         if self.relays_latents:
             return (self.rotated_channels + (self.latent_rank or 0)) * self.tensor_parallel
@@ -294,9 +295,7 @@ class ModelShape:
 
     @property
     def kv_heads_on_rank(self) -> int:
-        """Number of heads of keys and values that a rank has inside attention, which is of whole heads: context-parallel ranks
-        may have the same ones.
-        """
+        """Number of whole heads of keys and values on a rank inside attention: context-parallel ranks may have the same ones."""
         return math.lcm(self._shared_heads[0], self.context_parallel) // self.context_parallel
 
     @property
@@ -434,8 +433,8 @@ class ModelShape:
     def _attention_rest_bytes_per_token(self) -> float:
         """Bytes that attention keeps besides `_attended_width` and latents: what its norms read, statistics, angles, a gate.
 
-        A norm before a linear layer keeps its input of residual width, which counts with the layer. Keys of one head are on
-        several ranks where these are more than the heads.
+        A norm of residual width counts with the layer. Keys of one head are on several ranks where these are more than the
+        heads.
         """
         values, statistics = 0, 0
         key_heads = self.kv_heads_per_tensor_rank * self.tensor_parallel
@@ -454,9 +453,7 @@ class ModelShape:
 
     @property
     def attention_result_bytes_per_token(self) -> float:
-        """Bytes that core attention's backward needs from its forward in addition to queries, keys and values: its output and
-        one fp32 number per head (log-sum-exp).
-        """
+        """Bytes of core attention's output, and of one fp32 number per head (log-sum-exp), which its backward needs."""
         return self.attended_output_width * self.bytes_per_value / self.ranks + 4 * self.heads_on_rank
 
     @property
@@ -511,11 +508,9 @@ class ModelShape:
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), attention's and the MLP's.
-        Masks of dropout are left out.
+        """Bytes kept by a layer: four tensors of residual width (both norms), attention's and the MLP's, no masks of dropout.
 
-        What a layer of Megatron keeps is compared with this on CPU, tensor by tensor, with what kernels keep on a GPU in the
-        place of torch's norms, rotation and attention.
+        Compared on CPU, tensor by tensor, with what a layer of Megatron keeps, kernels of a GPU in the place of torch's norms.
         """
         num_bytes = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
         return num_bytes - self.saved_bytes_per_token
@@ -527,8 +522,8 @@ class ModelShape:
 
     @property
     def _attention_saved_bytes_per_token(self) -> float:
-        """Bytes saved of the input of the first projection. The last one keeps attention's output, which attention itself needs
-        uncast; so does latent attention with its input, of which it makes two latents.
+        """Bytes saved of the input of the first projection. Attention needs its output uncast; so does latent attention its
+        input.
         """
         return 0.0 if self.latent_rank is not None else self._saved(self.hidden_bytes_per_token)
 
@@ -548,9 +543,7 @@ class ModelShape:
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes kept by attention behind its norm, one fp32 number per head (log-sum-exp) among them. Context-parallel ranks
-        keep attention's output by heads and tokens.
-        """
+        """Bytes kept by attention behind its norm; context-parallel ranks keep its output by heads and tokens."""
         width = self._attended_width + self._latents + (self.output_width if self.context_parallel > 1 else 0)
         return width * self.bytes_per_value / self.ranks + 4 * self.heads_on_rank + self._attention_rest_bytes_per_token
 
@@ -566,8 +559,8 @@ class ModelShape:
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """Bytes of `layer_bytes_per_token` that memory moves, and of the outputs of experts, which nothing keeps. The
-        statistics of norms of residual width are left out, as too few. A cast, by rows and columns, has as many as its tensor.
+        """Bytes of `layer_bytes_per_token` that memory moves, without the few statistics of norms of residual width, and of the
+        outputs of experts, which nothing keeps. A cast, by rows and columns, has as many as its tensor.
         """
         uncast = self.layer_bytes_per_token + self.saved_bytes_per_token
         return uncast + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
@@ -585,8 +578,8 @@ class ModelShape:
 
     @property
     def weight_bytes_per_token(self) -> float:
-        """Bytes that the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
-        residual width (in and out of attention and of the MLP), the others of the inner widths.
+        """Bytes that a layer's weight gradients need: the input and the output gradient of every linear layer, four of residual
+        width.
         """
         inner = (self.mixer_linear_width + self._mlp_width) * self.bytes_per_value / self.ranks
         return 4 * self.hidden_bytes_per_token + inner + self.routed_bytes_per_token
@@ -601,18 +594,18 @@ class ModelShape:
     def attention_exchanges(self) -> tuple[Exchange, ...]:
         """Exchanges of attention and its projections.
 
-        Tensor-parallel ranks, neighbours, reduce the residual stream (as reduce-scatter and all-gather, or both in one).
-        Context-parallel ones send queries, keys, values and the output to the ranks of their heads.
+        Tensor-parallel ranks, neighbours, reduce the residual stream. Context-parallel ones send queries, keys, values and the
+        output to the ranks of their heads.
         """
         heads = (1 - 1 / self.context_parallel) * (self._attended_width * self.bytes_per_value / self.ranks)
         return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property
     def mlp_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of the MLP, or of the experts.
+        """Exchanges of the MLP, which reduces the residual stream as the expert of all tokens does, or of the experts.
 
-        The MLP, and the expert of all tokens, reduce the residual stream. A token's copies go to the ranks of their experts and
-        back; where several share an expert, each gathers the copies of all, and their results are added up.
+        A token's copies go to the ranks of their experts and back; where several share an expert, each gathers the copies of
+        all.
         """
         if self.num_experts is None:
             return (self._reduced,)
@@ -625,8 +618,8 @@ class ModelShape:
 
     @property
     def exchange_bytes_per_token(self) -> float:
-        """Bytes, per token of a chunk, of the buffer in which HybridEP has room for the tokens of all ranks that share experts;
-        0 with other dispatchers, whose buffers are as large for any chunk.
+        """Bytes, per token of a chunk, of HybridEP's buffer for the tokens of all ranks that share experts; other buffers are
+        fixed.
         """
         if self.num_experts is None or self.expert_dispatcher != "hybridep":
             return 0.0
@@ -649,9 +642,7 @@ class ModelShape:
 
     @property
     def neighbours(self) -> int:
-        """Number of neighbouring devices among which a layer is shared, its experts included, as Megatron numbers ranks.
-
-        Expert parallelism has an order of its own over tensor- and context-parallel ranks and replicas: ranks of one expert are
-        neighbours, then those of others.
+        """Number of neighbouring devices among which a layer is shared: experts over tensor- and context-parallel ranks and
+        replicas.
         """
         return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)

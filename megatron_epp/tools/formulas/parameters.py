@@ -14,9 +14,7 @@ _ATTENTION, _DELTA, _STATES = "*", "G", "M"
 
 
 def parameters_of(flags: Flags) -> int:
-    """Count the parameters of a model without layers of multi-token prediction. Vectors (norms, router biases) are left out.
-    Raises `EppError` if a list of layers cannot be read.
-    """
+    """Count the parameters of a model, vectors and multi-token prediction left out. Raises `EppError` for a bad list of layers."""
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
     counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)
@@ -31,8 +29,8 @@ def parameters_of(flags: Flags) -> int:
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
-    """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
-    experts or none.
+    """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` Mamba or none; ``-`` an MLP, ``E`` experts or
+    none.
     """
     mixers = mixers_of(flags).replace("+", _ATTENTION)
     if pattern_of(flags):

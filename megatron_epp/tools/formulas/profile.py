@@ -117,18 +117,12 @@ class Profile:
         replicas: int = 1,
         vocabulary_shares: Sequence[float] = (),
     ) -> PipelineCosts:
-        """Costs of a pipeline of this model. The first stage embeds; the last has the head. Raises `EppError` if a stage has a
-        negative number of layers, or one that is no multiple of a half, or there is no stage.
+        """Costs of a pipeline of this model, whose first stage embeds; the last has the head unless ranks have shares of it.
 
-        Args:
-            layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
-            state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
-                weights and nothing sharded. With a distributed optimizer over d ranks it is 6 + 12 / d.
-            optimizer: bytes of a training, which take the place of these.
-            replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
-                host.
-            vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
-                if the last stage has all of it.
+        Layers are whole or with halves: ``[2.5, 1.5]`` cuts the third. Without an `optimizer`, 18 bytes of a parameter are
+        those of bf16 Adam with fp32 gradients and master weights; with a distributed optimizer over d ranks these are 6 + 12 /
+        d. `replicas` matter if devices share a link to the host. Raises `EppError` if there is no stage, or layers are negative
+        or no multiple of a half.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
@@ -178,8 +172,8 @@ class Profile:
         )
 
     def training(self, share: float) -> Profile:
-        """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'
-        gradients. It counts for every part alike, whichever parameters they are.
+        """Return the costs if only a share of the parameters train, the same of every part: backwards compute that share of
+        gradients.
         """
         if share == 1.0:
             return self
@@ -191,9 +185,9 @@ class Profile:
     def _shards(self, shares: Sequence[float]) -> VocabularyShards:
         """Divide the head over shards.
 
-        `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
-        logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
-        The broadcast carries a message's bytes; the reduction carries fp32 gradients, once towards the last stage.
+        `S` makes logits and the input's gradient, `T` the weight gradient and in a loss by blocks the logits once more: half of
+        the head's backward, or two thirds, as its products with the weight all take as long. The broadcast carries a message's
+        bytes; the reduction carries fp32 gradients, once towards the last stage.
         """
         if self.shards is None:
             raise EppError(

@@ -76,9 +76,9 @@ class DeltaShape(RecurrentShape):
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes that a layer keeps of its projection, of the rows that the convolution reads, of heads that are normalized and
-        then repeated for every head of values, and of the rule's output, its norm and what enters the last projection. In fp32
-        there are decays and the input and output of their gate, and statistics of norms.
+        """Bytes kept of the projection, the rows that the convolution reads, heads that are normalized and then repeated for
+        every head of values, and the rule's output, its norm and what enters the last projection; in fp32 decays, their gate,
+        statistics.
         """
         net = self.net
         copies = net.value_heads // net.key_heads
@@ -115,17 +115,15 @@ class StateSpaceShape(RecurrentShape):
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes that a layer keeps of its projection, of the recurrence's output ahead of the gate and behind it, and of what
-        enters the last projection; and a statistic in fp32 of every group.
+        """Bytes kept of the projection, the recurrence's output ahead of the gate and behind it, what enters the last
+        projection.
         """
         values = self.net.projected_width + 3 * self.net.value_width
         return (values * self.bytes_per_value + 4 * self.net.groups) / self.ranks
 
     @property
     def rule_products(self) -> float:
-        """Multiplications of a token's forward of the recurrence: with the state, once to write and once to read, and with the
-        tokens of its block.
-        """
+        """Multiplications of a token's forward: with the state, to write and to read, and with the tokens of its block."""
         net = self.net
         in_block = _SCAN_TOKENS * (net.value_width + net.groups * net.states)
         return (2 * net.state_size + in_block) / self.ranks
@@ -145,8 +143,8 @@ class StateSpaceShape(RecurrentShape):
         """Bytes that the layer holds when its kernel's backward holds most, besides what it keeps, by the source of mamba-ssm.
 
         Gradients of the projection and of the residual stream; the convolution's output again, and its gradient; products of
-        pairs, steps and decays in fp32. A state of every block and its gradient are there in fp32, and as values.
-        Gradients of the kernel's output take the place of what the norm and the last projection have kept.
+        pairs, steps and decays in fp32; every block's state and its gradient, in fp32 and as values. Gradients of the kernel's
+        output take the place of what the norm and the last projection have kept.
         """
         net = self.net
         values = net.projected_width + 2 * net.mixed_width

@@ -95,14 +95,9 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine, and read the figures. Raises `TrainingError` if the run failed, or takes longer than `timeout_s`.
+    """Train on this machine in processes that may share GPUs, and read the figures; those of an earlier run are removed.
 
-    Args:
-        folder: folder of the log and the figures; figures of an earlier run are removed.
-        num_ranks: number of processes. More than there are GPUs share them, which NCCL can from 2.30 on.
-        settings: flags, `--epp` ones included.
-        timeout_s: limit in seconds for the whole run.
-        start: how ranks start; `torchrun` if None.
+    Raises `TrainingError` if the run failed, or takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
@@ -127,9 +122,9 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
-    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them. `folder`: folder of the
-    log and the figures; figures of an earlier run are removed. `timeout_s`: limit in seconds for the whole run. Raises
-    `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
+    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
+
+    Raises `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
     """
     log = _begun(folder)
     log.write_text(shlex.join(command) + "\n", encoding="utf-8")

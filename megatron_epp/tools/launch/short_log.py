@@ -40,11 +40,7 @@ def is_shown(line: bytes) -> bool:
 
 
 class ShortLog:
-    """File of all output, and the short form on the terminal.
-
-    Attributes:
-        path: of the file, to which output is appended
-    """
+    """Appends all output to a file, and shows the short form on the terminal."""
 
     def __init__(self, path: Path, terminal: int) -> None:
         self.path = path
@@ -77,8 +73,9 @@ class ShortLog:
 
 @contextlib.contextmanager
 def divided(path: str | None) -> Iterator[ShortLog | None]:
-    """Send what this process and its children print in the body to a file, and its short form to the terminal. `path`: of the
-    file; None leaves the output as it is. Raises `OSError` if the file cannot be written.
+    """Send what this process and its children print in the body to a file, and its short form to the terminal.
+
+    Without a path the output stays as it is. Raises `OSError` if the file cannot be written.
     """
     if path is None:
         yield None

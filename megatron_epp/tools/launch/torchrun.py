@@ -24,10 +24,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run torchrun; exit with the code of a refusal, or with 1, if it raises for a process that failed or for a signal.
-
-    The code is `INTERRUPTED` for SIGINT, also before torchrun listens.
-    """
+    """Run torchrun; exit with the code of a refusal, `INTERRUPTED` for SIGINT, also before it listens, or 1 for other failures."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())

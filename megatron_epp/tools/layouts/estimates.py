@@ -44,12 +44,7 @@ class Estimates:
         return tuple(None if estimate is None else estimate.chunks_per_rank for estimate in every)
 
     def mean_like_us(self, layout: Layout, grains: Grains, enough_us: float = math.inf) -> float:
-        """Estimate the mean makespan with the grains of a layout that differs little. `enough_us`: mean makespan from which on
-        more does not matter: then the batches that are left are not estimated.
-
-        Returns:
-            The mean, or infinity where it reaches `enough_us`.
-        """
+        """Estimate the mean makespan with the grains of a layout that differs little; infinite from `enough_us` on."""
         least_us = [float(time_us) for time_us in self.floors.ranks_us(layout).max(axis=0)]
         for number in reversed(range(len(self.batches))):
             if math.fsum(least_us) >= enough_us * len(least_us):
@@ -58,10 +53,7 @@ class Estimates:
         return math.fsum(least_us) / len(least_us)
 
     def by_business(self, layout: Layout, grains: Grains) -> list[int]:
-        """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch.
-
-        Arguments as in `mean_like_us`.
-        """
+        """Order the ranks from the least to the most busy, recompute included, in the last batch."""
         estimate = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if estimate is None else estimate.busy_us
         return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))

@@ -119,19 +119,16 @@ class LayoutChoice:
 
 
 def choose(sample: Sample) -> LayoutChoice:
-    """Search for the layout with the least expected makespan under the caps.
+    """Search for the layout with the least expected makespan under the caps; equal samples give equal layouts.
 
-    Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than
-    `MIN_GAIN_SHARE`. Raises `InfeasibleError` if no layout fits the caps; the message is about even layers, and `EppError` if
-    there are more ranks than layers, or the costs or batches make no sense.
+    Whole layers and one stage per rank are preferred where more saves less than `MIN_GAIN_SHARE`. Raises `InfeasibleError`,
+    about even layers, if no layout fits the caps, and `EppError` if there are more ranks than layers.
     """
     return _Search(sample, sample.even).choice()
 
 
 class _Search:
-    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches. `even`:
-    the layout over which gains are computed.
-    """
+    """State of one search: estimates and plans of layouts so far. Gains are over the layout `even`."""
 
     def __init__(self, sample: Sample, even: Layout) -> None:
         self.sample, self.even = sample, even
@@ -165,8 +162,8 @@ class _Search:
                 break
 
     def best(self) -> LayoutChoice:
-        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest; one stage on each rank
-        unless several gain `MIN_GAIN_OF_SEVERAL_SHARE`.
+        """Return the plainest layout within `MIN_GAIN_SHARE` of the fastest; several stages must gain
+        `MIN_GAIN_OF_SEVERAL_SHARE`.
         """
         planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not planned:
@@ -208,9 +205,8 @@ class _Search:
         return same, [layout for layout in seeds if layout.placement != self.even.placement]
 
     def _improved(self, start: Layout) -> Layout:
-        """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less.
-
-        Chunks are as long as suits the start: what suits its neighbours differs little.
+        """Move layers away from the rank that is busy longest as long as estimates become less, with the start's length of
+        chunks.
         """
         best, best_us, step = start, self.estimates.mean_us(start), WHOLE if start.is_whole else HALF
         if math.isinf(best_us):
@@ -233,8 +229,8 @@ class _Search:
     def _alike(self, others: list[Layout], plain: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of other placements whose kind of stages is not clearly slower where even layers are placed.
 
-        Several stages hardly change whether halves of layers, or a vocabulary over all ranks, pay. Estimates of all kinds took
-        a third of the search with 80 layers on 16 ranks, and none of a kind that was slower came to be planned in seven.
+        Several stages hardly change whether halves of layers, or shards, pay. Estimates of all kinds took a third of the search
+        with 80 layers on 16 ranks, and none of a kind that was slower came to be planned in seven.
         """
         times_us: dict[tuple[bool, bool], float] = {}
         for layout in plain:
@@ -269,9 +265,7 @@ class _Search:
                 break
 
     def _enough_us(self, layout: Layout, least_us: float) -> float:
-        """Return the makespan at which a layout of another placement than even layers' is taken. `least_us`: makespan of the
-        best layout so far, for the same batches.
-        """
+        """Return the makespan at which a layout of another placement than even layers' is taken in place of the best so far."""
         over_one = layout.placement.num_chunks > 1 == self.even.placement.num_chunks
         return least_us * (1 - (MIN_GAIN_OF_SEVERAL_SHARE if over_one else MIN_GAIN_SHARE))
 
@@ -311,9 +305,9 @@ class _Search:
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
-    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`. `layouts`: of
-    the sample's model; at least one. Gains are over the first. `sample`: batches and costs; what it says of layouts does not
-    matter. Raises `InfeasibleError` if none fits the caps; the message is about the first.
+    """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`.
+
+    Gains are over the first. Raises `InfeasibleError`, about the first, if none fits the caps.
     """
     search = _Search(sample, layouts[0])
     for layout in layouts:
@@ -326,11 +320,6 @@ def gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> fl
 
     One batch decides, since such plans take up to three times as long as others, with 80 layers on 16 ranks 6 s: in seven
     searches on 4 to 16 ranks its share was at most 0.5 percentage points off the mean of three batches, and on the same side.
-
-    Args:
-        choice: has the plan with whole backwards of the batch that decides.
-        sample: the one for which the layout was chosen; what its options say of weight gradients does not matter.
-        tensor_ranks: see `least_gain_of_split`.
     """
     options = replace(steady(sample.options), split_weight=True)
     gain = 1 - plan(choice.batch, sample.costs_of(choice.layout), options).predicted.makespan_us / choice.batch_us
@@ -340,7 +329,7 @@ def gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> fl
 def least_gain_of_split(tensor_ranks: int) -> float:
     """Return the share of time that split weight gradients must save, with so many ranks that share every layer.
 
-    Whole backwards overlap the exchange of these with the weight's gradient, which no cost says, so that more must be saved.
+    Whole backwards overlap their exchange with the weight's gradient, which no cost says, so that more must be saved.
     """
     return MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
 

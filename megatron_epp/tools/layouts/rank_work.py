@@ -36,8 +36,8 @@ class LayerWork:
 
     @staticmethod
     def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> LayerWork:
-        """Return the work of batches. `problems`: the batches; their placement does not matter. `halves`: the costs know stages
-        that begin inside a layer. Otherwise both halves count as equal.
+        """Return the work of batches; both `halves` of a layer count as equal unless the costs know stages that begin inside
+        one.
         """
         parts = (WHOLE, HALF, HALF, WHOLE) if halves else (WHOLE, WHOLE, WHOLE)
         costs = costs_of(Layout(parts, Placement("looped", len(parts), 1)))
@@ -62,9 +62,7 @@ class LayerWork:
         return float(self.ranks_us(layout).max(axis=0).mean())
 
     def spread(self, num_layers: int, placement: Placement, step: int, *, shards_vocabulary: bool = False) -> Layout:
-        """Return a layout that levels the ranks' times. `num_layers`: of the model; in units of `step`, no fewer than stages.
-        `step`: `WHOLE` or `HALF`, what every stage has a multiple of.
-        """
+        """Return a layout that levels the ranks' times, in which every stage has a multiple of `step`: `WHOLE` or `HALF`."""
         extra_us = [0.0] * placement.num_stages
         extra_us[0] += float(self.first_us.mean())
         extra_us[-1] += 0.0 if shards_vocabulary else float(self.last_us.mean())
@@ -89,9 +87,9 @@ class LayerWork:
 
 
 def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None = None) -> Iterator[Layout]:
-    """Yield the layouts in which a stage of one rank has `step` half layers less and a stage of another as many more.
+    """Yield the layouts with `step` half layers less on a stage of one rank, and as many more on a stage of another.
 
-    Only the first and the last stage may end up without layers. `targets`: ranks that may have more; None for all others.
+    Only the first and the last stage may end up without layers.
     """
     last = len(layout.halves) - 1
     for giver in layout.placement.stages(source):

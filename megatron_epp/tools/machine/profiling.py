@@ -47,11 +47,10 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
+    """Measure the parts of a model, by its type of values, at the sizes of a grid; `note` is called with the kind of each.
 
-    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
-    ``embedding``, each ``forward`` and ``backward``, and ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for
-    tokens.
+    Returns points by kind: ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and
+    ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}

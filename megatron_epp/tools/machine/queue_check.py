@@ -81,15 +81,10 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine. Raises `EppError` if a rank failed, or a message did not complete; the message says
-    which action waits for what.
+    """Run plans on ranks of this machine, on GPUs over NCCL or over gloo; messages have `width` fp32 values of a token.
 
-    Args:
-        width: fp32 values of a token in a message.
-        gpus: ranks on GPUs over NCCL, one on each as far as there are enough; otherwise processes over gloo.
-        limit_s: limit in seconds of an action without progress.
-        pipelines: number of pipelines that run side by side; consecutive ranks share stages.
-        run: the part of one rank, in place of `run_rank`.
+    `pipelines` run side by side, whose consecutive ranks share stages. Raises `EppError` if a rank failed, or an action made no
+    progress for `limit_s`; the message says what it waits for.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:

@@ -109,9 +109,7 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
 
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """Draw plans one below the other, on a common time axis. Raises `EppError` if matplotlib is not installed, and `PlanError`
-    if there is nothing to draw, or an order deadlocks.
-    """
+    """Draw plans one below the other, on a common time axis. Raises the errors of `gantt`, and `PlanError` for no plan."""
     if not plans:
         raise PlanError("there is no plan to draw: no planner found one")
     pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
@@ -131,9 +129,7 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
 def _figure_of(
     rows: Sequence[_Row], title: str, below_inches: float = 0.0, own_axes: bool = False
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Draw iterations below each other. `below_inches`: height of a further axis below them, with the time of the first; none
-    if 0. `own_axes`: each iteration has a time axis of its own.
-    """
+    """Draw iterations below each other, with a further axis of the first one's time below them if it has a height."""
     least, most = _LANE_INCHES
     lane_inches = max(least, min(most, _ALL_LANES_INCHES / sum(row.plan.num_ranks for row in rows)))
     heights = [max(lane_inches * row.plan.num_ranks, 0.6) for row in rows] + [below_inches] * (below_inches > 0)
@@ -157,9 +153,7 @@ def _figure_of(
 
 
 def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed. `dpi`: pixels per inch.
-    `layout`: further arguments of matplotlib's `Figure.subplots`.
-    """
+    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -171,9 +165,8 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
 
 
 def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
-    """Draw a cap as a dashed line on each axis unless it is far above the peak, scale the axes, and return a note about caps.
-
-    Caps, one for each axis, and the highest peak are in bytes; `size` is the bytes of the axes' unit.
+    """Draw dashed caps, one for each axis, unless far above the peak, scale the axes to units of `size` bytes; say it in a
+    note.
     """
     shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
     for axis, cap in zip(axes, caps, strict=True):
@@ -324,9 +317,7 @@ def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
 
 
 def memory_picture(breakdown: MemoryBreakdown) -> Figure:
-    """Draw the items of every rank as stacked areas over the time of the iteration, in ms. Raises `EppError` if matplotlib is
-    not installed.
-    """
+    """Draw the items of every rank as stacked areas over time. Raises `EppError` if matplotlib is not installed."""
     plan, timeline = breakdown.timeline.plan, breakdown.timeline
     height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
     figure, axes = new_figure(

@@ -55,13 +55,7 @@ def clip(line: str, width: int | None) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table with aligned columns, two spaces apart.
-
-    Args:
-        header: name of each column.
-        rows: cells, as many per row as the header has.
-        left: columns that align left; the others hold numbers and align right.
-    """
+    """Lines of a table, columns two spaces apart; those in `left` align left, the others hold numbers and align right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -135,9 +129,7 @@ def _memory_savings(plan: Plan) -> list[str]:
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
-    """Table with one line per chunk: kind, tokens, segments. A slice prints as ``sequence[start:end]``, a whole sequence as its
-    number.
-    """
+    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number."""
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
     rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_part(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
@@ -177,13 +169,7 @@ def uneven_load(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:
-    """Format the whole report: headline, chunks, ranks, and the order of each rank.
-
-    Args:
-        plan: a complete plan; its own predictions are printed, nothing is simulated.
-        width: characters per line; longer lines are cut and end in ``…``. None: no limit.
-        max_chunks: rows of the chunk table. None: all.
-    """
+    """Format headline, chunks, ranks, and the order of each rank; lines are cut at `width` characters, None for no limit."""
     grid = [clip(line, width) for line in to_grid(plan).splitlines()]
     parts = [headline(plan), chunk_table(plan, max_chunks, width), rank_table(plan) + uneven_load(plan), grid]
     return "\n\n".join("\n".join(lines) for lines in parts)
@@ -209,14 +195,7 @@ def _segments(segments: Sequence[Segment], plan: Plan) -> str:
 def comparison(
     plans: Sequence[tuple[str, Plan | None]], settings: Sequence[str] = (), values: Sequence[Sequence[str]] = ()
 ) -> str:
-    """Table with one line per plan: makespan, ratio to the shortest, bubble, highest peak and its cap, recompute, chunks.
-
-    Args:
-        plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
-            of all ranks' compute time.
-        settings: titles of more columns, which show the settings of each plan.
-        values: of these columns, a row for each plan.
-    """
+    """Table with one line per plan, None where there is none, and more columns of `settings`, with a row of values for each."""
     if not plans:
         return "no plans to compare"
     header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks", *settings)
@@ -236,9 +215,7 @@ def comparison(
 
 
 def against(plan: Plan, measured: Measured) -> str:
-    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks. Raises
-    `PlanError` if the measurement is of another plan, or the order deadlocks.
-    """
+    """Table of a plan and a run of it: makespan, bubble, compute by operation. Raises `PlanError` for a run of another plan."""
     timeline = simulate(plan)
     took_us: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]
     for total_us, boxes in zip(took_us, (planned_boxes(timeline), measured_boxes(plan, measured)), strict=True):

@@ -64,11 +64,7 @@ class StockLaunch:
         return argv
 
     def raced(self, schedule: str, folder: Path, iterations: int) -> list[str]:
-        """Return the words of a command that trains so many iterations by a value of `--epp-schedule`, without saving or
-        evaluating.
-
-        The schedules of learning rate and batch size stay as they are.
-        """
+        """Return the words of a command that trains a few iterations by a value of `--epp-schedule`, and saves nothing."""
         own = _without(self.elastic_argv(), _LASTING.split())
         own += ["--epp-schedule", schedule, "--epp-report-dir", str(folder)]
         own += ["--exit-interval", str(iterations), "--log-interval", "1", "--eval-iters", "0"]
@@ -94,10 +90,7 @@ class StockLaunch:
 
 
 def read_launch(words: Sequence[str]) -> StockLaunch:
-    """Read a launcher such as torchrun with its flags, a script of Megatron, and the script's flags. Imports Megatron.
-
-    Raises `EppError` if there is no script, or no model, or a value does not fit its flag.
-    """
+    """Read a launcher with its flags, a script of Megatron, and its flags. Raises `EppError` if no script or model is there."""
     from megatron_epp.mcore import entry
 
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)

@@ -30,14 +30,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a step: `found` has lines for people, `figures` the same for programs, with units in the names.
+    """Result of a step: `found` has lines for people, `figures` the same for programs, with units in the names."""
 
-    `status` is ``passed``, ``failed`` or ``skipped``, `todo` what to do about a failure or a skip.
-    """
-
-    status: str
+    status: str  # ``passed``, ``failed`` or ``skipped``
     found: tuple[str, ...]
-    todo: str = ""
+    todo: str = ""  # about a failure or a skip
     figures: dict[str, Any] = field(default_factory=dict)
     time_s: float = 0.0
 
@@ -54,19 +51,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """A step that ``--steps`` selects by its name; `run` raises `EppError`.
-
-    `expect` says what one sees where all is well, `on_failure` what to do where the step ends in an error. A step that
-    `is_asked_for` runs only then. Times are estimates for a node of GPUs.
-    """
+    """A step that ``--steps`` selects by its name; `run` raises `EppError`."""
 
     name: str
     purpose: str
-    expect: str
-    on_failure: str
-    gpu_minutes: int
+    expect: str  # what one sees where all is well
+    on_failure: str  # what to do where the step ends in an error
+    gpu_minutes: int  # estimate for a node of GPUs
     run: Callable[[Setting], Outcome]
-    is_asked_for: bool = False
+    is_asked_for: bool = False  # it runs only where it is asked for
 
 
 def verdict(done: Mapping[str, Outcome]) -> str:

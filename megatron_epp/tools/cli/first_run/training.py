@@ -54,10 +54,7 @@ def _relative_difference(value: float, wanted: float) -> float:
 
 
 def parity(setting: Setting) -> Outcome:
-    """Train from the same weights on the same documents.
-
-    In fp32 losses must be equal to rounding. In bf16, on GPUs, they must be as near to a run in fp32 as Megatron's own are.
-    """
+    """Train from equal weights: losses equal to rounding in fp32, in bf16 as near to a run in fp32 as Megatron's own are."""
     # Numbers are compared, and no time: two ranks may share a GPU.
     folder, ranks, iterations = Path(setting.folder, "parity"), 2 if has_room_for(2) else 1, _ITERATIONS[setting.is_reduced]
     settings = tiny_training(folder, ranks, iterations, setting.is_reduced) | AS_MEGATRON

@@ -20,8 +20,8 @@ _STYLE, _FRAME = "page.css", "page.html"
 
 
 def page(shown: Sequence[Shown]) -> str:
-    """Return the page as HTML, with plans below each other on one time axis. Raises `PlanError` if there is no plan, an order
-    deadlocks, or a measurement is of another plan.
+    """Return plans below each other on one time axis, as HTML. Raises `PlanError` for none, a deadlock, or a run of another
+    plan.
     """
     if not shown:
         raise PlanError("there is no plan to draw: no planner found one")
