@@ -144,10 +144,7 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
             f"the bubble of a pipeline of {config.pipeline} is",
             f", with {sum(plan.lengths):,} tokens for each replica",
         ),
-        "waiting_us": (
-            f"{config.data} replicas wait for the slowest for",
-            f"{longest}{question.tokens // config.data:,}",
-        ),
+        "waiting_us": (f"{config.data} replicas wait for the slowest for", f"{longest}{question.tokens // config.data:,}"),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 

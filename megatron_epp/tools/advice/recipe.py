@@ -23,14 +23,7 @@ _SIZES = (
     "expert_tensor_parallel_size",
 )
 _OF_FP8 = ("fp8_format", "fp8_recipe")
-_EXAMPLES = {
-    "train_iters": 1000,
-    "lr": 1e-4,
-    "min_lr": 1e-5,
-    "lr_decay_style": "cosine",
-    "clip_grad": 1.0,
-    "eval_iters": 0,
-}
+_EXAMPLES = {"train_iters": 1000, "lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "clip_grad": 1.0, "eval_iters": 0}
 _WIDTH = 112
 """Characters of a line of flags."""
 _OURS_TO_SAY = """\

@@ -182,11 +182,7 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
 
 
 def _sample(
-    args: argparse.Namespace,
-    profile: Profile,
-    num_layers: int,
-    batches: Sequence[tuple[int, ...]],
-    planners: Sequence[str],
+    args: argparse.Namespace, profile: Profile, num_layers: int, batches: Sequence[tuple[int, ...]], planners: Sequence[str]
 ) -> Sample:
     """Return what a search needs. Raises `EppError` if the vocabulary is to be divided over one rank."""
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)

@@ -143,9 +143,7 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for command in known:
         added = subparsers.add_parser(
-            command.name,
-            description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
-            epilog=command.example,
+            command.name, description=f"{command.purpose[0].upper()}{command.purpose[1:]}.", epilog=command.example
         )
         added.set_defaults(run=command.run)
         command.add_arguments(added)

@@ -24,7 +24,7 @@ _SHOWN = re.compile(
     rb"megatron[-_]epp|\bepp (iteration|memory|hint|run)\b|(?<!consumed )\biteration +\d+ */ *\d+|validation loss"
     rb"|exiting program|no GPU found"
     rb"|^(\[rank\d+\]:? ?)?(WARNING|ERROR|CRITICAL|Error|FATAL)\b"
-    rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file",
+    rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file"
 )
 """Pattern of the lines that are shown."""
 _HIDDEN = re.compile(
