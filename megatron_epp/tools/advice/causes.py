@@ -40,8 +40,7 @@ BY_FLAGS = 2
 PLANNER = "1f1b-packed"
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 """Stages per rank that are tried for Megatron, where there are layers for them."""
-_CONTEXTS = (2, 4, 8)
-"""Lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster."""
+_CONTEXTS = (2, 4, 8)  # lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster
 _MOVES, _TARGETS = 2, 4
 """Most moves of a layer to another rank that are made from the best layout, and the layouts that are tried for each."""
 

@@ -36,10 +36,8 @@ TIE = 0.03
 """Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
 CLOSE = 0.02
 """Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
-_MOST_TIMES = 8
-"""Largest factor by which more devices are proposed where nothing fits."""
-_NEAR = 8
-"""Number of refused configurations among which the one nearest to fitting is searched."""
+_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
+_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
 
 
 @dataclass(frozen=True, slots=True)

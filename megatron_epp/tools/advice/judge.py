@@ -26,8 +26,7 @@ from megatron_epp.tools.formulas.analytic import exchange_line
 
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
-_PLANNED = 4
-"""Largest number of groups of replicas of a configuration that are planned: the ones estimated to take longest."""
+_PLANNED = 4  # largest number of groups of replicas of a configuration that are planned: the ones estimated to take longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +146,8 @@ def exactly(question: Question, config: Configuration) -> Judged:
         if slowest is not None and times_us[group[0]] <= slowest.predicted.makespan_us:
             break
         problems = [question.problem_of(config, division.shares[replica]) for replica in group]
-        if len(problems) > 1:
-            plans = plan_lockstep(problems, costs, question.options)
-        else:
-            plans = (plan(problems[0], costs, question.options),)
+        alone = len(problems) == 1
+        plans = (plan(problems[0], costs, question.options),) if alone else plan_lockstep(problems, costs, question.options)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda result: result.predicted.makespan_us)
     assert slowest is not None  # there is always one
     return Judged(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
@@ -163,9 +160,8 @@ def choices_of(
 
     This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
     """
-    even = Layout.of_layers(
-        even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1)
-    )
+    layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
+    even = Layout.of_layers(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
     loads_us = _loads_us(question, config, dealt)

@@ -62,8 +62,7 @@ one planner of a paper against ours
 """
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
-_MOST_SIZES = 5
-"""Most packing sizes that are tried for a planner."""
+_MOST_SIZES = 5  # most packing sizes that are tried for a planner
 _MOST_ACTIONS = 1 << 15
 """Most chunks times stages, over all sizes together, that are tried for a planner: large batches take long to plan."""
 
@@ -86,16 +85,12 @@ class Entry:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
     add_problem(parser, several_batches=True)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
+    every = f"{ALL}: every one, fastest first, planners of other placements with layers of their own"
+    names = f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {every} (default: {', '.join(usual())})"
     parser.add_argument(
-        "--planner",
-        action="append",
-        type=lambda text: text if text == ALL else planner(text),
-        metavar="NAME",
-        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
-        f"placements with layers of their own (default: {', '.join(usual())})",
+        "--planner", action="append", type=lambda text: text if text == ALL else planner(text), metavar="NAME", help=names
     )
     below = "the plans of one batch below each other, as .html to explore, .png, .svg or .pdf (default: none)"
     add_output(parser, below, type=picture_or_page)
@@ -128,10 +123,8 @@ def run(args: argparse.Namespace) -> int:
     settle_latents(args, typical, names)
     chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
     batches = [Batch(args, name, lengths, longest, chosen) for name, lengths in asked]
-    total = len(names) * len(batches)
-    with progress(
-        "planning", lambda: f"{sum(len(each.entries) for each in batches)} of {total} plans, each with its best size"
-    ):
+    of_all = f"of {len(names) * len(batches)} plans, each with its best size"
+    with progress("planning", lambda: f"{sum(len(each.entries) for each in batches)} {of_all}"):
         for batch in batches:
             for name in names:
                 batch.entries.append(_best(batch, name))
@@ -265,10 +258,7 @@ def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
         "batch": batch.name,
         "sequences": len(batch.lengths),
         "tokens": sum(batch.lengths),
-        "planner": entry.planner,
-        "planning_ms": entry.planning_ms,
-        "size": entry.size,
-    } | ({"note": entry.note} if entry.note else {})
+    } | {name: getattr(entry, name) for name in ("planner", "planning_ms", "size", *["note"] * bool(entry.note))}
     if entry.plan is None:
         return row | {"refusal": entry.refusal}
     predicted = entry.plan.predicted

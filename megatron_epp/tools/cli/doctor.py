@@ -32,8 +32,7 @@ from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-_CHANNELS = (64, 128, 256)
-"""Common head dimensions (channels per head), for which kernels are checked."""
+_CHANNELS = (64, 128, 256)  # common head dimensions (channels per head), for which kernels are checked
 
 _EXAMPLE = """\
 example: in a job script, before anything is started
@@ -59,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """Package that may be there: its installed name with the known versions, the module to import, the status of its absence."""
+    """Package that may be there: its installed name with known versions, the module to import, the status of its absence."""
 
     name: str
     requirement: str

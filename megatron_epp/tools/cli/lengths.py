@@ -25,8 +25,7 @@ LIKE = {
 }
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
-_SAMPLE = 65536
-"""Smallest number of documents of a distribution of which a batch is drawn."""
+_SAMPLE = 65536  # smallest number of documents of a distribution of which a batch is drawn
 SOURCES = (
     "tokens of every document: a file of numbers, a Megatron .idx file or its prefix, - for stdin, the numbers themselves, or "
     f"{', '.join(LIKE)} for lengths drawn like those"
@@ -37,25 +36,16 @@ SOURCES = (
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     """Add the flags that name the batch, or with `several` the batches."""
     batch = parser.add_argument_group("batches" if several else "batch")
-    batch.add_argument(
-        "--lengths",
-        "--lengths-file",
-        action="append" if several else "store",
-        required=True,
-        metavar="FILE|N,N,...",
-        help=f"{SOURCES} ({_DRAWN} without --batch-size)" + "; repeat it for more batches" * several,
-    )
+    action, sources = "append" if several else "store", f"{SOURCES} ({_DRAWN} without --batch-size)"
+    names, sources = ("--lengths", "--lengths-file"), sources + "; repeat it for more batches" * several
+    batch.add_argument(*names, action=action, required=True, metavar="FILE|N,N,...", help=sources)
     add(batch, "context", "documents")
-    batch.add_argument(
-        "--batch-size",
-        type=SEQUENCES,
-        metavar="N",
-        help="a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)",
-    ).setting = "global_batch_size"  # type: ignore[attr-defined]
+    size = "a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)"
+    of_size = batch.add_argument("--batch-size", type=SEQUENCES, metavar="N", help=size)
+    of_size.setting = "global_batch_size"  # type: ignore[attr-defined]
     if several:
-        batch.add_argument(
-            "--batches", type=COUNT, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
-        )
+        count = "batches per file with --batch-size (default: 1)"
+        batch.add_argument("--batches", type=COUNT, default=1, metavar="K", help=count)
     add(batch, "forward_only")
 
 
@@ -120,13 +110,11 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if source == "-":
         with naming_file("--lengths -"):
             return _numbers(_stdin(), has_lines=True)
-    path = Path(source)
+    path, todo = Path(source), "give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
     if path.is_dir():
-        raise EppError(
-            f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
-        )
+        raise EppError(f"--lengths {source} is a folder: {todo}")
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
@@ -154,10 +142,8 @@ def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
     words = _words(text)
     if wrong := next((word for word in words if not _is_count(word)), None):
         number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
-        where = f"line {number}: " if has_lines else ""
-        raise EppError(
-            f"{where}{brief(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
-        )
+        where = f"line {number}: " * has_lines + brief(wrong)
+        raise EppError(f"{where} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))
@@ -183,16 +169,13 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
     """Lengths of the sequences that training makes of documents, by ``--context`` and ``--documents``. Raises `EppError`."""
     if args.context is None:
         if (longest := max(lengths)) > MOST_SIZE:
-            raise EppError(
-                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are "
-                "the most: give the --context at which training cuts it"
-            )
+            has = f"sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are the most"
+            raise EppError(f"--lengths {source}: {has}: give the --context at which training cuts it")
         return lengths
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
         return tuple(stream_lengths(tokens, args.context).tolist())
-    sequences = sequences_of(tokens, args.context, args.documents)
-    return tuple(sequences.lengths.tolist())
+    return tuple(sequences_of(tokens, args.context, args.documents).lengths.tolist())
 
 
 def _is_count(text: str) -> bool:

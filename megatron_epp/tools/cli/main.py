@@ -35,8 +35,7 @@ MODULES = {
     "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
 """Modules of commands, in the order of the list; only the module of the command that runs is imported."""
-_UNLISTED = frozenset({"schedules", "quickstart", "emulate"})
-"""Commands that the list leaves to its last lines."""
+_UNLISTED = frozenset({"schedules", "quickstart", "emulate"})  # commands that the list leaves to its last lines
 
 
 class Name(NamedTuple):

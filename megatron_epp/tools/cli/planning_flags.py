@@ -46,14 +46,7 @@ OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
 """Settings of the flags that `add_optimizer` adds."""
 FP8_FLAGS = tuple(row.setting for row in FP8)
 """Settings of the flags of casts to FP8."""
-_SHARING = (
-    "tensor_parallel",
-    "sequence_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "expert_tensor_parallel",
-    "expert_dispatcher",
-)
+_PARALLEL = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
     "hidden_size": 4096,
@@ -73,15 +66,12 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
-    add(pipeline, "layout")
-    add(pipeline, "vocab_parallel")
-    add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges")
+    add(pipeline, "layout", "vocab_parallel", "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges")
     add(pipeline, "plan_limit_s", "seed")
     memory = parser.add_argument_group("memory")
     add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
-    costs = parser.add_argument_group(
-        "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
-    )
+    sources = "from a profile, or by formula from a model and a machine (default: an 8B model)"
+    costs = parser.add_argument_group("costs", sources)
     add(costs, "costs_file")
     add_model(costs)
     add(costs, *FP8_FLAGS)
@@ -93,7 +83,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
 def add_model(costs: argparse._ArgumentGroup) -> None:
     """Add the flags for a model's shape, and for the ranks that share it."""
     add_shape(costs)
-    add(costs, *_SHARING)
+    add(costs, "tensor_parallel", "sequence_parallel", *_PARALLEL[1:], "expert_dispatcher")
 
 
 def add_shape(costs: argparse._ArgumentGroup) -> None:
@@ -110,7 +100,7 @@ def add_optimizer(group: argparse._ArgumentGroup) -> None:
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
-    rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, *FP8_FLAGS, "loss_block_tokens", "latents")]
+    rows = [ROWS[setting] for setting in (*_SHAPE, *_PARALLEL, *FP8_FLAGS, "loss_block_tokens", "latents")]
     values = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
     values |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
     values |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
@@ -137,7 +127,7 @@ def tell_sharing(args: argparse.Namespace) -> None:
     flags, names = load_flags(args.model), names_of(args.parser)
     if is_config(args.model):
         tell(f"{PROGRAM}: model {args.model}: {summary(flags)}")
-    for setting in ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"):
+    for setting in _PARALLEL:
         ranks = flags.get(ROWS[setting].dest)
         if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
             what, flag = setting.replace("_parallel", " parallelism"), names[setting]
@@ -240,10 +230,8 @@ def cluster_of(args: argparse.Namespace) -> Cluster | None:
     if args.attention_kernel is None:
         return cluster
     if not cluster.rates.attention_kernel:
-        raise EppError(
-            f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and cluster {cluster.name} has its "
-            "own and names no attention_kernel: leave it out"
-        )
+        own = f"cluster {cluster.name} has its own and names no attention_kernel: leave it out"
+        raise EppError(f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and {own}")
     return replace(cluster, rates=replace(cluster.rates, attention_kernel=args.attention_kernel))
 
 

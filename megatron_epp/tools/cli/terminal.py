@@ -30,17 +30,14 @@ ERROR = 2
 """Exit code of a command that ended with an error that it told."""
 EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"
 """Package of the exact planner, whose last message commands print."""
-_WIDEST = 2000
-"""Characters after which a line of an error is cut."""
+_WIDEST = 2000  # characters after which a line of an error is cut
 PATIENCE_S = 2.0
 """Seconds before the first progress line: shorter work prints nothing."""
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"
-_HELP_WIDTH = 100
-"""Most characters of a line of help."""
-_FLAG_WIDTH = 20
-"""Characters of a flag before its text, if it is not longer."""
+_HELP_WIDTH = 100  # most characters of a line of help
+_FLAG_WIDTH = 20  # characters of a flag before its text, if it is not longer
 
 
 def help_width() -> int:

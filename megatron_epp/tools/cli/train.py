@@ -31,20 +31,10 @@ see what would run, without running it
 
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add(
-        "-c",
-        "--config",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins",
-    )
-    add(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
-    )
+    files = "a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins"
+    add("-c", "--config", action="append", required=True, metavar="FILE", help=files)
+    more = "settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=more)
     add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
 
 

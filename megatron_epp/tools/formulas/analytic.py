@@ -28,14 +28,12 @@ from megatron_epp.tools.formulas.recurrent import DeltaShape, RecurrentShape, St
 MICROSECONDS = 1e6
 
 _RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
-_MLPS = "-E"
-"""Symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`."""
+_MLPS = "-E"  # symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
 experts as a multiple of a dense layer; by counts of dispatched operations, whose times are those of `H100_NODE`."""
-_HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1
-"""Time of launching a head and an embedding as shares of a layer's. Assumed."""
+_HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1  # time of launching a head and an embedding as shares of a layer's. Assumed.
 
 
 def analytic_costs(
@@ -212,7 +210,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of one depth of multi-token prediction without its logits: a projection of two hidden states, a layer, three norms."""
+    """Costs of one depth of multi-token prediction without its logits: a projection, a layer, and three norms."""
     layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
     linear, hidden = _layer_products(shape, parameters, rates), shape.hidden_bytes_per_token
     moved = LinearTime(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)

@@ -295,7 +295,7 @@ class ModelShape:
 
     @property
     def kv_heads_on_rank(self) -> int:
-        """Number of whole heads of keys and values on a rank inside attention: context-parallel ranks may have the same ones."""
+        """Number of whole heads of keys and values on a rank inside attention: context-parallel ranks may share them."""
         return math.lcm(self._shared_heads[0], self.context_parallel) // self.context_parallel
 
     @property

@@ -14,7 +14,7 @@ _ATTENTION, _DELTA, _STATES = "*", "G", "M"
 
 
 def parameters_of(flags: Flags) -> int:
-    """Count the parameters of a model, vectors and multi-token prediction left out. Raises `EppError` for a bad list of layers."""
+    """Count a model's parameters, vectors and multi-token prediction left out. Raises `EppError` for a bad list of layers."""
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
     counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)

@@ -9,8 +9,7 @@ from megatron_epp.tools.formulas.model_shape import DeltaNet, Exchange, ModelSha
 
 BLOCK_TOKENS = 64
 """Tokens between two states that flash-linear-attention's kernel computes; inside such a block it has products of pairs."""
-_SCAN_TOKENS = 128
-"""The same of mamba-ssm's kernel, as Megatron calls it."""
+_SCAN_TOKENS = 128  # the same of mamba-ssm's kernel, as Megatron calls it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,7 @@ WARM_UP = 2
 """Iterations at the start of a run that do not count: memory is new, and Megatron prints their times together."""
 _LIMIT_S = 3600.0
 _FIGURES = "iterations.jsonl"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Default environment variables of a run."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # default environment variables of a run
 
 
 type Start = Callable[[int, Sequence[str], Mapping[str, str], Path, float], int | None]

@@ -18,8 +18,7 @@ from pathlib import Path
 LOG_VARIABLE = "EPP_LOG_FILE"
 """Environment variable with the path of the file; without it everything is printed as it comes."""
 _TAIL_LINES = 40
-_WAIT_S = 5.0
-"""Seconds to wait for the last lines at the end, which a process that outlives the run may hold back."""
+_WAIT_S = 5.0  # seconds to wait for the last lines at the end, which a process that outlives the run may hold back
 _SHOWN = re.compile(
     rb"megatron[-_]epp|\bepp (iteration|memory|hint|run)\b|(?<!consumed )\biteration +\d+ */ *\d+|validation loss"
     rb"|exiting program|no GPU found"

@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run torchrun; exit with the code of a refusal, `INTERRUPTED` for SIGINT, also before it listens, or 1 for other failures."""
+    """Run torchrun; exit with the code of a refusal, `INTERRUPTED` for SIGINT, also before it listens, or 1 for others."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())

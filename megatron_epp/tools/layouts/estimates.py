@@ -14,8 +14,7 @@ from megatron_epp.tools.layouts.rank_work import CostsOf, LayerWork
 
 Grains = tuple[int | None, ...]
 """Chunks per rank of the best estimated plan of every batch; None where it runs sequences whole, or none fits."""
-_MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24
-"""Chunks per rank: the grains of `CHUNKS_PER_RANK` by name."""
+_MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24  # chunks per rank: the grains of `CHUNKS_PER_RANK` by name
 
 
 class Estimates:

@@ -39,14 +39,10 @@ from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
-_LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)
-"""Tokens of the sequences of every plan: a long one in slices, and short ones."""
-_GRADIENT = 0.5
-"""Offset of the values of gradients, so that none passes for an activation."""
-_EXCHANGED = 1 << 16
-"""Values that ranks which share a stage sum after each action."""
-_REPEATS = 3
-"""Runs of every plan: the fastest is reported, and wrong values are counted in all."""
+_LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)  # tokens of the sequences of every plan: a long one in slices, and short ones
+_GRADIENT = 0.5  # offset of the values of gradients, so that none passes for an activation
+_EXCHANGED = 1 << 16  # values that ranks which share a stage sum after each action
+_REPEATS = 3  # runs of every plan: the fastest is reported, and wrong values are counted in all
 _START_S = 60.0
 """Seconds in which ranks have to start: to import torch and to make communicators. Not measured; a busy machine takes tens."""
 

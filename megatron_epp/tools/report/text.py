@@ -30,10 +30,8 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 
 _KINDS = ("split", "hybrid", "batched")
-_UNEVEN = 1.1
-"""Smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line."""
-_COLUMNS = 8
-"""Number of ranks in one table."""
+_UNEVEN = 1.1  # smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line
+_COLUMNS = 8  # number of ranks in one table
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -111,20 +109,16 @@ def _memory_savings(plan: Plan) -> list[str]:
         took = format_us(sum(map(sum, plan.recompute_us)))
         parts.append(f"recompute takes {took} of all ranks' time: {counts} of {passes:,} layer passes")
     if copied:
-        parts.append(
-            f"offload copies {format_bytes(copied)} to host memory and back in {format_us(copies_us(plan))}, "
-            "overlapped with compute"
-        )
+        took = f"in {format_us(copies_us(plan))}, overlapped with compute"
+        parts.append(f"offload copies {format_bytes(copied)} to host memory and back {took}")
         if plan.host_links:
             parts.append(f"{plan.num_ranks} ranks share {len(set(plan.host_links))} links to host memory")
     if plan.kv_offload:
         sequences = len({entry.sequence for entry in plan.kv_offload})
         count = len({entry.stage for entry in plan.kv_offload})
         stages = "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
-        parts.append(
-            f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: "
-            f"{format_bytes(kv_offload_bytes(plan))}, gradients included"
-        )
+        size = f"{format_bytes(kv_offload_bytes(plan))}, gradients included"
+        parts.append(f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: {size}")
     return ["; ".join(parts)] if parts else []
 
 
@@ -147,10 +141,8 @@ def rank_table(plan: Plan) -> list[str]:
         twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
         total = sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
         busy, bubble = format_us(busy_us(plan, rank)), f"{bubble_fraction(plan, rank):.1%}"
-        peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
-        rows.append(
-            [str(rank), " ".join(map(str, stages)), busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"]
-        )
+        memory = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}", format_cap(plan.cap_bytes[rank])
+        rows.append([str(rank), " ".join(map(str, stages)), busy, bubble, *memory, f"{twice}/{total}"])
     return table(("rank", "stages", "busy", "bubble", f"peak {peak_unit}", "cap", "recompute layers"), rows, left=())
 
 

@@ -14,8 +14,7 @@ from megatron_epp.tools.report.text import format_us, table
 
 _WIDTHS = {True: 16384, False: 64}
 """fp32 values of a token in a message of the queue check, on GPUs and without: there the largest has about 60 MB."""
-_LIMIT_S = {True: 60.0, False: 30.0}
-"""Seconds without progress after which a message counts as stuck."""
+_LIMIT_S = {True: 60.0, False: 30.0}  # seconds without progress after which a message counts as stuck
 
 
 def doctor(setting: Setting) -> Outcome:

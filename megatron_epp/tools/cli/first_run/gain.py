@@ -19,8 +19,7 @@ from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
-_NOTICED = 1.03
-"""Smallest gain that is not called a tie."""
+_NOTICED = 1.03  # smallest gain that is not called a tie
 _NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
 
 

@@ -16,8 +16,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of, flag_words
 
 _OURS = ["-m", "megatron_epp.run"]
-_CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
-"""Flags that a plan needs at one value."""
+_CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}  # flags that a plan needs at one value
 _LASTING = """
     --load --save --save-interval --save-retain-interval --async-save --finetune --pretrained-checkpoint --ckpt-step
     --non-persistent-save-interval --non-persistent-ckpt-type --tensorboard-dir --wandb-project --wandb-exp-name

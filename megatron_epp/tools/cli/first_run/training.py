@@ -20,10 +20,8 @@ from megatron_epp.tools.report.text import table
 _LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 31, 17, 9, 5)}
 """Tokens of the documents of a batch, in full and reduced."""
 _ITERATIONS = {False: 5, True: 2}
-_FP32_ALLOWED = 1e-5
-"""Largest relative difference of a loss in fp32."""
-_BF16_FLOOR = 1e-4
-"""Difference of a loss in bf16 that is near enough however near Megatron's own is."""
+_FP32_ALLOWED = 1e-5  # largest relative difference of a loss in fp32
+_BF16_FLOOR = 1e-4  # difference of a loss in bf16 that is near enough however near Megatron's own is
 TIMES = 2.0
 """Largest distance from the reference, as a multiple of the distance of Megatron's own run."""
 

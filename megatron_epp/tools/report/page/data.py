@@ -33,8 +33,7 @@ from megatron_epp.tools.report.text import headline
 PageColumns = dict[str, Any]
 
 _STREAMS = (COMPUTE, COPY, LINK)
-_DECIMALS = 3
-"""Times in microseconds are rounded to nanoseconds."""
+_DECIMALS = 3  # times in microseconds are rounded to nanoseconds
 
 
 def operation_columns() -> list[PageColumns]:
@@ -149,7 +148,7 @@ def _times(values: Iterable[float]) -> list[float]:
 
 
 def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
-    """Columns with how far back the box is for which each waited (0 for none), given its step's number, and the critical path."""
+    """Columns with how far back the box is for which each waited (0 for none), given its step, and the critical path."""
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     none = BindingDependency(DependencyKind.START)
     of_boxes = [binding[number] if number >= 0 else none for number in numbers]
