@@ -57,10 +57,8 @@ class Contest:
 def own_recompute_only(options: Options) -> None:
     """Raise `PlanError` if the user fixed the recompute that a planner chooses itself."""
     if options.recompute != "auto":
-        raise PlanError(
-            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers",
-            Remedy("set", "recompute", "auto"),
-        )
+        text = f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers"
+        raise PlanError(text, Remedy("set", "recompute", "auto"))
 
 
 def context_tokens(problem: Problem, options: Options) -> int:
@@ -68,10 +66,8 @@ def context_tokens(problem: Problem, options: Options) -> int:
     longest = max(problem.lengths)
     context = longest if options.context is None else options.context
     if longest > context:
-        raise InfeasibleError(
-            f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}",
-            Remedy("raise", "context", longest),
-        )
+        text = f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}"
+        raise InfeasibleError(text, Remedy("raise", "context", longest))
     return round_up(context, problem.token_multiple)
 
 
@@ -136,7 +132,7 @@ def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = F
 
     In batch order, short ones fill up the last slices too; `standalone` ones, longest first, have chunks of their own.
     """
-    sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
+    sequences = longest_first(lengths) if standalone else range(len(lengths))
     long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)
     boundaries = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
     tails = [size if standalone else lengths[q] - boundaries[q][-2] for q in long]

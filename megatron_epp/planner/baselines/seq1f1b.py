@@ -54,7 +54,5 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
     window = max(map(len, groups))
     ascending = [c for group in groups for c in group]
     backwards = [] if forward_only else descending(groups)
-    return tuple(
-        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, backwards), num_stages - stage - 2 + window)
-        for stage in range(num_stages)
-    )
+    rows = ((actions(Op.F, stage, ascending), actions(Op.B, stage, backwards)) for stage in range(num_stages))
+    return tuple(one_each(*row, num_stages - stage - 2 + window) for stage, row in enumerate(rows))

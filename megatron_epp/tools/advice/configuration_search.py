@@ -83,15 +83,9 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     ranked = _simplest_first(search.exact)
     plain, gain = search.compare(question, ranked)
     planned = {entry.config for entry in search.exact}
-    slower = [entry for entry in search.entries if entry.config not in planned]
-    return Advice(
-        question=question,
-        best=tuple(ranked),
-        slower=tuple(sorted(slower, key=_speed)),
-        refused=(*sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused),
-        plain=plain,
-        gain=gain,
-    )
+    slower = sorted((entry for entry in search.entries if entry.config not in planned), key=_speed)
+    refusals = *sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused
+    return Advice(question, tuple(ranked), tuple(slower), refusals, plain, gain)
 
 
 class _Search:

@@ -12,7 +12,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan_figures import busy_us
-from megatron_epp.plan.problem import Share, by_count
+from megatron_epp.plan.problem import Problem, Share, by_count
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
@@ -107,9 +107,8 @@ def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ..
     problem, costs = question.problem(config, question.lengths), question.costs(config)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(config.data))
-    shares = divide(
-        problem, costs, alone, lambda problems: sum(work_us[length] for length in problems[0].lengths), tries=0
-    ).shares
+    by_work = divide(problem, costs, alone, lambda problems: sum(map(work_us.__getitem__, problems[0].lengths)), tries=0)
+    shares = by_work.shares
     loads_us = _loads_us(question, config, shares)
     return tuple(shares[r] for r in sorted(range(config.data), key=lambda r: (-loads_us[r], r)))
 
@@ -133,13 +132,11 @@ def roughly(question: Question, config: Configuration, shares: Sequence[Share]) 
 def exactly(question: Question, config: Configuration) -> Judged:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
     costs, problem = question.costs(config), question.problem(config, question.lengths)
-    division = divide(
-        problem,
-        costs,
-        config.lockstep_groups,
-        lambda problems: max(about_us(problem, costs, question.options) for problem in problems),
-        _EXCHANGES,
-    )
+
+    def group_us(problems: Sequence[Problem]) -> float:
+        return max(about_us(problem, costs, question.options) for problem in problems)
+
+    division = divide(problem, costs, config.lockstep_groups, group_us, _EXCHANGES)
     times_us = division.makespan_us
     slowest: Plan | None = None
     for group in sorted(config.lockstep_groups, key=lambda group: (-times_us[group[0]], group))[:_PLANNED]:
@@ -189,9 +186,8 @@ def step_without_shards_us(question: Question, judged: Judged) -> float:
     if not config.shards_vocabulary and asked == question:
         return judged.parts.step_us
     sample = question.sample(config, range(len(question.lengths)))
-    layouts = without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves)
     times_us = [math.inf]
-    for layout in layouts:
+    for layout in without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves):
         with suppress(InfeasibleError):
             times_us.append(exactly(asked, config.with_layout(layout)).parts.step_us)
     return min(times_us)

@@ -69,27 +69,20 @@ class Configuration:
         return self.pipeline * self.virtual
 
     @property
-    def rank_of(self) -> tuple[int, ...]:
-        """The pipeline rank of every stage."""
-        return Placement(self.placement, self.pipeline, self.virtual).rank_of
-
-    @property
     def stages(self) -> Layout:
         """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
         return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
 
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        return self.stages.placement.rank_of
+
     def with_layout(self, layout: Layout) -> Configuration:
         """Return the configuration with the stages and pipeline ranks of a layout."""
-        placement = layout.placement
-        return replace(
-            self,
-            pipeline=placement.num_ranks,
-            virtual=placement.num_chunks,
-            placement=placement.kind,
-            layers=layout.layers,
-            shards_vocabulary=layout.shards_vocabulary,
-        )
+        placed = replace(self, layers=layout.layers, shards_vocabulary=layout.shards_vocabulary)
+        kind, ranks, chunks = layout.placement.kind, layout.placement.num_ranks, layout.placement.num_chunks
+        return replace(placed, pipeline=ranks, virtual=chunks, placement=kind)
 
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -117,12 +110,8 @@ class Configuration:
 
     def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's flags for the configuration of a model, which has flags of its own, with underscores."""
-        flags: dict[str, Any] = {
-            "tensor_model_parallel_size": self.tensor,
-            "sequence_parallel": self.tensor > 1,
-            "context_parallel_size": self.context,
-            "pipeline_model_parallel_size": self.pipeline,
-        }
+        flags: dict[str, Any] = {"tensor_model_parallel_size": self.tensor, "sequence_parallel": self.tensor > 1}
+        flags |= {"context_parallel_size": self.context, "pipeline_model_parallel_size": self.pipeline}
         if self.expert > 1:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:

@@ -14,14 +14,8 @@ from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, ro
 from megatron_epp.tools.advice.judge import Baseline
 from megatron_epp.tools.advice.question import Configuration, Question
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_KINDS = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+_SIZES = ("sequence_parallel", *(f"{kind}_parallel_size" for kind in _KINDS))
 _OF_FP8 = ("fp8_format", "fp8_recipe")
 _EXAMPLES = {"train_iters": 1000, "lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "clip_grad": 1.0, "eval_iters": 0}
 _WIDTH = 112  # characters of a line of flags

@@ -17,12 +17,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
 from megatron_epp.tools.cli.terminal import PROGRAM, tell
 
-LIKE = {
-    "wikipedia": sequence_lengths.wikipedia,
-    "code": sequence_lengths.code,
-    "chat": sequence_lengths.chat,
-    "agents": sequence_lengths.agents,
-}
+LIKE = {name: getattr(sequence_lengths, name) for name in ("wikipedia", "code", "chat", "agents")}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
 _SAMPLE = 65536  # smallest number of documents of a distribution of which a batch is drawn

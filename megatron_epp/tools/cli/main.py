@@ -21,21 +21,13 @@ import megatron_epp
 from megatron_epp.plan.errors import EppError
 from megatron_epp.tools.cli.terminal import ERROR, PROGRAM, Command, Parser, help_width, say, tell, tell_error
 
+_LISTED = ("plan", "show", "compare", "advise", "prepare", "train", "doctor", "first-run")
 MODULES = {
-    "plan": "megatron_epp.tools.cli.plan",
-    "show": "megatron_epp.tools.cli.show",
-    "compare": "megatron_epp.tools.cli.compare",
-    "advise": "megatron_epp.tools.cli.advise",
-    "prepare": "megatron_epp.tools.cli.prepare",
-    "train": "megatron_epp.tools.cli.train",
-    "doctor": "megatron_epp.tools.cli.doctor",
-    "first-run": "megatron_epp.tools.cli.first_run",
-    "schedules": "megatron_epp.tools.cli.schedules",
+    **{name: f"megatron_epp.tools.cli.{name.replace('-', '_')}" for name in (*_LISTED, "schedules")},
     "quickstart": "megatron_epp.contrib.demos.quickstart",
     "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
 """Modules of commands, in the order of the list; only the module of the command that runs is imported."""
-_UNLISTED = frozenset({"schedules", "quickstart", "emulate"})  # commands that the list leaves to its last lines
 
 
 class Name(NamedTuple):
@@ -129,9 +121,7 @@ def _command(name: str) -> Command:
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     """Return the parser of these commands."""
     known = [_command(name) for name in names]
-    listed = [
-        f"  {command.name:<10} {_folded(command.purpose)}" for command in known if command.name in MODULES.keys() - _UNLISTED
-    ]
+    listed = [f"  {command.name:<10} {_folded(command.purpose)}" for command in known if command.name in _LISTED]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",

@@ -151,9 +151,9 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Pl
     """Make the planning problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
-        lengths=lengths,
-        placement=placement.rank_of,
-        cap_bytes=(cap_bytes,) * placement.num_ranks,
+        lengths,
+        placement.rank_of,
+        (cap_bytes,) * placement.num_ranks,
         token_multiple=token_multiple(args),
         forward_only=args.forward_only,
         host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),

@@ -36,6 +36,14 @@ experts as a multiple of a dense layer; by counts of dispatched operations, whos
 _HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1  # time of launching a head and an embedding as shares of a layer's. Assumed.
 
 
+_OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
+_OF_SHAPE = (
+    *("num_layers", "dense_layers", "predictions", "queries_per_key", "expanded_bytes_per_token", "expanded_heads"),
+    *("hidden_bytes_per_token", "exchange_bytes_per_token", "uncast_bytes_per_token"),
+)
+"""Fields of a profile that are properties of the shape under the same names."""
+
+
 def analytic_costs(
     shape: ModelShape, rates: Rates, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0
 ) -> PipelineCosts:
@@ -62,27 +70,21 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     attends, recurs = shape.share_of("*+"), {symbol: share for symbol in _RECURRENT if (share := shape.share_of(symbol))}
     states = sum(share * _RECURRENT[symbol].of(shape).state_bytes for symbol, share in recurs.items())
+    of_shape: dict[str, Any] = {name: getattr(shape, name) for name in _OF_SHAPE}
     return Profile(
         name=f"analytic:{rates.name}",
-        num_layers=shape.num_layers,
         layer=_mean(_layer, shape, rates),
         dense_layer=None if shape.dense is None else _mean(_layer, shape.dense, rates),
-        dense_layers=shape.dense_layers,
         attention=_mean(_attention_part, shape, rates),
         embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
-        predictions=shape.predictions,
         cached_predictions=math.ceil(shape.predictions / attends) if attends else 0,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=attends * (1 - shape.window_share) * shape.kv_bytes_per_token,
         handed_bytes=attends * shape.window_share * shape.window * shape.kv_bytes_per_token + states,
         handed_tokens=shape.window,
         kv_heads=shape.kv_heads_on_rank,
-        queries_per_key=shape.queries_per_key,
-        expanded_bytes_per_token=shape.expanded_bytes_per_token,
-        expanded_heads=shape.expanded_heads,
-        hidden_bytes_per_token=shape.hidden_bytes_per_token,
         weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
@@ -92,10 +94,9 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=shard_bytes(shape),
-        exchange_bytes_per_token=shape.exchange_bytes_per_token,
-        uncast_bytes_per_token=shape.uncast_bytes_per_token,
         least_working_bytes_per_token=least_working_bytes_per_token(shape),
         cast_bytes=_cast_bytes(shape),
+        **of_shape,
     )
 
 
@@ -122,14 +123,9 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
 
     def timed(part: ModelPart, own: ModelPart) -> ModelPart:
         again = {name: replace(mode, again=own.recompute[name].again) for name, mode in part.recompute.items()}
-        return replace(
-            part,
-            forward=own.forward + LinearTime(per_read_us=made_us),
-            backward=own.backward + LinearTime(0.0, made_us, per_read_us=3 * made_us),
-            weight=own.weight,
-            exchange=own.exchange,
-            recompute=again,
-        )
+        forward = own.forward + LinearTime(per_read_us=made_us)
+        backward = own.backward + LinearTime(0.0, made_us, per_read_us=3 * made_us)
+        return replace(part, forward=forward, backward=backward, weight=own.weight, exchange=own.exchange, recompute=again)
 
     there = "layer", "attention", *["dense_layer"] * bool(measured.dense_layers), *["prediction"] * bool(measured.predictions)
     parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in there}
@@ -139,9 +135,6 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
 
 def _cast_bytes(shape: ModelShape) -> float:
     return 0.0 if shape.casts is None else shape.casts.weight_bytes
-
-
-_OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
 
 
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
@@ -277,13 +270,8 @@ def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
 def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
     """Return a part as a layer, whose peaks are what it keeps, and a gradient where its weights' are split off."""
     peak = part.bytes_per_token + hidden
-    return replace(
-        part,
-        recompute=modes,
-        attended_bytes_per_token=part.bytes_per_token,
-        apart_bytes_per_token=peak,
-        apart_attended_bytes_per_token=peak,
-    )
+    part = replace(part, recompute=modes, attended_bytes_per_token=part.bytes_per_token)
+    return replace(part, apart_bytes_per_token=peak, apart_attended_bytes_per_token=peak)
 
 
 def _mlp_again(shape: ModelShape, rates: Rates) -> LinearTime:
@@ -315,19 +303,17 @@ def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     moved = LinearTime(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters, by_blocks = shape.vocabulary_parameters / shape.tensor_parallel, shape.loss_block_tokens > 0
+    block = shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
+    to_split = shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token
     return ModelPart(
         forward=launch_forward + linear + moved,
         backward=launch_backward + linear.scaled(2 + by_blocks) + moved,
         weight=NO_TIME if by_blocks else launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=norm if by_blocks else logits + norm,
-        weight_bytes_per_token=0.0
-        if by_blocks
-        else shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
+        weight_bytes_per_token=0.0 if by_blocks else to_split,
         parameters=parameters,
         largest_weight=0.0 if by_blocks else parameters,
-        workspace_bytes=loss_workspace_bytes(
-            shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
-        ),
+        workspace_bytes=loss_workspace_bytes(*block),
     )
 
 

@@ -163,11 +163,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
 
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
-        raise EppError(
-            f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly",
-            Remedy("change", "expert_parallel"),
-            Remedy("change", "num_experts"),
-        )
+        remedies = Remedy("change", "expert_parallel"), Remedy("change", "num_experts")
+        raise EppError(f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly", *remedies)
     of_an_expert = whole("expert_tensor_parallel_size", whole("tensor_model_parallel_size", 1))
     if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
         passed = flags.get("moe_router_topk", 2)

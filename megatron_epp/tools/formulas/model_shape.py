@@ -190,19 +190,14 @@ class ModelShape:
     def __post_init__(self) -> None:
         tensor, context = self.tensor_parallel, self.context_parallel
         if self.num_attention_heads % tensor:
-            raise EppError(
-                f"{self.num_attention_heads} attention heads cannot be shared evenly by {tensor} tensor-parallel ranks",
-                Remedy("change", "tensor_parallel"),
-            )
+            text = f"{self.num_attention_heads} attention heads cannot be shared evenly by {tensor} tensor-parallel ranks"
+            raise EppError(text, Remedy("change", "tensor_parallel"))
         heads = [] if self.delta is None else [(self.delta.key_heads, "key heads of gated delta nets")]
         heads += [] if self.mamba is None else [(self.mamba.heads, "heads of Mamba-2")]
         for count, what in heads:
             if count % self.ranks:
-                raise EppError(
-                    f"{count} {what} cannot be shared evenly by {tensor} tensor-parallel x {context} context-parallel ranks",
-                    Remedy("change", "tensor_parallel"),
-                    Remedy("change", "context_parallel"),
-                )
+                text = f"{count} {what} cannot be shared evenly by {tensor} tensor-parallel x {context} context-parallel ranks"
+                raise EppError(text, Remedy("change", "tensor_parallel"), Remedy("change", "context_parallel"))
 
     @property
     def dense(self) -> ModelShape | None:
@@ -214,16 +209,8 @@ class ModelShape:
         """Shape of a layer with an MLP in the place of experts."""
         if self.num_experts is None:
             return self
-        return replace(
-            self,
-            num_experts=None,
-            experts_per_token=1,
-            shared_ffn_hidden_size=0,
-            shared_gate=False,
-            router_bytes=0.0,
-            ffn_hidden_size=self.dense_ffn_hidden_size,
-            dense_layers=(),
-        )
+        plain = replace(self, num_experts=None, experts_per_token=1, router_bytes=0.0, dense_layers=())
+        return replace(plain, ffn_hidden_size=self.dense_ffn_hidden_size, shared_ffn_hidden_size=0, shared_gate=False)
 
     def share_of(self, symbols: str) -> float:
         """Share of the layers that have one of some `mixers`."""

@@ -126,12 +126,8 @@ def profile_for_search(facts: RunFacts, file: CostsFile | None = None) -> Profil
 
 
 def costs_of_layout(facts: RunFacts, profile: Profile, layout: Layout) -> PipelineCosts:
-    costs = profile.costs(
-        layout.layers,
-        optimizer=replace(facts.optimizer, trained_share=share_that_trains(facts)),
-        replicas=facts.flags["data_parallel_size"],
-        vocabulary_shares=layout.vocabulary_shares,
-    )
+    held, replicas = replace(facts.optimizer, trained_share=share_that_trains(facts)), facts.flags["data_parallel_size"]
+    costs = profile.costs(layout.layers, optimizer=held, replicas=replicas, vocabulary_shares=layout.vocabulary_shares)
     return with_device_memory(facts, costs, profile.gradient_buffers(len(layout.halves)))
 
 

@@ -311,12 +311,8 @@ class Profile:
 def _training(part: ModelPart, share: float, most: float) -> ModelPart:
     # By blocks a loss has no weight gradient of its own: its backward has that product and another one more than its forward.
     weight = part.weight if not part.workspace_bytes else part.backward.without(part.forward).scaled(0.5)
-    return replace(
-        part,
-        backward=part.backward.without(weight.scaled(1 - share)),
-        weight=part.weight.scaled(share),
-        largest_weight=min(part.largest_weight, most),
-    )
+    backward, largest = part.backward.without(weight.scaled(1 - share)), min(part.largest_weight, most)
+    return replace(part, backward=backward, weight=part.weight.scaled(share), largest_weight=largest)
 
 
 def mean_of(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:

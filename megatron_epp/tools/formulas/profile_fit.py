@@ -60,15 +60,12 @@ def fit_profile(
         *["layers without experts"] * bool(profile.dense_layers),
         *(kind for kind in ("message", "host copy") if kind not in fits),
     ]
-    return replace(
-        profile,
-        origin=origin
-        | {
-            "by_formula": [*by_formula, "exchange between ranks"] if exchange.per_token_us else by_formula,
-            "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
-            "points": {kind: [list(point) for point in some] for kind, some in points.items()},
-        },
-    )
+    figures = {
+        "by_formula": [*by_formula, *["exchange between ranks"] * bool(exchange.per_token_us)],
+        "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
+        "points": {kind: [list(point) for point in some] for kind, some in points.items()},
+    }
+    return replace(profile, origin=origin | figures)
 
 
 def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:

@@ -169,5 +169,4 @@ def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mappi
 
 def reason_in(log: str) -> str | None:
     """First line of a log that gives the reason for a failure; None if there is none."""
-    reason = _REASON.search(log)
-    return reason[1] if reason else None
+    return reason[1] if (reason := _REASON.search(log)) else None

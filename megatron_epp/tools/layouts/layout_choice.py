@@ -178,14 +178,9 @@ class _Search:
         middle_us = self.plans[best][self._middle].predicted.makespan_us
         batch = replace(self.batches[self._middle], placement=best.placement.rank_of)
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even), batch, middle_us)
-        logger.debug(
-            "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
-            layers_text(best.halves),
-            ", the vocabulary over all ranks" * best.shards_vocabulary,
-            choice.makespan_us / 1e3,
-            choice.even_us / 1e3,
-            choice.bound_us / 1e3,
-        )
+        text = layers_text(best.halves) + " layers" + ", the vocabulary over all ranks" * best.shards_vocabulary
+        times_ms = choice.makespan_us / 1e3, choice.even_us / 1e3, choice.bound_us / 1e3
+        logger.debug("layout: stages of %s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms", text, *times_ms)
         return choice
 
     def _plainest(self, planned: Sequence[Layout]) -> Layout:
@@ -291,11 +286,8 @@ class _Search:
         if number not in plans and (layout, number) not in self.refused:
             problem, costs = replace(self.batches[number], placement=layout.placement.rank_of), self.sample.costs_of(layout)
             try:
-                if (
-                    self.refusal is None
-                    or not begins_with_greedy(self.options.planner)
-                    or may_fit(problem, costs, self.options)
-                ):
+                is_first = self.refusal is None or not begins_with_greedy(self.options.planner)
+                if is_first or may_fit(problem, costs, self.options):
                     plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error

@@ -173,10 +173,8 @@ class _Bench:
         kernel = kernels.choose(q, k, v)
         yield "forward", Point(tokens, pairs, self.timer.median_us(lambda: kernel.forward(q, k, v, table, scale)))
         out, saved = kernel.forward(q, k, v, table, scale)
-        yield (
-            "backward",
-            Point(tokens, pairs, self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
-        )
+        backward_us = self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))
+        yield "backward", Point(tokens, pairs, backward_us)
 
     def _passes(self, tokens: int, run: Callable[[], Tensor], grad: Tensor | None) -> Iterator[tuple[str, Point]]:
         yield "forward", Point(tokens, 0, self.timer.median_us(run))

@@ -28,15 +28,8 @@ def question_of(setting: Setting) -> Question:
     batch = int(launch.flags.get("global_batch_size") or 1)
     drawn = read_lengths(setting.lengths_from, batch)
     lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split"))
-    return Question(
-        flags=launch.flags,
-        cluster=setting.cluster,
-        devices=launch.devices,
-        cap_bytes=cap_of(None, setting.cluster),
-        lengths=lengths[:batch],
-        context=launch.context,
-        options=Options(context=launch.context),
-    )
+    asked = launch.devices, cap_of(None, setting.cluster), lengths[:batch], launch.context
+    return Question(launch.flags, setting.cluster, *asked, options=Options(context=launch.context))
 
 
 def configuration_of(question: Question, launch: StockLaunch) -> Configuration:

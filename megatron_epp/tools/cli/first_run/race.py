@@ -82,11 +82,11 @@ def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "peak": ("device_peak_bytes", format_bytes),
         "allocator retries": ("alloc_retries", str),
     }
-    rows = [
-        [name, *("-" if own[key] is None else form(own[key]) for key, form in columns.values())]
-        for name, own in figures.items()
-    ]
-    return table(("schedule", *columns), rows) if rows else []
+
+    def cells(own: Mapping[str, Any]) -> list[str]:
+        return ["-" if own[key] is None else form(own[key]) for key, form in columns.values()]
+
+    return table(("schedule", *columns), [[name, *cells(own)] for name, own in figures.items()]) if figures else []
 
 
 def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:

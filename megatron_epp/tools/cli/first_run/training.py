@@ -67,29 +67,22 @@ def parity(setting: Setting) -> Outcome:
             losses[name] = train(where, ranks, own, timeout_s=600.0, environment=variables).losses
     exact, floor = losses.get("stock in fp32", losses["stock"]), _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED
     difference = deviation(exact, losses["stock"], losses["elastic"], floor)
-    return Outcome.judged(
-        difference.holds,
-        _lines(losses, difference, ranks),
-        f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors",
-        {
-            "losses": losses,
-            "deviation": {"stock": difference.theirs, "elastic": difference.ours, "allowed": difference.allowed},
-        },
-    )
+    todo = f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors"
+    far = {"stock": difference.theirs, "elastic": difference.ours, "allowed": difference.allowed}
+    return Outcome.judged(difference.holds, _lines(losses, difference, ranks), todo, {"losses": losses, "deviation": far})
 
 
 def tiny_training(folder: Path, ranks: int, iterations: int, is_reduced: bool) -> dict[str, Any]:
     """Return the flags of a training of a tiny GPT on random documents, which are written to a folder."""
     lengths = _LENGTHS[is_reduced]
+    sizes = dict.fromkeys(("seq_length", "max_position_embeddings"), max(lengths)) | {"global_batch_size": len(lengths)}
     return tiny_gpt(
         data_path=_documents(folder, lengths, iterations + 1),
         train_iters=iterations,
         lr_warmup_iters=1,
-        seq_length=max(lengths),
-        max_position_embeddings=max(lengths),
-        global_batch_size=len(lengths),
         pipeline_model_parallel_size=ranks,
         epp_documents="truncate",
+        **sizes,
     )
 
 
@@ -98,11 +91,9 @@ def _lines(losses: dict[str, list[float]], difference: Deviation, ranks: int) ->
     rows = [[str(number), *(f"{value:.7f}" for value in row)] for number, row in iterations]
     exact = "Megatron's run in fp32" if "stock in fp32" in losses else "Megatron's run"
     shared = ", which share a GPU" if 0 < count_gpus() < ranks else ""
-    return [
-        *table(("iteration", *losses), rows, left=()),
-        f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {difference.ours:.1e} "
-        f"(allowed {difference.allowed:.1e})",
-    ]
+    most = f"{difference.ours:.1e} (allowed {difference.allowed:.1e})"
+    said = f"on {ranks} pipeline ranks{shared}; largest difference of the elastic run's loss from {exact}: {most}"
+    return [*table(("iteration", *losses), rows, left=()), said]
 
 
 def _documents(folder: Path, lengths: Sequence[int], copies: int) -> str:
