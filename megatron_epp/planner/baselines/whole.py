@@ -36,7 +36,6 @@ class UniformDecisions(Decisions):
     group: int = 1  # layers of each; a stage's last may have fewer, and counts as if it had as many as the others
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of the decisions, a group in the place of a layer."""
         return Decisions.tables(self, problem, _of_groups(costs, self.group))
 
 
@@ -141,7 +140,6 @@ def rows_together(rows: int, ranks: int) -> int:
 
 
 def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) -> Order:
-    """Return Megatron's order of rows: 1F1B, with several stages per rank its interleaved schedule."""
     groups = slice_groups(chunks, problem.loss_groups)
     if own.num_chunks == 1:
         return seq1f1b_order(groups, problem.num_stages, problem.forward_only)

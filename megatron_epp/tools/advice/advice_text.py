@@ -59,7 +59,6 @@ def _wrapped(text: str) -> str:
 
 
 def _asked(question: Question) -> str:
-    """Describe the machine and the batch."""
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
     cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
@@ -142,7 +141,6 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Return every figure, with units in the names."""
     best, question, plain = advice.best[0], advice.question, advice.plain
 
     def timed(config: Configuration, step_us: float) -> dict[str, Any]:

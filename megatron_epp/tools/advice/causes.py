@@ -179,7 +179,6 @@ def fastest(*steps: Stock | None) -> Stock | None:
 
 
 def stock_text(stock: Stock) -> str:
-    """Describe Megatron's own schedule: stages, rows and recompute."""
     placement = stock.layout.placement
     stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
     return (
@@ -206,7 +205,6 @@ class Gain:
         return self.steps_us[BY_FLAGS] / self.steps_us[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure; None in place of what is infinite."""
         return {
             "causes": [{"cause": cause, "factor": _finite(factor)} for cause, factor in zip(CAUSES, self.factors, strict=True)],
             "steps_us": [*map(_finite, self.steps_us)],
@@ -214,7 +212,6 @@ class Gain:
         }
 
     def lines(self) -> list[str]:
-        """Return a table of causes, whose factors multiply to the last."""
         known = [step_us for step_us in self.steps_us if math.isfinite(step_us)]
         rows = [(cause, _times(factor)) for cause, factor in zip(CAUSES, self.factors, strict=True)]
         before = "1F1B of even layers, one stage per rank" if known[0] == self.steps_us[0] else "the first that fits"

@@ -42,8 +42,6 @@ _NEAR = 8  # number of refused configurations among which the one nearest to fit
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of the search."""
-
     question: Question  # input of the search
     best: tuple[Judged, ...]  # configurations evaluated exactly, the best first; never empty
     slower: tuple[Judged, ...]  # configurations ruled out by a rough plan, the best first
@@ -89,8 +87,6 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
 
 
 class _Search:
-    """State of the search: results found so far."""
-
     def __init__(self, question: Question, say: Callable[[str], None]) -> None:
         self.question, self.say = question, say
         self.entries: list[Judged] = []
@@ -192,7 +188,6 @@ class _Search:
 
 
 def _sizes(config: Configuration) -> Configuration:
-    """Return the parallel sizes alone."""
     return replace(config, virtual=1, placement="looped", layers=(), shards_vocabulary=False, latents="")
 
 

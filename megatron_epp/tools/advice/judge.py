@@ -114,7 +114,6 @@ def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ..
 
 
 def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]) -> list[float]:
-    """Work of each share in microseconds."""
     work_us = sequence_work(question.problem(config, question.lengths), question.costs(config))
     return [sum(work_us[at] for at in share) for share in shares]
 

@@ -53,7 +53,6 @@ class Configuration:
 
     @property
     def sharing(self) -> Sharing:
-        """The sizes that determine the ranks that share a layer."""
         return self.tensor, self.context, self.expert, self.expert_tensor
 
     @property
@@ -79,7 +78,6 @@ class Configuration:
         return self.stages.placement.rank_of
 
     def with_layout(self, layout: Layout) -> Configuration:
-        """Return the configuration with the stages and pipeline ranks of a layout."""
         placed = replace(self, layers=layout.layers, shards_vocabulary=layout.shards_vocabulary)
         kind, ranks, chunks = layout.placement.kind, layout.placement.num_ranks, layout.placement.num_chunks
         return replace(placed, pipeline=ranks, virtual=chunks, placement=kind)
@@ -128,8 +126,6 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Input of the advice."""
-
     flags: dict[str, Any]  # Megatron's flags of the model; parallel sizes among them are ignored
     cluster: Cluster  # kind of machine
     devices: int  # number of devices to use
@@ -163,7 +159,6 @@ class Question:
 
     @property
     def trained_share(self) -> float:
-        """Share of the model's parameters that train."""
         return float(self.flags.get(TRAINED_SHARE, 1.0))
 
     def shape(self, config: Configuration) -> ModelShape:
@@ -178,7 +173,6 @@ class Question:
 
     @property
     def rates(self) -> Rates:
-        """Rates of the cluster, with the links between ranks."""
         return self.cluster.linked(self.devices)
 
     def profile(self, config: Configuration) -> Profile:
@@ -194,11 +188,9 @@ class Question:
         return profile.costs_on_device(config.stages, optimizer, config.data)
 
     def token_multiple(self, config: Configuration) -> int:
-        """Multiple to which chunks are padded, as in training."""
         return token_multiple_of(self.flags | config.settings(self.flags))
 
     def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
-        """Planning problem of one iteration of one replica."""
         caps = (self.cap_bytes,) * config.pipeline
         return Problem(lengths, config.rank_of, caps, token_multiple=self.token_multiple(config))
 
@@ -213,7 +205,6 @@ class Question:
         return ("off", "on") if is_open else ("",)
 
     def even_layers(self, config: Configuration) -> tuple[int, ...]:
-        """Layers of every stage. Raises `EppError` if there are more stages than layers."""
         return even_layers(int(self.flags["num_layers"]), config.num_stages)
 
     def sample(self, config: Configuration, share: Iterable[int]) -> Sample:

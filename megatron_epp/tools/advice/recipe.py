@@ -70,7 +70,6 @@ def stock_settings(question: Question, baseline: Baseline) -> dict[str, Any]:
 
 
 def flags_text(question: Question, config: Configuration) -> str:
-    """Format the flags of plans for a command line, over several lines."""
     settings = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
     return command_text(megatron_settings(question, config) | {"epp": True} | settings)
 

@@ -111,7 +111,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print, and write the recipe."""
     question = question_of(args)
     check_devices(question)
     where = [""]
@@ -183,7 +182,6 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:
-    """True if the model's flags are the shipped file's."""
     if model not in shipped("models") or Path(model).is_file():
         return False
     return without_sizes(load_flags(model)) == without_sizes(question.flags)

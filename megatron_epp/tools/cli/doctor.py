@@ -150,7 +150,6 @@ def _import_error(module: str) -> Exception | None:
 
 
 def _mended(error: Exception, library: _Library) -> str:
-    """Advice on a library that is there and cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"pip install {error.name.partition('.')[0]}"
     if isinstance(error, OSError) or ".so" in str(error) or "cuDNN" in str(error):

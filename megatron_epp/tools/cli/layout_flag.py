@@ -69,7 +69,6 @@ def even(num_layers: int, num_ranks: int) -> Layout:
 
 
 def pipeline_ranks(args: argparse.Namespace) -> int:
-    """Return the number of pipeline ranks that the flags ask for."""
     return args.stages or _STAGES
 
 
@@ -167,7 +166,6 @@ def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
-    """Return the layout of even or balanced layers, or the given one."""
     ranks = pipeline_ranks(args)
     if args.layout not in (None, AUTO, EVEN, BALANCED):
         layout = _given(args, num_layers)
@@ -242,7 +240,6 @@ def _wanted(ranks: int, num_layers: int) -> str:
 
 
 def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:
-    """Return the layout of costs of a whole pipeline."""
     with naming_file(f"--costs {args.costs}"):
         if args.layout is not None:
             raise EppError("the stages have layers of their own: leave --layout out")

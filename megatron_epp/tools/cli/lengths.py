@@ -45,7 +45,6 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the lengths of the one batch. Raises `EppError`."""
     if is_distribution(args.lengths):
         size = args.batch_size or _DRAWN
         return drawn(sampled(args.lengths, args, size), size, args.seed)
@@ -55,7 +54,6 @@ def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and lengths of every batch. Raises `EppError`."""
     batches = []
     for source in args.lengths:
         size = args.batch_size

@@ -119,9 +119,10 @@ def _command(name: str) -> Command:
 
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
-    """Return the parser of these commands."""
     known = [_command(name) for name in names]
-    listed = [f"  {command.name:<10} {_folded(command.purpose)}" for command in known if command.name in _LISTED]
+    names, below = {command.name: f"  {command.name:<10} " for command in known if command.name in _LISTED}, " " * 13
+    purposes = ((names[command.name], command.purpose) for command in known if command.name in names)
+    listed = [textwrap.fill(text, help_width(), initial_indent=name, subsequent_indent=below) for name, text in purposes]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",
@@ -144,11 +145,6 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     )
     parser.add_help_flags()
     return parser
-
-
-def _folded(purpose: str) -> str:
-    """Wrap the line of a command in the list."""
-    return textwrap.fill(purpose, help_width() - 13).replace("\n", "\n" + " " * 13)
 
 
 if __name__ == "__main__":

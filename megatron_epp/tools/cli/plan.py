@@ -86,7 +86,6 @@ def _add_plan(parser: Parser) -> None:
 
 
 def add_width(parser: Parser) -> None:
-    """Add the flags for the size of a plan's text."""
     parser.add_argument("--width", type=COUNT, default=120, metavar="N", help="characters per line of text (%(default)s)")
     parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
 

@@ -81,13 +81,11 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags for a model's shape, and for the ranks that share it."""
     add_shape(costs)
     add(costs, "tensor_parallel", "sequence_parallel", *_PARALLEL[1:], "expert_dispatcher")
 
 
 def add_shape(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags for a model's shape."""
     add(costs, "model", *_SHAPE)
     add(costs, "loss_block_tokens", default=None)
 
@@ -148,7 +146,6 @@ def token_multiple(args: argparse.Namespace) -> int:
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
-    """Make the planning problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
         lengths,
@@ -210,7 +207,6 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 
 
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
-    """Costs of a pipeline of the model's parts."""
     flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
     optimizer, share = OptimizerBytes.of_flags(flags, profile.weight_bytes), args.fragmentation_share
     share = 0.0 if share is None and args.rates == "cpu" else share

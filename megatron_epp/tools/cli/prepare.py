@@ -67,7 +67,6 @@ def encoder_from(args: Namespace) -> Encoder:
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
     add = parser.add_argument_group("files").add_argument
     inputs = "folders (a document per file), files of JSONL (compressed or not) or Parquet, or single files"
     add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
@@ -86,7 +85,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def add_chat_arguments(parser: ArgumentParser) -> None:
-    """Flags of conversations, of which only some messages are trained."""
     add = parser.add_argument_group(
         "chats",
         "lines of JSONL or rows of Parquet with a list of messages, each with role and content, or as ShareGPT has them with "
@@ -103,7 +101,6 @@ def add_chat_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
     of_chats = {"--train-on": args.train_on, "--chat-template": args.chat_template, "--chat-turns": args.chat_turns != TURNS[0]}
     if not args.chat and any(of_chats.values()):
         raise EppError(f"{next(flag for flag, value in of_chats.items() if value)} is for conversations: add --chat")

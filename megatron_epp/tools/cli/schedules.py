@@ -55,7 +55,6 @@ def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the table of planners."""
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
         uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
@@ -74,7 +73,6 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _stages(entry: PlannerEntry) -> str:
-    """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
     return entry.fixed.stages

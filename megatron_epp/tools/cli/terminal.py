@@ -41,7 +41,6 @@ _FLAG_WIDTH = 20  # characters of a flag before its text, if it is not longer
 
 
 def help_width() -> int:
-    """Return the width of help texts on this terminal, in characters."""
     return min(_HELP_WIDTH, shutil.get_terminal_size().columns) - 2
 
 
@@ -73,7 +72,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def long_names(action: argparse.Action) -> list[str]:
-    """Return the names of a flag that are words."""
     return [name for name in action.option_strings if name.startswith("--")]
 
 
@@ -93,7 +91,6 @@ class Parser(SuggestingParser):
         self.usage = self.usage or self._usage()
 
     def _usage(self) -> str:
-        """Name the arguments that a command needs."""
         formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
         for action in sorted(self._actions, key=lambda argument: not argument.option_strings):
             if action.required or not action.option_strings:
@@ -116,7 +113,6 @@ class Parser(SuggestingParser):
         return args
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with the words that this command does not know."""
         self.error(f"this command knows no {self.named(unknown)}")
 
     def error(self, message: str) -> NoReturn:
@@ -127,8 +123,6 @@ class Parser(SuggestingParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line."""
-
     name: str  # word that selects it
     purpose: str  # line for the list of commands
     add_arguments: Callable[[Parser], None]  # adds its flags to a parser
@@ -137,7 +131,6 @@ class Command:
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
-    """Add the flag that names the file to write."""
     settings: dict[str, Any] = {"type": output, "metavar": "FILE", "help": help}
     parser.add_argument("-o", "--output", **settings | changes)
 
@@ -153,14 +146,12 @@ def output_folder(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """Check that an argument names a picture to write."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
     return text
 
 
 def picture_or_page(text: str) -> str:
-    """Check that an argument names a picture, or a page, to write."""
     if Path(text).suffix.lower() not in (*PICTURES, PAGE):
         raise argparse.ArgumentTypeError(
             f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
@@ -169,7 +160,6 @@ def picture_or_page(text: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """True for the name of a page."""
     return Path(path).suffix.lower() == PAGE
 
 

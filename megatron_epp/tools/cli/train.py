@@ -39,7 +39,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
     launch = settings.launch
     with progress("reading Megatron's flags"), naming_file(f"-c {', '.join(args.config)}"):

@@ -275,7 +275,6 @@ def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> Model
 
 
 def _mlp_again(shape: ModelShape, rates: Rates) -> LinearTime:
-    """Time of recomputing the forward of a layer's MLP and norms."""
     linear = _layer_products(shape, shape.mlp_parameters_per_token, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -96,7 +97,6 @@ def flags_of_config(body: Any) -> Flags:
 
 
 def trunk(config: Config) -> Flags:
-    """Read the width, the vocabulary and the norms."""
     flags = {
         "hidden_size": config.size("hidden_size"),
         "vocab_size": config.size("vocab_size"),
@@ -112,7 +112,6 @@ def trunk(config: Config) -> Flags:
 
 
 def count(config: Config) -> Flags:
-    """Read the number of layers."""
     return {"num_layers": config.size("num_hidden_layers", most=MOST_LAYERS)}
 
 
@@ -295,11 +294,6 @@ def switched_windows(config: Config, first: int | None = None) -> Flags:
     return usual_windows(_with_layers(config, ["full_attention"] * first + ["sliding_attention"] * MOST_LAYERS))
 
 
-def windows_everywhere(config: Config) -> Flags:
-    """Read windows that `use_sliding_window` turns on in all layers."""
-    return switched_windows(config, first=0)
-
-
 def alternating_windows(config: Config) -> Flags:
     """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
     alternating = ["sliding_attention", "full_attention"] * MOST_LAYERS
@@ -380,7 +374,7 @@ ARCHITECTURES: dict[str, tuple[Part, ...]] = {
     "qwen3": (*_GQA, switched_windows, _QK_NORM),
     "olmo3": (*_GQA, windows, _QK_NORM),
     "mixtral": (*_GQA, experts, windows),
-    "qwen3_moe": (*_GQA, experts, windows_everywhere, _QK_NORM),
+    "qwen3_moe": (*_GQA, experts, partial(switched_windows, first=0), _QK_NORM),  # in all layers
     "minimax_m2": (*_GQA, experts, sigmoid_router, listed_windows, _QK_NORM),
     "glm4_moe": (*_GQA, experts, sigmoid_router, extra_prediction, listed_windows),
     "deepseek_v3": _LATENT,

@@ -47,8 +47,6 @@ DEVICES_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A kind of machine."""
-
     name: str  # of its file
     rates: Rates  # of one device, and of the links between devices
     device_memory_gb: float | None  # memory of one device, in 2^30 bytes; None for no cap

@@ -114,12 +114,10 @@ class StateSpace:
 
     @property
     def exchanged_width(self) -> int:
-        """Width of what goes to the ranks of its heads."""
         return self.projected_width
 
     @property
     def state_size(self) -> int:
-        """Values of the states of all heads."""
         return self.value_width * self.states
 
     def parameters(self, hidden_size: int) -> int:
@@ -222,7 +220,6 @@ class ModelShape:
 
     @property
     def output_width(self) -> int:
-        """Width of attention's output."""
         return self.num_attention_heads * self.value_head_width
 
     @property
@@ -242,12 +239,10 @@ class ModelShape:
 
     @property
     def head_width(self) -> int:
-        """Width of a head: of its queries and keys."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def value_head_width(self) -> int:
-        """Width of a head's values."""
         return self.value_channels or self.head_width
 
     @property
@@ -287,17 +282,15 @@ class ModelShape:
 
     @property
     def attended_query_width(self) -> int:
-        """Width of the queries inside attention, over all ranks."""
+        """Width of the queries inside attention, over all ranks; the other `attended` widths likewise."""
         return self.heads_on_rank * self.ranks * self.head_width
 
     @property
     def attended_output_width(self) -> int:
-        """Width of the output inside attention, over all ranks."""
         return self.heads_on_rank * self.ranks * self.value_head_width
 
     @property
     def attended_cached_width(self) -> int:
-        """Width of what is cached inside attention, over all ranks."""
         return self.cached_width // self.kv_heads_per_tensor_rank * self.kv_heads_on_rank * self.context_parallel
 
     @property
@@ -327,7 +320,6 @@ class ModelShape:
 
     @property
     def expanded_bytes_per_token(self) -> float:
-        """Bytes of these keys and values."""
         return float(self.expanded_heads * (self.head_width + self.value_head_width) * self.bytes_per_value)
 
     @property
@@ -358,13 +350,11 @@ class ModelShape:
 
     @property
     def layer_parameters_on_rank(self) -> float:
-        """Parameters of a layer that one rank holds."""
         experts = (self.num_experts or 0) * self.mlp_parameters
         return (self.layer_parameters - experts) / self.tensor_parallel + self.expert_parameters_on_rank
 
     @property
     def expert_parameters_on_rank(self) -> float:
-        """Expert parameters of a layer that one rank holds."""
         return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.ranks_of_an_expert)
 
     @property
@@ -573,7 +563,6 @@ class ModelShape:
 
     @property
     def attention_weight_bytes_per_token(self) -> float:
-        """Bytes of `weight_bytes_per_token` for attention's projections."""
         inner = self.mixer_linear_width * self.bytes_per_value / self.ranks
         return 2 * self.hidden_bytes_per_token + inner
 
@@ -619,7 +608,6 @@ class ModelShape:
 
     @property
     def tensor_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of a layer between tensor-parallel ranks."""
         return self._reduced, *([self._reduced] if self.num_experts is None else self.mlp_exchanges[:-1])
 
     @property

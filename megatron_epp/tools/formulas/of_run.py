@@ -132,7 +132,6 @@ def costs_of_layout(facts: RunFacts, profile: Profile, layout: Layout) -> Pipeli
 
 
 def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed."""
     rank_of, caps = asked.first.placement.rank_of, (asked.cap_bytes,) * asked.first.placement.num_ranks
     both = (False, True)[: 1 + (share_that_trains(facts) == 1)]
     return Sample(

@@ -18,13 +18,13 @@ def parameters_of(flags: Flags) -> int:
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
     counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)
-    mixers = {_DELTA: _gated_delta, _STATES: _mamba}
+    hidden, mixers = int(flags["hidden_size"]), {_DELTA: delta_net, _STATES: state_space}
     return (
         ends * int(flags["vocab_size"]) * shape.hidden_size
         + counts[_ATTENTION] * shape.attention_parameters
         + counts["-"] * shape.with_one_mlp.mlp_parameters
         + counts["E"] * (shape.layer_parameters - shape.attention_parameters)
-        + sum(counts[symbol] * parameters(flags) for symbol, parameters in mixers.items() if counts[symbol])
+        + sum(counts[symbol] * sizes(flags).parameters(hidden) for symbol, sizes in mixers.items() if counts[symbol])
     )
 
 
@@ -38,14 +38,6 @@ def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
     count = int(flags["num_layers"])
     has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
     return [(mixers[layer % len(mixers)], "E" if routed else "-") for layer, routed in enumerate(has_experts)]
-
-
-def _gated_delta(flags: Flags) -> int:
-    return delta_net(flags).parameters(int(flags["hidden_size"]))
-
-
-def _mamba(flags: Flags) -> int:
-    return state_space(flags).parameters(int(flags["hidden_size"]))
 
 
 def summary(flags: Flags) -> str:

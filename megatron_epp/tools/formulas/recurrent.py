@@ -66,8 +66,6 @@ class RecurrentShape(ModelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape(RecurrentShape):
-    """Properties of the layers with the gated delta net `delta`."""
-
     @property
     def net(self) -> DeltaNet:
         assert self.delta is not None
@@ -89,7 +87,6 @@ class DeltaShape(RecurrentShape):
 
     @property
     def rule_products(self) -> float:
-        """Multiplications of a token's forward of the rule: with the state, and with the tokens of its block."""
         net = self.net
         with_state = 3 * net.key_channels * net.value_channels
         in_block = BLOCK_TOKENS * (3 * net.key_channels + 2 * net.value_channels)
@@ -105,8 +102,6 @@ class DeltaShape(RecurrentShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceShape(RecurrentShape):
-    """Properties of the layers with the Mamba-2 mixer `mamba`."""
-
     @property
     def net(self) -> StateSpace:
         assert self.mamba is not None

@@ -24,7 +24,6 @@ _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENT
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
-    """Build the torchrun command for this node."""
     where = ["--nnodes", str(launch.nodes), "--nproc-per-node", str(processes)]
     if launch.nodes == 1:
         where += ["--standalone", "--local-addr", "127.0.0.1"]

@@ -45,8 +45,6 @@ class TrainingError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One finished training run."""
-
     lines: tuple[dict[str, Any], ...]  # the figures of each iteration, as `--epp-report-dir` writes them
     iteration_ms: tuple[float, ...]  # Megatron's own time of each iteration, optimizer included
 
@@ -61,12 +59,10 @@ class RecordedRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over the iterations that count."""
         return 1e3 * sum(int(line["tokens"]) for line in self.lines[self.counted]) / sum(self.iteration_ms[self.counted])
 
     @property
     def peak_activation_bytes(self) -> list[int]:
-        """Peak activation bytes over all iterations, per pipeline rank."""
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
 
 

@@ -34,7 +34,6 @@ _HIDDEN = re.compile(
 
 
 def is_shown(line: bytes) -> bool:
-    """True for a line that belongs to the short form."""
     return _SHOWN.search(line) is not None and _HIDDEN.search(line) is None
 
 

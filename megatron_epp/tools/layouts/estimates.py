@@ -26,7 +26,6 @@ class Estimates:
 
     @property
     def layouts(self) -> set[Layout]:
-        """Layouts with an estimate for some batch."""
         return {layout for layout, _, _ in self._known}
 
     def batch_us(self, layout: Layout, number: int) -> float:
@@ -38,7 +37,6 @@ class Estimates:
         return math.fsum(self.batch_us(layout, number) for number in range(len(self.batches))) / len(self.batches)
 
     def grains(self, layout: Layout) -> Grains:
-        """Return the grain of the best estimate of every batch."""
         every = [self._widely(layout, number) for number in range(len(self.batches))]
         return tuple(None if estimate is None else estimate.chunks_per_rank for estimate in every)
 

@@ -90,7 +90,6 @@ class Sample:
 
     @property
     def tried(self) -> tuple[Placement, ...]:
-        """Placements that are tried, the one of even layers first."""
         return self.placements or placements_of(self.num_ranks)
 
     @property
@@ -276,7 +275,6 @@ class _Search:
         return self._plainest(planned) if planned else None
 
     def _planned_us(self, layout: Layout) -> float:
-        """Mean makespan of a layout's plans; infinite until all batches have one."""
         times_us = [plan.predicted.makespan_us for plan in self.plans[layout].values()]
         return float(np.mean(times_us)) if len(times_us) == len(self.batches) else math.inf
 

@@ -146,7 +146,6 @@ class _Bench:
         return (heads * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)).flatten(1)
 
     def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time final norm, logits and cross entropy."""
         x = self._input(tokens)
         labels = torch.zeros(tokens, dtype=torch.long, device=self.device)
 

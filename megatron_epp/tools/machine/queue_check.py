@@ -132,7 +132,6 @@ class EchoStage:
         return torch.full(shape, context.chunk + offset, dtype=dtype, device=device)
 
     def _exchange(self) -> None:
-        """Sum a tensor over the ranks that share the stage."""
         if self._exchanging is not None:
             total = torch.ones(_EXCHANGED, device=self.wrong.device)
             dist.all_reduce(total, group=self._exchanging)

@@ -173,7 +173,6 @@ def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -
 
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
-    """Draw live bytes of every rank as steps, and the caps."""
     plan, peak, ranks, lines = timeline.plan, max(timeline.peak_bytes), timeline.plan.num_ranks, []
     size, unit = byte_unit(peak)
     few = ranks <= len(_RANK_COLOURS)
@@ -260,7 +259,6 @@ def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
 
 
 def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
-    """Draw colours and their meanings below a picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for colour, name in entries]

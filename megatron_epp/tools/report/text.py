@@ -36,7 +36,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def format_cap(cap_bytes: int, *others: float) -> str:
-    """Format a cap like `format_bytes`, or as ``unlimited`` for no cap."""
     return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes, *others)
 
 
@@ -279,7 +278,6 @@ def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
 
 
 def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
-    """Return the figures of the memory report as data, one entry per rank."""
     plan, hosts = breakdown.timeline.plan, host_peak_bytes(breakdown.timeline.plan, breakdown.timeline)
     return [
         {

@@ -18,7 +18,6 @@ _LIMIT_S = {True: 60.0, False: 30.0}  # seconds without progress after which a m
 
 
 def doctor(setting: Setting) -> Outcome:
-    """Look at the machine as `megatron-epp doctor` does."""
     findings = list(look())
     failed = [finding for finding in findings if finding.status == PROBLEM]
     odd = failed + [finding for finding in findings if finding.status == WARNING]

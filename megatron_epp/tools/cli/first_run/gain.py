@@ -33,7 +33,7 @@ def question_of(setting: Setting) -> Question:
 
 
 def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
-    """Return the parallel sizes of a launch command, with equal numbers of layers in all stages."""
+    """Return a launch command's parallel sizes, with equal numbers of layers in all stages."""
     flags = launch.flags
     tensor, context, pipeline, expert = (
         int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")

@@ -115,7 +115,6 @@ def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return arguments without some flags and their values."""
     words, is_left_out = [], False
     for word in argv:
         if word.startswith("--"):

@@ -15,8 +15,6 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """State of a first run."""
-
     folder: Path  # where logs and reports go
     machine: str  # name of this machine's GPUs or processor
     num_gpus: int
@@ -63,7 +61,6 @@ class MachineCheck:
 
 
 def verdict(done: Mapping[str, Outcome]) -> str:
-    """Summarize the results of all steps, by name, in a line."""
     counts = []
     for status in (PASSED, FAILED, SKIPPED):
         if names := [name for name, outcome in done.items() if outcome.status == status]:

@@ -50,8 +50,6 @@ def operation_columns() -> list[PageColumns]:
 
 
 class Shown(NamedTuple):
-    """A plan to show."""
-
     name: str  # its title
     plan: Plan  # it is simulated
     measured: Measured | None = None  # a run of it

@@ -47,7 +47,6 @@ def page(shown: Sequence[Shown]) -> str:
 
 
 def save_page(shown: Sequence[Shown], path: str | Path) -> None:
-    """Write `page` to a file. Raises the errors of `page`."""
     write_text(path, page(shown))
 
 
