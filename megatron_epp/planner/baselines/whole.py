@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
+from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
+from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions
