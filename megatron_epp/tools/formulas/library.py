@@ -27,7 +27,8 @@ from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, naming_file, nearest, number, parse_json, read_text
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
 from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
-from megatron_epp.tools.formulas.model_shape import PARTS, DeltaNet, ModelShape, StateSpace
+from megatron_epp.tools.formulas.layer_sizes import PARTS, DeltaNet, StateSpace
+from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import FORMAT as PROFILE
 from megatron_epp.tools.formulas.profile import Profile
 

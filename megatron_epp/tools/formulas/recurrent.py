@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Self
 
-from megatron_epp.tools.formulas.model_shape import DeltaNet, Exchange, ModelShape, StateSpace
+from megatron_epp.tools.formulas.layer_sizes import DeltaNet, StateSpace
+from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
 
 BLOCK_TOKENS = 64
 """Tokens between two states that flash-linear-attention's kernel computes; inside such a block it has products of pairs."""
