@@ -24,8 +24,7 @@ from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.validation import require_whole
 
-MLP_AGAIN = ("mlp",)
-"""Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
+MLP_AGAIN = ("mlp",)  # recompute of norms and MLPs or experts, which Megatron has for all layers or none
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,9 @@ CAUSES = (
     "vocabulary over all ranks, weight gradients apart",
 )
 """Differences of plans from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
-BY_FLAGS = 2
-"""Number of causes, the first, that Megatron's own flags and data bring."""
+BY_FLAGS = 2  # number of causes, the first, that Megatron's own flags and data bring
 PLANNER = "1f1b-packed"
-STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
-"""Stages per rank that are tried for Megatron, where there are layers for them."""
+STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried for Megatron, where there are layers for them
 _CONTEXTS = (2, 4, 8)  # lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster
 _MOVES, _TARGETS = 2, 4
 """Most moves of a layer to another rank that are made from the best layout, and the layouts that are tried for each."""
@@ -74,8 +72,7 @@ class Stock(NamedTuple):
         return f"recompute of {'norms and MLPs' if self.decisions.modes == MLP_AGAIN else f'{layers} of each stage'}"
 
 
-Steps = tuple[Stock | None, ...]
-"""A step before any cause and with each of the first three; None where nothing fits."""
+Steps = tuple[Stock | None, ...]  # A step before any cause and with each of the first three; None where nothing fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,14 +26,10 @@ from megatron_epp.tools.advice.judge import (
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
 
-SEARCHED = 6
-"""Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
-PLANNED = 12
-"""Number of configurations that are evaluated exactly."""
-COMPARED = 6
-"""Number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B."""
-TIE = 0.03
-"""Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
+SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
+PLANNED = 12  # number of configurations that are evaluated exactly
+COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
+TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
 CLOSE = 0.02
 """Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
 _MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits

@@ -20,8 +20,7 @@ from megatron_epp.tools.layouts.layout_choice import Sample
 
 type Sharing = tuple[int, int, int, int]
 """Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
-REDUCED_BYTES = 4
-"""Bytes of a parameter's gradient in the reduction, which is in fp32."""
+REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is in fp32
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -27,8 +27,7 @@ from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample
 from megatron_epp.tools.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
-KINDS = ("looped", "v")
-"""Placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``."""
+KINDS = ("looped", "v")  # placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``
 _STAGES = 4  # pipeline ranks where neither ``--stages`` nor a layout says how many
 
 

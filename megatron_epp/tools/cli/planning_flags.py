@@ -40,12 +40,9 @@ from megatron_epp.tools.formulas.library import (
 from megatron_epp.tools.formulas.parameters import parameters_of, summary
 
 _SHAPE = tuple(row.setting for row in SHAPE)
-SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
-"""Settings of the flags that `add_shape` adds."""
-OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
-"""Settings of the flags that `add_optimizer` adds."""
-FP8_FLAGS = tuple(row.setting for row in FP8)
-"""Settings of the flags of casts to FP8."""
+SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")  # settings of the flags that `add_shape` adds
+OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)  # settings of the flags that `add_optimizer` adds
+FP8_FLAGS = tuple(row.setting for row in FP8)  # settings of the flags of casts to FP8
 _PARALLEL = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,

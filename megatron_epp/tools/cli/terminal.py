@@ -26,13 +26,10 @@ from megatron_epp.plan.reading import printable
 from megatron_epp.tools.report.text import clip
 
 PROGRAM = "megatron-epp"
-ERROR = 2
-"""Exit code of a command that ended with an error that it told."""
-EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"
-"""Package of the exact planner, whose last message commands print."""
+ERROR = 2  # exit code of a command that ended with an error that it told
+EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"  # package of the exact planner, whose last message commands print
 _WIDEST = 2000  # characters after which a line of an error is cut
-PATIENCE_S = 2.0
-"""Seconds before the first progress line: shorter work prints nothing."""
+PATIENCE_S = 2.0  # seconds before the first progress line: shorter work prints nothing
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"

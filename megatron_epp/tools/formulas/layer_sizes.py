@@ -11,8 +11,7 @@ from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.plan.sizing import shared_heads
 
-PARTS = "*+GM-E"
-"""Symbols of the parts of layers, see `LayerSizes.mixers`."""
+PARTS = "*+GM-E"  # symbols of the parts of layers, see `LayerSizes.mixers`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

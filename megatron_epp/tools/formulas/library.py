@@ -32,18 +32,13 @@ from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import FORMAT as PROFILE
 from megatron_epp.tools.formulas.profile import Profile
 
-RATES = dict(zip(MACHINES, (H100_NODE, CPU), strict=True))
-"""Rates by name, from which a cluster file starts."""
+RATES = dict(zip(MACHINES, (H100_NODE, CPU), strict=True))  # rates by name, from which a cluster file starts
 
 _VOCABULARY_MULTIPLE = 128
-MOST_GB = 1e9
-"""Largest memory of a device, in 2^30 bytes."""
-MOST_RATE = 1e30
-"""Largest rate, per second."""
-CONFIG = "config.json"
-"""Name of the file that describes a Hugging Face model."""
-DEVICES_PER_NODE = 8
-"""Devices per node if a cluster file does not set them."""
+MOST_GB = 1e9  # largest memory of a device, in 2^30 bytes
+MOST_RATE = 1e30  # largest rate, per second
+CONFIG = "config.json"  # name of the file that describes a Hugging Face model
+DEVICES_PER_NODE = 8  # devices per node if a cluster file does not set them
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +261,6 @@ def _dispatcher(flags: dict[str, Any]) -> str:
 
 
 def _latent(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelShape` for latent attention, with Megatron's defaults."""
     rotated = _whole(flags, "qk_pos_emb_head_dim", 64)
     return {
         "kv_channels": _whole(flags, "qk_head_dim", 128) + rotated,
@@ -338,14 +332,11 @@ def check_formulas(flags: dict[str, Any]) -> None:
     unknown += [f"moe_latent_size {brief(size)}"] if (size := flags.get("moe_latent_size")) else []
     unknown += [f"layers {symbol}" for symbol in sorted(set(pattern_of(flags)) - set(PARTS))]
     if unknown:
-        raise EppError(
-            f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention, gated delta "
-            "nets or Mamba-2, with an MLP or experts, are planned by formula"
-        )
+        known = "models of grouped-query attention, latent attention, gated delta nets or Mamba-2, with an MLP or experts"
+        raise EppError(f"there is no formula for {', '.join(unknown)}: {known}, are planned by formula")
 
 
 def layers_of(flags: dict[str, Any]) -> int:
-    """Layers of the model that Megatron's flags describe. Raises `EppError`."""
     return _whole(flags, "num_layers")
 
 

@@ -27,8 +27,7 @@ ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): 
 """Pattern of Megatron's line in a log for an iteration: its number, and its time in milliseconds."""
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """Pattern of the reason of a failure in a log. torch puts the rank in front of every line of a traceback."""
-WARM_UP = 2
-"""Iterations at the start of a run that do not count: memory is new, and Megatron prints their times together."""
+WARM_UP = 2  # iterations at the start of a run that do not count: memory is new, and Megatron prints their times together
 _LIMIT_S = 3600.0
 _FIGURES = "iterations.jsonl"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # default environment variables of a run

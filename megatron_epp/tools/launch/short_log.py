@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-LOG_VARIABLE = "EPP_LOG_FILE"
-"""Environment variable with the path of the file; without it everything is printed as it comes."""
+LOG_VARIABLE = "EPP_LOG_FILE"  # environment variable with the path of the file; without it everything is printed as it comes
 _TAIL_LINES = 40
 _WAIT_S = 5.0  # seconds to wait for the last lines at the end, which a process that outlives the run may hold back
 _SHOWN = re.compile(

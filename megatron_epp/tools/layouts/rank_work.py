@@ -18,8 +18,7 @@ from megatron_epp.plan.problem import Problem
 
 type CostsOf = Callable[[Layout], PipelineCosts]
 """The costs of a pipeline with a layout."""
-WHOLE, HALF = 2, 1
-"""Half layers that a move between stages takes along."""
+WHOLE, HALF = 2, 1  # half layers that a move between stages takes along
 
 
 @dataclass(frozen=True, slots=True)

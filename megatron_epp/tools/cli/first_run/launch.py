@@ -25,8 +25,7 @@ _LASTING = """
 """Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
 
 
-VOCABULARY = 128256
-"""Vocabulary that is assumed where only the tokenizer knows it."""
+VOCABULARY = 128256  # vocabulary that is assumed where only the tokenizer knows it
 
 
 @dataclass(frozen=True, slots=True)

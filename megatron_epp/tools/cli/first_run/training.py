@@ -22,8 +22,7 @@ _LENGTHS = {False: (4096, 2500, 1800, 900, 700, 400, 300, 120), True: (120, 70, 
 _ITERATIONS = {False: 5, True: 2}
 _FP32_ALLOWED = 1e-5  # largest relative difference of a loss in fp32
 _BF16_FLOOR = 1e-4  # difference of a loss in bf16 that is near enough however near Megatron's own is
-TIMES = 2.0
-"""Largest distance from the reference, as a multiple of the distance of Megatron's own run."""
+TIMES = 2.0  # largest distance from the reference, as a multiple of the distance of Megatron's own run
 
 
 @dataclass(frozen=True, slots=True)
